@@ -1,7 +1,7 @@
-"""The notice board: what ranks tell each other beside the collectives, through the store of `torch.distributed`.
+"""The notice board: notices between ranks that need no collective, through the store of `torch.distributed`.
 
-The store outlives a broken connection between two ranks, and can be asked while a collective hangs. Numbers count the
-operations of a group: all members issue the same ones in the same order, so they tell who is behind.
+The store outlives a broken connection between two ranks, and answers while a collective hangs. Numbers count the
+operations of a group: all members issue the same operations in the same order, so the numbers tell who is behind.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 from torch.distributed import distributed_c10d
 
-ANSWER_S = 1.0  # the store's host may be the process that stopped or died: nobody waits longer for an answer
+ANSWER_S = 1.0  # the longest wait for the store: its host may be the process that stopped or died
 
 
 class Came(NamedTuple):
-    """A member's coming to a barrier: operations that it issued before, and its purpose, with details of its own."""
+    """A member's arrival at a barrier: the number of its operations before, the barrier's purpose, and details."""
 
     operations: int
     what: str
@@ -42,11 +42,14 @@ class Board:
         self._asking: threading.Thread | None = None
 
     def announce_failure(self, text: str) -> bool:
-        """Notes why a member cannot go on; the first notice stays, later ones are its consequences. False: no store."""
+        """Notes why a member cannot go on, and returns whether the store answered.
+
+        The first notice stays: later ones are its consequences.
+        """
         return self._ask(lambda store: store.compare_set("failure", "", text), urgent=True) is not None
 
     def failure(self) -> str | None:
-        """The failure announced, if any."""
+        """Returns the announced failure, if there is one."""
         return self._read("failure")
 
     def note_waiting(self, rank: int, operation: int) -> None:
@@ -58,12 +61,12 @@ class Board:
         self._append("left", rank, operations)
 
     def behind(self, ranks: Sequence[int], operation: int) -> list[int]:
-        """Those of `ranks` that nobody has seen waiting in this operation or a later one."""
+        """Returns the ranks that have not noted that they wait in this operation or in a later one."""
         here = {rank for rank, number in self._numbers("waiting") if number >= operation}
         return [rank for rank in ranks if rank not in here]
 
     def left_before(self, operation: int) -> list[int]:
-        """Members that left without issuing this operation."""
+        """Returns the members that left before they issued this operation, ascending."""
         return sorted(rank for rank, operations in self._numbers("left") if operations <= operation)
 
     def note_arrival(self, barrier: int, rank: int, operations: int, what: str, detail: str) -> None:
@@ -92,7 +95,10 @@ class Board:
         return text.decode() if text is not None else None
 
     def _ask(self, question: Callable[[distributed_c10d.Store], bytes | None], *, urgent: bool = False) -> bytes | None:
-        """The store's answer; None without one in time, or if it still owes one and this is not urgent."""
+        """Returns the store's answer, or None when none comes in time.
+
+        A question that is not urgent is dropped while the store still owes another answer.
+        """
         if self._asking is not None:
             self._asking.join(ANSWER_S if urgent else 0.0)
             if self._asking.is_alive():
@@ -102,7 +108,7 @@ class Board:
         def ask() -> None:
             with suppress(RuntimeError):
                 if self._own is None:
-                    # A connection of its own, as both may block: the user's is for others.
+                    # Not the user's connection to the store: a call on either may block.
                     store = self._store.clone()  # type: ignore[attr-defined]  # torch does not declare it
                     self._own = distributed_c10d.PrefixStore(self._name, store)
                 answers.append(question(self._own))

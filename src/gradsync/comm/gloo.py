@@ -1,4 +1,4 @@
-"""`GlooGroup`: better ways through gloo than its own, chosen by size and by what was measured of the links.
+"""`GlooGroup`: faster ways through gloo than its own collectives, chosen by size and by the measured links.
 
 Measured on nodes with links of 200 Mbit to 1 Gbit (docs/collectives.md): gloo's rings pay a hop of latency for every
 member, where messages that all start at once pay one; and its all-to-all, which starts all messages at once, reaches
@@ -23,15 +23,21 @@ from .group import Pending, TorchGroup, cut_messages, cut_to_lengths, split, swa
 from .links import Exchange, measured_link
 from .rounds import Rounds
 
-FAST_BYTES_PER_S = 250e6  # from here on the latency of rounds costs more than their order saves
-MOST_DIRECT_BYTES = 1 << 20  # sent at once by a member, however high the latency: what was measured to pay
-DIRECT_EXCESS = 0.4  # messages that all start at once take longer than their bytes by this share
+FAST_BYTES_PER_S = 250e6  # on faster links the latency of rounds costs more than their order saves
+MOST_DIRECT_BYTES = 1 << 20  # the upper limit of `at_once_bytes`, however high the latency: docs/collectives.md
+DIRECT_EXCESS = 0.4  # share by which messages that all start at once take longer than their bytes
 
 
 class GlooGroup(TorchGroup):
     """The members of a process group on gloo.
 
-    `bytes_per_s`: what a member's link carries each way; None: measured now, which takes the time of 5 MiB.
+    Args:
+        process_group: the members; None: all ranks.
+        timeout_s: as in `TorchGroup`.
+        bytes_per_s: the rate of a member's link in each direction; None: measured now, which takes the time of 5 MiB.
+        placement: the node of each member; None: the members find it out together.
+        parent: the group that this one is a subgroup of.
+        places: the members' places in `parent`.
     """
 
     def __init__(
@@ -49,16 +55,19 @@ class GlooGroup(TorchGroup):
 
     def _open(self, process_group: dist.ProcessGroup | None, timeout_s: float) -> None:
         super()._open(process_group, timeout_s)
-        apart = self._communicator(process_group)  # torch waits for messages one by one: a thread does it there
+        apart = self._communicator(process_group)  # for messages: a thread waits for each of them
         self._rounds = Rounds(apart, self.rank, self.size)
         self._releases.append(lambda hanging: self._rounds.stop(patience_s=0.0 if hanging else 5.0))
         if self.bytes_per_s is None and self.size > 1:
             self.alpha_s, self.stage_s, self.bytes_per_s = measured_link(self, self._at_once, timeout_s)
-        if self.placement.is_hierarchy:  # now, as plans are made from what is measured of these links
+        if self.placement.is_hierarchy:  # now: plans need the measurements of these links
             self._open_hierarchy()
 
     def _open_hierarchy(self) -> None:
-        """Makes the groups of nodes and across nodes, and levels what they measured: all ranks are to plan alike."""
+        """Makes the groups within and across nodes, and gives all ranks the slowest rank's measurements of them.
+
+        All ranks must plan alike.
+        """
         kinds = (self.within_node(), self.across_nodes())
         found = [(g.alpha_s, g.stage_s, 1 / g.bytes_per_s) for g in kinds if g.alpha_s is not None and g.bytes_per_s]
         if found:
@@ -141,7 +150,7 @@ class GlooGroup(TorchGroup):
 
     @property
     def at_once_bytes(self) -> float:
-        """Up to which a member's messages cost less at once than in rounds or a ring, which pay more latencies."""
+        """The most bytes of a member for which messages that all start at once cost less than rounds or a ring."""
         limit = float(DIRECT_BYTES)
         if self.alpha_s is not None and self.bytes_per_s is not None:
             latency_s = self.stage_s + (self.size - 1) * self.alpha_s
@@ -149,7 +158,7 @@ class GlooGroup(TorchGroup):
         return min(limit, float(MOST_DIRECT_BYTES))
 
     def _starts_at_once(self, sent_bytes: float) -> bool:
-        """Whether messages of at most so many bytes a member do."""
+        """Whether messages start at once when each member sends at most `sent_bytes`."""
         return sent_bytes <= self.at_once_bytes
 
     def _exchange(self, outgoing: list[Tensor], incoming: list[Tensor], *, together: bool) -> Pending[list[Tensor]]:
@@ -162,12 +171,12 @@ class GlooGroup(TorchGroup):
         return self._pending(work, lambda: incoming)
 
     def _gather_and_sum(self, buffer: Tensor) -> Pending[Tensor]:
-        """An all-reduce in which everybody sums everything, in rank order."""
+        """Sums over the members in rank order: every member receives all buffers and sums them all."""
         gathered = self._all_to_all(buffer.repeat(self.size), *[[buffer.numel()] * self.size] * 2)
         return _then(gathered, lambda parts, _: _sum_into(buffer, parts))
 
     def _sum_by_owners(self, buffer: Tensor) -> Pending[Tensor]:
-        """An all-reduce in which each member sums a part, in rank order, and hands it to all."""
+        """Sums over the members in rank order: each member sums one part and sends it to all."""
         lengths = [len(part) for part in buffer.tensor_split(self.size)]
         mine = lengths[self.rank]
 
@@ -187,12 +196,15 @@ class GlooGroup(TorchGroup):
 
 
 def _then(pending: Pending[list[Tensor]], finish: Callable[[list[Tensor], float], Tensor]) -> Pending[Tensor]:
-    """What `finish(parts, timeout_s)` makes of an operation's result."""
+    """Returns the operation whose result is `finish(parts, timeout_s)`, of the parts that `pending` brings."""
     return Pending(lambda timeout_s: finish(pending.wait(timeout_s), timeout_s))
 
 
 def _sum_into(buffer: Tensor, parts: Sequence[Tensor]) -> Tensor:
-    """The sum in rank order, one addition after the other: the same bits on every processor. 16-bit floats in fp32."""
+    """Overwrites `buffer` with the sum of the parts in rank order, with the same bits on every processor.
+
+    16-bit floats are summed in fp32.
+    """
     if buffer.dtype in (torch.float16, torch.bfloat16):
         kernels.sum_parts(parts, buffer)
         return buffer

@@ -1,8 +1,8 @@
 """`Group`: the ranks to talk to. Every operation starts at the call and returns a `Pending` to await.
 
-Buffers are one-dimensional and contiguous. `TorchGroup` is the real one, on a communicator of its own: the user's code
-may use its process group from another thread meanwhile, and two threads on one communicator read each other's messages.
-Operations are the backend's own; where these are slow, `gloo.py` has better ways.
+Buffers are one-dimensional and contiguous. `TorchGroup` runs on a communicator of its own: the user's code may use the
+process group from another thread meanwhile, and two threads on one communicator read each other's messages. Operations
+are the backend's own; where these are slow, a subclass has better ways (`gloo.py`).
 """
 
 from __future__ import annotations
@@ -35,19 +35,22 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-BARRIER_POLL_S = (0.002, 0.2)  # how often who came to a barrier looks for the others: at first, and later
-POLL_S = 1.0  # how often a rank that waits looks at the board
-NOTICE_S = 20.0  # who waits longer notes it on the board, so that the others can tell who is missing
-WARNING_S = 30.0  # who waits longer says for whom, once
-LENGTH_BYTES = 8  # at the start of a message whose length only its sender knows: the length
+BARRIER_POLL_S = (
+    0.002,
+    0.2,
+)  # pauses of a rank at a barrier between two looks for the others: the first and the longest
+POLL_S = 1.0  # seconds between two looks at the board of a rank that waits
+NOTICE_S = 20.0  # a rank that waits longer notes it on the board, so that the others can tell who is missing
+WARNING_S = 30.0  # a rank that waits longer logs, once, for whom
+LENGTH_BYTES = 8  # of the length at the start of a message whose length only its sender knows
 
 
 class GroupError(RuntimeError):
-    """A collective that did not complete: a rank died, stopped answering, or announced a failure."""
+    """Raised for a collective that did not complete: a rank died, stopped answering, or announced a failure."""
 
 
 class Pending(Generic[T]):
-    """An operation under way. `await` it inside a scheme, or `wait` for it outside of one."""
+    """An operation under way: `await` it inside a scheme, call `wait` outside of one."""
 
     sent_bytes = 0.0  # payload that this rank sends in it, where a ledger counts
 
@@ -55,7 +58,7 @@ class Pending(Generic[T]):
         self._wait = wait
 
     def wait(self, timeout_s: float) -> T:
-        """Blocks until the result is there; call it once.
+        """Blocks until the result is there and returns it; call it once.
 
         Raises:
             GroupError: after `timeout_s`, or when the operation failed.
@@ -67,13 +70,13 @@ class Pending(Generic[T]):
 
 
 class Group(ABC):
-    """Members are global ranks in order; `rank` is this process' place among them."""
+    """The ranks that communicate: `members` are their global ranks, `rank` is this process' place among them."""
 
     rank: int
     members: tuple[int, ...]
-    alpha_s: float | None = None  # what each further message of an operation costs, where it was measured
-    stage_s: float = 0.0  # what an operation costs beside its messages and bytes, where it was measured
-    bytes_per_s: float | None = None  # what a member's link carries each way, where it was measured
+    alpha_s: float | None = None  # measured seconds of each further message of an operation
+    stage_s: float = 0.0  # measured seconds of an operation beside its messages and bytes
+    bytes_per_s: float | None = None  # measured rate of a member's link in each direction
     _placement: Placement | None = None
 
     @property
@@ -82,12 +85,12 @@ class Group(ABC):
 
     @property
     def at_once_bytes(self) -> float:
-        """What a member may send in an all-gather for all of its messages to start at once."""
+        """The most bytes that a member sends in an all-gather whose messages all start at once."""
         return float(DIRECT_BYTES)
 
     @property
     def transport(self) -> Transport:
-        """How the backend carries this group's collectives; cost models price them by it."""
+        """The messages and rounds in which the backend carries collectives, by which cost models price them."""
         return RingOrDirect(self.at_once_bytes)
 
     @property
@@ -97,65 +100,77 @@ class Group(ABC):
 
     @property
     def placement(self) -> Placement:
-        """Where the members sit; each on a node of its own where nothing is known."""
+        """The node of each member; each member on a node of its own where nothing is known."""
         return self._placement or Placement.one_per_node(self.size)
 
     def within_node(self) -> Group:
-        """The members on this one's node."""
+        """Returns the group of the members on this member's node."""
         return self.subgroup(self.placement.within(self.rank))
 
     def across_nodes(self) -> Group:
-        """The members that have this one's place on their nodes, one of each.
+        """Returns the group of the members that have this member's place on their nodes, one member a node.
 
         Raises:
-            ValueError: on every member, where nodes have different numbers of them.
+            ValueError: on every member, where nodes have different numbers of members.
         """
         return self.subgroup(self.placement.across(self.rank))
 
     @abstractmethod
     def subgroup(self, places: tuple[int, ...]) -> Group:
-        """The group of the members at these places, this one among them; this group itself if they are all.
+        """Returns the group of the members at these places, which include this one; this group itself if they are all.
 
-        Made at the first call, for which all of them must come to the same point between their operations; kept until
-        this group is closed, or its `renewed` ends. Operations on both count as this group's: all are issued in one
-        order.
+        The first call makes the group: all of its members must make it at the same point between their operations. The
+        group stays until this group is closed, or its `renewed` ends. Operations on both count as this group's: all
+        members issue all of them in one order.
         """
 
     @contextmanager
     def renewed(self) -> Iterator[None]:
-        """Subgroups that nobody asks for inside of it are closed at its end: those of plans that are over add up.
+        """Closes, at the end of the `with` block, the subgroups that nobody asked for inside.
 
-        Those within subgroups too. Entered by all members between their operations; groups of nodes, made with this
-        group, stay.
+        Without it, subgroups of former plans would add up. Subgroups of subgroups are closed too. All members must
+        enter the block between the same operations. The groups of nodes, which are made with this group, stay.
         """
         yield
 
     @abstractmethod
     def all_reduce(self, buffer: Tensor) -> Pending[Tensor]:
-        """The sum over the members, in place: overwrites and returns `buffer`."""
+        """Sums over the members, in place: overwrites and returns `buffer`."""
 
     @abstractmethod
     def all_gather(self, buffer: Tensor, sizes: Sequence[int] | None = None) -> Pending[list[Tensor]]:
-        """Every member's buffer, in order. `sizes`: their lengths in elements where they differ."""
+        """Returns every member's buffer, in the order of the members.
+
+        Args:
+            buffer: this member's, (elements,).
+            sizes: the number of elements of each member's buffer, where they differ.
+        """
 
     @abstractmethod
     def all_to_all(
         self, buffer: Tensor, sent: Sequence[int], received: Sequence[int], *, largest: int | None = None
     ) -> Pending[list[Tensor]]:
-        """Hands consecutive parts of `buffer` (`sent[j]` elements to member j), returns what each member sent here.
+        """Sends consecutive parts of `buffer`, one to each member, and returns the parts that the members sent here.
 
-        `largest`: no part on any member has more elements. Where all members know such a bound (the same one), small
-        exchanges go a quicker way.
+        Args:
+            buffer: the parts, end to end.
+            sent: elements for each member; their sum is the length of `buffer`.
+            received: elements that each member sends here.
+            largest: a bound of the elements of any part on any member, the same number on all members. With it, small
+                exchanges go a quicker way.
         """
 
     @abstractmethod
     def exchange(self, messages: Sequence[Tensor], bounds: Sequence[int]) -> Pending[list[Tensor]]:
-        """Hands `messages[j]` to member j, returns what each member sent here, its own as it is: an all-to-all of bytes
-        in which only bounds of the lengths are known beforehand.
+        """Sends `messages[j]` to member j and returns what each member sent here; only bounds of lengths are known.
 
-        `bounds[j]`: bytes that a message to member j has at most, the same numbers on all members. The first
-        `LENGTH_BYTES` of a message are the group's, which writes the length there. With bounds that are multiples of 8
-        the messages returned start where any element type can be viewed.
+        The first `LENGTH_BYTES` of a message belong to the group, which writes the length there. This member's own
+        message is returned as it is. With bounds that are multiples of 8, any element type can be viewed from the start
+        of a message.
+
+        Args:
+            messages: one a member, (bytes,) uint8.
+            bounds: the most bytes of a message to each member, the same numbers on all members.
 
         Raises:
             ValueError: for a message that is longer than its bound; nothing was sent then.
@@ -171,35 +186,44 @@ class Group(ABC):
         *,
         in_pairs: bool = False,
     ) -> Pending[dict[int, Tensor]]:
-        """Hands `outgoing[j]` to member j, returns what each of the members `origins` sent here: bytes between some of
-        the members, who all call it, also those without a message.
+        """Sends single messages between some of the members; all members call it, also those without a message.
 
-        `bound`: bytes that a message has at most, the same number on all members. `device`: where messages are, and
-        what comes is to be. `in_pairs`: no member has more than one message for others, nor gets more than one, so that
-        there is nothing to order; all members say the same. For a message's first bytes and for what is returned see
-        `exchange`.
+        Args:
+            outgoing: the message for each destination, (bytes,) uint8; the first bytes are the group's, as in
+                `exchange`.
+            origins: the members that send a message here.
+            bound: the most bytes of a message, the same number on all members.
+            device: the device of the messages, outgoing and received.
+            in_pairs: no member sends more than one message to others, nor receives more than one, so that there is
+                nothing to order; the same on all members.
+
+        Returns:
+            the received message of each origin, as in `exchange`.
 
         Raises:
-            ValueError: for a message that is longer; nothing was sent then.
+            ValueError: for a message that is longer than `bound`; nothing was sent then.
         """
 
     @abstractmethod
     def broadcast(self, buffer: Tensor) -> Pending[Tensor]:
-        """Member 0's buffer, in place on all others."""
+        """Overwrites `buffer` with member 0's on all other members and returns it."""
 
     @abstractmethod
     def barrier(self, what: str, timeout_s: float, *, detail: str = "") -> None:
-        """Blocks until all members have come to `what`, between the same two operations; no operation itself.
+        """Blocks until all members have come to `what`, between the same two operations; it is no operation itself.
 
-        For work that only some members might come to: an operation of theirs would meet another one of the others',
-        of other lengths, which ends the process in some backends. Members that wait in an operation instead raise too.
+        It guards work that only some members might begin: their operations would meet other operations of the others,
+        with other lengths, which ends the process in some backends. Members that wait in an operation instead raise
+        too.
 
         Args:
-            detail: of this member, for messages; `what` is the same on all.
+            what: the purpose, the same on all members.
+            timeout_s: seconds to wait for the others.
+            detail: this member's details, for messages.
 
         Raises:
-            GroupError: on all members, where some come to something else, are in an operation, have left, failed, or
-                do not come in time.
+            GroupError: on all members, where some come to something else, are in an operation, have left, failed, or do
+                not come in time.
         """
 
     @abstractmethod
@@ -214,8 +238,14 @@ class Group(ABC):
 class TorchGroup(Group):
     """The members of a `torch.distributed` process group, over a new communicator with the same backend.
 
-    Creating one is collective over the members. Operations are issued by one thread at a time (the caller's duty).
-    `placement`: where they sit; None: found out together. A subgroup has a `parent` and its members' `places` there.
+    All members must make it together. One thread at a time issues operations, which the caller ensures.
+
+    Args:
+        process_group: the members; None: all ranks.
+        timeout_s: seconds that making the group may take; operations have their own timeout.
+        placement: the node of each member, the same on all members; None: the members find it out together.
+        parent: the group that this one is a subgroup of.
+        places: the members' places in `parent`.
     """
 
     def __init__(
@@ -235,12 +265,14 @@ class TorchGroup(Group):
         if placement is not None and placement.size != len(self.members):
             raise ValueError(f"the placement is of {placement.size} ranks, the group has {len(self.members)}")
         self._subgroups: dict[tuple[int, ...], TorchGroup] = {}
-        self._asked_for: set[tuple[int, ...]] = set()  # of them, since `renewed` began
+        self._asked_for: set[tuple[int, ...]] = set()  # subgroups that were asked for since `renewed` began
         self._patience = timedelta(seconds=self._patience_s(timeout_s))
         self._in_flight: dict[int, tuple[Any, Tensor | None]] = {}  # works, and inputs that must live until they end
         self._issued = 0
-        self._barriers = 0  # that this member has come to
-        self._releases: list[Callable[[bool], None]] = []  # of what was made so far; True: an operation may hang
+        self._barriers = 0  # the number of barriers that this member has come to
+        self._releases: list[
+            Callable[[bool], None]
+        ] = []  # undo what was made so far, called with whether an operation may hang
         try:
             self._open(process_group, timeout_s)
         except BaseException:  # nobody will get the group, to close it
@@ -249,9 +281,9 @@ class TorchGroup(Group):
         self._lasting = frozenset(self._subgroups)
 
     def _open(self, process_group: dist.ProcessGroup | None, timeout_s: float) -> None:
-        """Makes what operations need. Where it fails, `_releases` has what was made until then."""
+        """Makes what operations need; if it fails, `_releases` has what was made until then."""
         self._own = self._communicator(process_group)
-        # The store may outlive the job, and group names start anew with the next one: its notices are not ours.
+        # The store may outlive the job, and the next job has the same group names: a nonce tells their notices apart.
         mine = torch.tensor([secrets.randbits(62), _node_key()], device=self.device)
         everyone = mine.new_empty(2 * self.size)
         _all_gather_single(everyone, mine, self._own).wait()
@@ -305,7 +337,7 @@ class TorchGroup(Group):
         sent = [0 if peer == self.rank else bound for peer, bound in enumerate(bounds)]
         buffer = outgoing[0].new_empty(sum(sent))
         for room, message in zip(split(buffer, sent), outgoing, strict=True):
-            room[: len(message)].copy_(message[: len(room)])  # its own has no room, and is not sent
+            room[: len(message)].copy_(message[: len(room)])  # the own message has no room, and is not sent
         return self._exchange_at_once(buffer, sent, messages[self.rank], bounds[self.rank])
 
     def swap(
@@ -327,14 +359,16 @@ class TorchGroup(Group):
         buffer = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device)
 
         def wait(timeout_s: float) -> dict[int, Tensor]:
-            received = [int(length) if len(length) else 0 for length in lengths.wait(timeout_s)]  # the host makes room
+            received = [
+                int(length) if len(length) else 0 for length in lengths.wait(timeout_s)
+            ]  # the host must know the lengths to make room
             arrived = self._all_to_all(buffer, sent, received).wait(timeout_s)
             return {peer: arrived[peer] for peer in origins}
 
         return Pending(wait)
 
     def _exchange_at_once(self, buffer: Tensor, sent: Sequence[int], own: Tensor, bound: int) -> Pending[list[Tensor]]:
-        """All messages in one all-to-all; `buffer` holds those for the others, perhaps padded."""
+        """Sends all messages in one all-to-all; `buffer` holds the other members' messages, perhaps padded."""
         arrived = self._all_to_all(buffer, sent, [0 if peer == self.rank else bound for peer in range(self.size)])
         return Pending(lambda timeout_s: cut_to_lengths(arrived.wait(timeout_s), self.rank, own))
 
@@ -354,7 +388,7 @@ class TorchGroup(Group):
         self._note_arrival(what, detail)
         began_s = answered_s = time.monotonic()
         while missing := sorted(set(self.members) - (here := self._board.arrivals(barrier)).keys()):
-            if self.members[self.rank] in missing:  # a store that owes an answer takes no note
+            if self.members[self.rank] in missing:  # the store did not take the note while it owed an answer
                 self._board.note_arrival(barrier, self.members[self.rank], self._issued, what, detail)
             if failure := self._announced_failure():
                 raise GroupError(failure)
@@ -374,7 +408,7 @@ class TorchGroup(Group):
         _require_one_purpose(here)
 
     def _note_arrival(self, what: str, detail: str) -> None:
-        """Tells the members, and those of subgroups, who may wait in an operation there."""
+        """Notes this member's arrival for members of this group and its subgroups, who may wait in an operation."""
         barrier, self._barriers = self._barriers, self._barriers + 1
         self._board.note_arrival(barrier, self.members[self.rank], self._issued, what, detail)
         for made in self._subgroups.values():
@@ -391,7 +425,7 @@ class TorchGroup(Group):
         self._in_flight.clear()
 
     def _release(self, *, hanging: bool) -> None:
-        """Ends what the group has, the last first."""
+        """Releases what the group has made, the last first."""
         while self._subgroups:
             self._subgroups.popitem()[1].close()
         while self._releases:
@@ -407,8 +441,8 @@ class TorchGroup(Group):
             return
         dist.destroy_process_group(communicator)
         if hanging:
-            # gloo cannot cancel them: the destructor would wait until they time out, in whatever line collects garbage
-            # or at exit. So it never runs; the process' end releases what is left.
+            # gloo cannot cancel operations: the destructor would wait for their timeouts, in any line that collects
+            # garbage or at exit. So the destructor never runs; the end of the process releases what is left.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator))
 
     def _patience_s(self, timeout_s: float) -> float:
@@ -416,7 +450,11 @@ class TorchGroup(Group):
         return 1.5 * timeout_s + 5.0  # later than `_wait`, which says who is missing
 
     def _completes(self, work: Any, patience_s: float) -> bool:
-        """Waits so long for the work; whether it is done. Raises GroupError when it failed."""
+        """Waits at most `patience_s` for the work and returns whether it is done.
+
+        Raises:
+            GroupError: when the operation failed.
+        """
         try:
             work.wait(timedelta(seconds=patience_s))
             return True
@@ -424,7 +462,7 @@ class TorchGroup(Group):
             if not work.is_completed():
                 return False
         try:
-            work.wait()  # completed, perhaps well and just after our patience ended: now it tells
+            work.wait()  # perhaps it succeeded just after our patience ended: this raises only if it failed
             return True
         except RuntimeError as error:
             why = self._announced_failure() or f"a connection broke, as when a rank ends or dies ({_first_line(error)})"
@@ -443,7 +481,11 @@ class TorchGroup(Group):
         return Pending(wait)
 
     def _wait(self, work: Any, number: int, timeout_s: float) -> None:
-        """Blocks until the operation is done; looks at the board meanwhile."""
+        """Blocks until the operation is done, and looks at the board meanwhile.
+
+        Raises:
+            GroupError: after `timeout_s`, when the operation failed, or when the board tells why it cannot end.
+        """
         began_s = time.monotonic()
         poll_s = min(POLL_S, timeout_s / 4)
         noted, warned = False, False
@@ -475,7 +517,10 @@ class TorchGroup(Group):
                 warned = True
 
     def _announced_failure(self) -> str | None:
-        """Of a subgroup also what was told to the whole group: who failed may be no member here."""
+        """Returns the failure that a member announced, of a subgroup also one announced to the whole group.
+
+        The rank that failed may be no member of the subgroup.
+        """
         whole = self._parent._announced_failure() if self._parent is not None else None
         return whole or self._board.failure()
 
@@ -489,14 +534,14 @@ class TorchGroup(Group):
 
 
 def _require_one_purpose(came: Mapping[int, Came]) -> None:
-    """Raises, for the members that have come to a barrier, where they came to different things."""
+    """Raises GroupError if the members came to one barrier for different purposes."""
     if len({each.what for each in came.values()}) > 1:
         found = ", ".join(f"{each} on rank {rank}" for rank, each in sorted(came.items()))
         raise GroupError(f"the ranks came to different things at the same time, all must come to the same: {found}")
 
 
 def _is_open(communicator: dist.ProcessGroup) -> bool:
-    """Whether it was not ended yet, as by the user's `destroy_process_group()`, which ends all."""
+    """Whether the communicator still exists: the user's `destroy_process_group()` ends all of them."""
     return dist.is_initialized() and communicator in distributed_c10d._world.pg_map
 
 
@@ -508,21 +553,24 @@ def _new_communicator(
     *,
     name: str | None = None,
 ) -> dist.ProcessGroup:
-    """A process group of these members and the same backend, which only they need to call for.
+    """Makes a process group of these members with the same backend; only the members need to call it.
 
-    `name`: the same on all of them, and no other group's; None: they have made as many groups of just these.
+    `name`: one that no other group has, the same on all members; None: a name made from the number of groups that these
+    members have made, which must be the same on all of them.
     """
     backend = dist.get_backend(process_group)
     if len(members) == dist.get_world_size() and name is None:
         whole: dist.ProcessGroup = dist.new_group(members, timeout=timeout, backend=backend)
         return whole
     # new_group(use_local_synchronization=True) names the group by how many groups a rank is in: members of different
-    # numbers of groups would wait for each other. So this is its end, with a name that the members share.
+    # numbers of groups would wait for each other. So this calls what new_group ends with, by a name that members share.
     store = distributed_c10d._get_default_store()
     if name is None:
         parent = (process_group or distributed_c10d._get_default_group()).group_name
         among = hashlib.sha256(str(members).encode()).hexdigest()[:16]
-        number = store.add(f"gradsync {parent} {among} of {members[rank]}", 1)  # groups of these, as each counts them
+        number = store.add(
+            f"gradsync {parent} {among} of {members[rank]}", 1
+        )  # the number of groups of these members so far
         name = f"gradsync {parent} {among} {number}"
     made: dist.ProcessGroup
     made, _ = distributed_c10d._new_process_group_helper(
@@ -539,7 +587,7 @@ def _new_communicator(
 
 
 def gather_bytes(group: Group, content: bytes, timeout_s: float) -> list[bytes]:
-    """Every rank's bytes, at least one of each, by rank."""
+    """Returns the bytes of every rank, by rank; `content` has at least one byte on each rank."""
     mine = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(group.device)
     sizes = group.all_gather(torch.tensor([mine.numel()], device=group.device)).wait(timeout_s)
     parts = group.all_gather(mine, [int(size) for size in sizes]).wait(timeout_s)
@@ -547,15 +595,20 @@ def gather_bytes(group: Group, content: bytes, timeout_s: float) -> list[bytes]:
 
 
 def split(buffer: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Consecutive views of `sizes` elements."""
+    """Returns consecutive views of `sizes` elements each."""
     return list(torch.split(buffer, list(sizes)))
 
 
 def with_lengths(messages: Sequence[Tensor], bounds: Sequence[int], peers: Iterable[int] | None = None) -> list[Tensor]:
-    """The messages to `peers` (by default all members, in order), each with its length written into its first bytes.
+    """Writes into the first bytes of each message its length, and returns the messages.
+
+    Args:
+        messages: those to `peers`, each (bytes,) uint8.
+        bounds: the most bytes of each message.
+        peers: the destinations, for error messages; None: all members, in order.
 
     Raises:
-        ValueError: for a message that has no room for it, or is longer than its bound.
+        ValueError: for a message that has no room for its length, or is longer than its bound.
     """
     to = range(len(messages)) if peers is None else peers
     for peer, message, bound in zip(to, messages, bounds, strict=True):
@@ -570,28 +623,33 @@ def with_lengths(messages: Sequence[Tensor], bounds: Sequence[int], peers: Itera
 
 
 def length_of(message: Tensor) -> int:
-    """What `with_lengths` wrote."""
-    return int.from_bytes(message[:LENGTH_BYTES].cpu().numpy().tobytes(), sys.byteorder)  # the host cuts the message
+    """Returns the length that `with_lengths` wrote into the message."""
+    return int.from_bytes(
+        message[:LENGTH_BYTES].cpu().numpy().tobytes(), sys.byteorder
+    )  # the host must know the length to cut the message
 
 
 def cut_to_lengths(arrived: Sequence[Tensor], rank: int, own: Tensor) -> list[Tensor]:
-    """The messages of an `exchange` in what arrived, which has room for longer ones; `own` for member `rank`."""
+    """Returns the messages of an `exchange`, cut from what arrived, which has room for longer ones.
+
+    `own` is the message of member `rank`, which did not travel.
+    """
     return [own if peer == rank else part[: length_of(part)] for peer, part in enumerate(arrived)]
 
 
 def swapped(outgoing: Mapping[int, Tensor], bound: int) -> dict[int, Tensor]:
-    """The messages of a `swap`, with their lengths."""
+    """Returns the messages of a `swap` by destination, with their lengths written."""
     messages = with_lengths(list(outgoing.values()), [bound] * len(outgoing), outgoing)
     return dict(zip(outgoing, messages, strict=True))
 
 
 def cut_messages(arrived: Sequence[Tensor], origins: Collection[int]) -> dict[int, Tensor]:
-    """The messages of a `swap` in what arrived, by member, which has room for longer ones."""
+    """Returns the messages of a `swap` by origin, cut from what arrived, which has room for longer ones."""
     return {peer: arrived[peer][: length_of(arrived[peer])] for peer in origins}
 
 
 def _node_key() -> int:
-    """The same for ranks of one node: of one host, and where an agent such as torchrun started them, of one agent."""
+    """Returns a number that ranks of one node share: those of one host and, under torchrun, of one agent."""
     name = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")
 

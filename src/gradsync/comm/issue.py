@@ -1,21 +1,22 @@
-"""Issuing: everything a step sends goes out in the total order the plan fixes, by one thread at a time.
+"""Issuing: one thread at a time sends everything of a step, in the total order that the plan fixes.
 
 Where is the event loop? There is none. A scheme is a coroutine whose every `await` is on a `Pending`; the wait for one
 `Pending` is one *stage* of the scheme. A `Synchronization` holds the order of (bucket, stage) turns of a step. At a
-bucket's turn whoever issues waits for what the bucket awaits, resumes the coroutine up to its next `await`, and goes on
-to the next turn while that operation is in flight. So operations of several buckets overlap, yet every rank issues them
-in the same order whatever the timing: two threads on one communicator, or an order decided by timing, would make ranks
-read each other's messages.
+bucket's turn the issuing thread waits for what the bucket awaits, resumes the coroutine up to its next `await`, and
+goes on to the next turn while that operation is in flight. So operations of several buckets overlap, yet every rank
+issues them in the same order whatever the timing: two threads on one communicator, or an order decided by timing, would
+make ranks read each other's messages.
 
 Who issues? The communication thread, as far as buckets are ready while backward goes on; the thread that waits for the
 end does the rest itself. Handing over costs two changes of threads, which many small steps would feel. A lock, the
 `turn`, makes it one at a time. Where nobody waits for the end yet, `go_on` hands over the rest, and `wait_for` waits
 for one bucket.
 
-Who computes? What a scheme does between two awaits, whoever issues. `Work` that a scheme awaits, the device that it is
-for: `OFFLOAD` is a thread of its own, which begins at once; `COMPUTE` is the thread of backward, which does it when it
-next comes by (`do_work`) or waits for the end, and until then turns that need it wait. A *prepared* bucket awaits work
-first of all: that begins when the bucket is ready, on the thread which says so if it is for `COMPUTE`.
+Who computes? The issuing thread computes what a scheme does between two awaits. `Work` that a scheme awaits has a
+device: `OFFLOAD` is a thread of its own, which begins at once; `COMPUTE` is the thread of backward, which does the work
+when it next calls `do_work` or waits for the end, and until then turns that need the work wait. A *prepared* bucket
+awaits work first of all: the work begins when the bucket is ready, and if it is for `COMPUTE`, on the thread that
+reports this.
 
 `torch.profiler` shows `gradsync::bucket 0 push`, the bucket's work at that turn, and `gradsync::bucket 0 wait for
 push`, the wait for its operation. The profiler records the communication thread only with `profile_all_threads`.
@@ -58,10 +59,13 @@ def drive(coroutine: Coroutine[Any, Any, T], *, timeout_s: float) -> T:
 def drive_in_turns(
     coroutines: Sequence[Coroutine[Any, Any, T]], meanwhile: Callable[[], object] = lambda: None
 ) -> tuple[list[T], list[float]]:
-    """Runs the coroutines of all ranks of a `LocalGroup` to their ends, in one thread: each up to its next operation.
+    """Runs the coroutines of all ranks of a `LocalGroup` to their ends in one thread, by turns of one operation each.
 
-    Returns their results, and seconds of processor time before the first operation, between operations and behind the
-    last, `Work` included, mean over the ranks. `meanwhile` is called before each of these, and not timed.
+    `meanwhile` is called before each turn of all ranks, and not timed.
+
+    Returns:
+        the coroutines' results, and the seconds of processor time before the first operation, between operations and
+            behind the last, `Work` included, as means over the ranks.
     """
     results: dict[int, T] = {}
     arrived: list[Any] = [None] * len(coroutines)
@@ -81,7 +85,7 @@ def drive_in_turns(
 
 
 def _until_operation(coroutine: Coroutine[Any, Any, Any], value: Any) -> Pending[Any]:
-    """What it awaits next that is no work of its own, which is done here."""
+    """Resumes the coroutine up to its next operation, which is returned; does the work that it awaits before."""
     pending: Pending[Any] = coroutine.send(value)
     while isinstance(pending, Work):
         pending = coroutine.send(pending.wait(0.0))
@@ -89,15 +93,22 @@ def _until_operation(coroutine: Coroutine[Any, Any, Any], value: Any) -> Pending
 
 
 class CancelledStepError(RuntimeError):
-    """The step was given up before all of its buckets were ready."""
+    """Raised when a step was cancelled before all of its buckets were ready."""
 
 
 class Synchronization:
-    """What one step synchronises: coroutines by bucket, their readiness, their results.
+    """The synchronisation of one step: coroutines by bucket, their readiness, their results.
 
-    `start(bucket)` makes the bucket's coroutine, at the bucket's first turn. `turn` is held by whoever uses the group.
-    `where(bucket, stage)` names both for error messages. Unless `early`, nothing is begun before `wait`. `offload`
-    gives a job to the thread for what is offloaded; without one whoever waits for such work does it.
+    Args:
+        order: the turns, (bucket, stage).
+        start: makes a bucket's coroutine, at the bucket's first turn.
+        where: names a bucket and a stage in error messages.
+        timeout_s: seconds that each operation may take.
+        turn: the lock that a thread holds while it uses the group.
+        thread: issues what is ready during backward.
+        early: whether anything begins before `wait`.
+        prepared: buckets that await work first of all.
+        offload: gives a job to the thread for offloaded work; without one, the thread that waits for such work does it.
     """
 
     def __init__(
@@ -123,28 +134,30 @@ class Synchronization:
         self._prepared = prepared
         self._offload = offload
         self._postponed: list[str] = []  # prepared buckets that are ready, if nothing is early
-        self._works: list[Work[Any]] = []  # handed to somebody in this step
-        self.due: deque[Work[Any]] = deque()  # that waits for the thread of backward
+        self._works: list[Work[Any]] = []  # all work of this step
+        self.due: deque[Work[Any]] = deque()  # work that waits for the thread of backward
         self._on_cuda = thread.device is not None and thread.device.type == "cuda"
         self._buckets = {bucket for bucket, _ in order}
         self.ready_s: dict[str, float] = {}  # when each bucket's data was complete
-        self._position = 0  # in the order
+        self._position = 0  # of the next turn in the order
         self._coroutines: dict[str, Coroutine[Any, Any, Any]] = {}
         self._pending: dict[str, tuple[Pending[Any], str, float]] = {}
         self._events: dict[str, torch.cuda.Event] = {}
-        self._issued: torch.cuda.Event | None = None  # what was issued so far, perhaps on another thread's stream
+        self._issued: torch.cuda.Event | None = (
+            None  # the end of all that was issued, perhaps on another thread's stream
+        )
         self._cancelled = False
         self._ended = False
         self._error: BaseException | None = None
-        self._handed_over = False  # all that is left
-        self._progress = threading.Condition()  # of results, and of the end
+        self._handed_over = False  # by `go_on`: the thread issues the rest
+        self._progress = threading.Condition()  # notified of results and of the end
         self._result_events: dict[str, torch.cuda.Event] = {}
         self.results: dict[str, Any] = {}
         self.began_s = time.perf_counter()
         self.tasks: list[Task] = []
 
     def mark_ready(self, bucket: str) -> None:
-        """The bucket's data is complete; called on the thread that produced it."""
+        """Marks the bucket's data as complete; called on the thread that produced it."""
         ready_s = time.perf_counter() - self.began_s
         if bucket in self._prepared and self._early:
             self._prepare(bucket)
@@ -156,30 +169,30 @@ class Synchronization:
             self._events[bucket] = event
         self.ready_s[bucket] = ready_s
         if len(self.ready_s) == len(self._buckets):
-            return  # all are: `wait` is about to be called
+            return  # all buckets are ready: `wait` is about to be called
         position = self._position
         if self._early and position < len(self._order) and self._order[position][0] in self.ready_s:
             self._thread.submit(self.advance)
 
     def do_work(self) -> None:
-        """Does what waits for the thread of backward; called on it."""
+        """Does the work that waits for the thread of backward, which calls this."""
         while self.due and not self._cancelled:
             self.due.popleft().run()
             self._thread.submit(self.advance)
 
     def cancel(self) -> None:
-        """Gives the step up: what was not issued yet never is."""
+        """Cancels the step: what was not issued yet never will be."""
         self._cancelled = True
         self._give_up_work()
         self._tell_progress()
 
     def go_on(self) -> None:
-        """All buckets are ready: has the thread do what is left, while the caller does something else before `wait`."""
+        """Has the thread issue the rest, as all buckets are ready; the caller does something else before `wait`."""
         self._handed_over = True
         self._thread.submit(self.advance)
 
     def wait_for(self, bucket: str) -> None:
-        """After `go_on`: blocks until this bucket is synchronised, raises what went wrong with it or before it."""
+        """Blocks, after `go_on`, until this bucket is synchronised, and raises what went wrong with it or before it."""
         assert self._handed_over
         with self._progress:
             self._progress.wait_for(lambda: bucket in self.results or self._ended or self._cancelled)
@@ -189,7 +202,7 @@ class Synchronization:
             self._result_events[bucket].wait(torch.cuda.current_stream())
 
     def wait(self) -> None:
-        """Issues what is left, blocks until every bucket is synchronised, raises what went wrong."""
+        """Issues what is left, blocks until every bucket is synchronised, and raises what went wrong."""
         while self._postponed and not self._cancelled:
             self._prepare(self._postponed.pop(0))
         self.advance(joined=True)
@@ -201,9 +214,9 @@ class Synchronization:
             raise self._error
 
     def advance(self, *, joined: bool = False) -> None:
-        """Issues the turns of all buckets that are ready, up to the first that is not; to the end if all are.
+        """Issues the turns of buckets that are ready, up to the first that is not; to the end if all are.
 
-        `joined`: on the thread of backward, which has nothing else to do any more.
+        `joined`: the caller is the thread of backward, which has nothing else to do any more.
         """
         with self._turn, torch.no_grad():
             if self._ended or self._cancelled:
@@ -226,7 +239,7 @@ class Synchronization:
                 self._progress.notify_all()
 
     def _run_turns(self, *, joined: bool) -> bool:
-        """Whether all turns are over."""
+        """Takes turns as far as possible and returns whether all are over."""
         while self._position < len(self._order):
             bucket, stage = self._order[self._position]
             if bucket not in self.ready_s or self._cancelled or (not joined and self._waits_for_backward(bucket)):
@@ -236,10 +249,10 @@ class Synchronization:
             if bucket not in self._coroutines:
                 self._coroutines[bucket] = self._start(bucket)
                 self._resume(bucket, stage)
-            elif bucket in self._pending:  # else it had fewer stages than planned, as in a group of one
+            elif bucket in self._pending:  # a bucket may have fewer stages than planned, as in a group of one
                 self._resume(bucket, stage)
             self._position += 1
-        # Whatever is still in flight, and rounds beyond the planned stages, end in bucket order on every rank.
+        # Operations still in flight, and stages beyond the planned ones, end in bucket order on every rank.
         for bucket in dict.fromkeys(bucket for bucket, _ in self._order):
             while bucket in self._pending:
                 if not joined and self._waits_for_backward(bucket):
@@ -248,12 +261,12 @@ class Synchronization:
         return True
 
     def _waits_for_backward(self, bucket: str) -> bool:
-        """Whether its next turn needs work that only the thread of backward does."""
+        """Whether the bucket's next turn needs work that only the thread of backward does."""
         operation = self._pending[bucket][0] if bucket in self._pending else None
         return isinstance(operation, Work) and operation.device == COMPUTE and not operation.ended
 
     def _prepare(self, bucket: str) -> None:
-        """Begins what a bucket awaits first of all, which is work of this rank alone."""
+        """Begins the work that a prepared bucket awaits first of all."""
         with torch.no_grad():
             coroutine = self._coroutines[bucket] = self._start(bucket)
             try:
@@ -266,7 +279,7 @@ class Synchronization:
                 work.run()
 
     def _hand_over(self, work: Work[Any]) -> bool:
-        """Gives work to the thread for what is offloaded, if it is for that and there is one."""
+        """Gives offloaded work to its thread, if there is one; returns whether it did."""
         self._works.append(work)
         if self._cancelled:
             work.give_up()
@@ -323,7 +336,7 @@ class Synchronization:
 
 
 def _failed(error: BaseException) -> Work[Any]:
-    """Work that ends with the error."""
+    """Returns work that raises the error."""
 
     def fail() -> None:
         raise error

@@ -1,4 +1,4 @@
-"""`LocalGroup`: ranks as threads of one process. The tests' network: about 0.2 ms a collective, no sockets."""
+"""`LocalGroup`: ranks as threads of one process, without sockets; a collective takes about 0.2 ms."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class _Meeting:
-    """Where the members of one group leave what they bring to each operation, by the operation's number."""
+    """The memory that the members of one group share: what each brings to an operation, by the operation's number."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -24,10 +24,10 @@ class _Meeting:
         self.brought: dict[int, dict[int, Any]] = {}
         self.taken: dict[int, int] = {}
         self.failure: str | None = None
-        self._meetings: dict[tuple[int, ...], _Meeting] = {}  # of subgroups
+        self._meetings: dict[tuple[int, ...], _Meeting] = {}  # of subgroups, by their places
 
     def of(self, places: tuple[int, ...]) -> _Meeting:
-        """Where the members at these places meet."""
+        """Returns the meeting of the members at these places."""
         with self.changed:
             meeting = self._meetings.setdefault(places, _Meeting(len(places)))
             meeting.failure = meeting.failure or self.failure
@@ -44,7 +44,7 @@ class _Meeting:
         with self.changed:
             brought = self.brought.setdefault(number, {})
             brought[rank] = what
-            if len(brought) == self.size:  # before, whoever woke would go on waiting
+            if len(brought) == self.size:  # a thread woken before would only wait again
                 self.changed.notify_all()
 
     def collect(self, number: int, timeout_s: float) -> list[Any]:
@@ -77,6 +77,7 @@ class LocalGroup(Group):
 
     @classmethod
     def world(cls, size: int, placement: Placement | None = None) -> list[LocalGroup]:
+        """Returns the groups of `size` members, by rank."""
         meeting, members = _Meeting(size), tuple(range(size))
         return [cls(rank, meeting, members, placement or Placement.one_per_node(size)) for rank in members]
 
@@ -155,13 +156,13 @@ class LocalGroup(Group):
         return self._operation("broadcast", buffer.clone(), lambda brought: buffer.copy_(brought[0]))
 
     def barrier(self, what: str, timeout_s: float, *, detail: str = "") -> None:
-        """Nothing to be done: operations that do not belong together are told apart here."""
+        """Does nothing: operations that do not belong together are told apart in `_operation`."""
 
     def announce_failure(self, text: str) -> None:
         self._meeting.fail(f"rank {self.members[self.rank]}: {text}")
 
     def close(self) -> None:
-        """Threads of one process hold nothing to release."""
+        """Does nothing: threads of one process hold nothing to release."""
 
     def _operation(self, name: str, what: Any, result: Callable[[list[Any]], T]) -> Pending[T]:
         number, self._number = self._number, self._number + 1
@@ -184,7 +185,18 @@ def run_local(
     placement: Placement | None = None,
     timeout_s: float = 60.0,
 ) -> list[T]:
-    """Runs `rank_main(group)` on `size` threads and returns the results by rank; the first error is raised."""
+    """Runs `rank_main(group)` on `size` threads and returns the results by rank.
+
+    Args:
+        size: the number of ranks.
+        rank_main: the program of a rank, called with the rank's group.
+        placement: the node of each rank; None: each on a node of its own.
+        timeout_s: seconds to wait for each thread.
+
+    Raises:
+        GroupError: when a rank does not end in time.
+        BaseException: what a rank raised; of several the cause rather than the other ranks' GroupError.
+    """
     results: dict[int, T] = {}
     errors: dict[int, BaseException] = {}
     groups = LocalGroup.world(size, placement)
@@ -192,7 +204,7 @@ def run_local(
     def body(group: LocalGroup) -> None:
         try:
             results[group.rank] = rank_main(group)
-        except BaseException as error:  # handed to the caller below
+        except BaseException as error:  # raised in the calling thread below
             errors[group.rank] = error
             group.announce_failure(str(error))
 

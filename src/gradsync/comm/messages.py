@@ -8,7 +8,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from .group import Group
 
-BROADCAST_BYTES = 25 << 20  # a message of initial parameters: large enough for line rate, small beside the model
+BROADCAST_BYTES = 25 << 20  # of a message of initial parameters: large enough for line rate, small beside the model
 
 _COMPRESSED = {
     torch.sparse_csr: ("crow_indices", "col_indices"),
@@ -19,9 +19,17 @@ _COMPRESSED = {
 
 
 def broadcast_tensors(group: Group, tensors: list[Tensor], timeout_s: float) -> None:
-    """Overwrites the tensors with member 0's, in few messages; shapes and layouts are the same on all members.
+    """Overwrites the tensors with member 0's, in few messages.
 
-    Sparse tensors have as many stored elements on all members. Elements that share memory (`expand`) are written once.
+    Args:
+        group: the members, all of which call this.
+        tensors: of the same shapes and layouts on all members; sparse ones have as many stored elements on all.
+            Elements that share memory (`expand`) are written once.
+        timeout_s: seconds that each message may take.
+
+    Raises:
+        GroupError: when a message does not complete.
+        ValueError: for a tensor of a layout that cannot be broadcast.
     """
     if group.size == 1:
         return
@@ -38,9 +46,12 @@ def broadcast_tensors(group: Group, tensors: list[Tensor], timeout_s: float) -> 
 
 
 def dense_parts(tensor: Tensor) -> list[Tensor]:
-    """The dense tensors that hold a tensor's values, in its own memory: of a sparse one its indices and values.
+    """Returns the dense tensors that hold a tensor's values, in its own memory: of a sparse one its indices and values.
 
-    Of elements that `expand` made of one there is only that one.
+    Elements that `expand` made of one are returned as that one.
+
+    Raises:
+        ValueError: for a layout other than strided, COO and the compressed ones.
     """
     if tensor.layout is torch.strided:
         if 0 in tensor.stride():
@@ -58,7 +69,7 @@ def _broadcast_piece(group: Group, tensors: list[Tensor], timeout_s: float) -> N
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    # torch computes conjugates and negatives when they are read: their memory has other values.
+    # Memory of conjugate and negative views has other values: torch computes theirs when they are read.
     views = any(tensor.is_neg() or tensor.is_conj() for tensor in tensors)
     with torch.no_grad():
         # Bytes, so that all element types share the message: wide ones first, as each must start at a multiple of its

@@ -20,4 +20,4 @@ class NcclGroup(TorchGroup):
         return timeout_s  # NCCL's own watchdog ends a job that hangs
 
     def _wait(self, work: Any, number: int, timeout_s: float) -> None:
-        work.wait()  # orders the stream
+        work.wait()  # makes the current stream wait, not the host

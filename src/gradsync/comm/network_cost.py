@@ -1,4 +1,4 @@
-"""The cost model of a group's links, by what its ranks measured."""
+"""The cost model of a group's links, from its ranks' measurements."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from .group import Group
 def network_cost(group: Group) -> CostModel | None:
     """Returns the cost model of the group's measured links, the same on every rank; None where none were measured.
 
-    A rank measured what it gets of its node's link in an all-to-all: of n ranks, g on each node, which send (n - 1) / n
-    of their bytes each and g (n - g) / n of them over that link.
+    A rank measures its share of its node's link in an all-to-all: of n ranks, g on each node, each sends (n - 1) / n of
+    its bytes, and g (n - g) / n of them cross that link.
     """
     if group.alpha_s is None or group.bytes_per_s is None:
         return None

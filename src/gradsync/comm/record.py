@@ -1,4 +1,4 @@
-"""The ledger: what a scheme hands to the transport, counted where it is handed over."""
+"""The ledger: the bytes that a scheme hands to the transport, counted where they are handed over."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Entry:
-    """One operation of one rank; for `all_reduce`, where the transport chooses, the bytes are those of `Transfer`.
+    """One operation of one rank and the bytes that the rank sends in it.
 
-    For `exchange` and `swap` they are those of the messages handed over; backends other than gloo pad those of an
-    `exchange` to their bounds.
+    Of an `all_reduce` they are those of the group's transport, which chooses the way. Of `exchange` and `swap` they are
+    the messages' own; backends other than gloo pad an `exchange` to its bounds.
     """
 
     pattern: Pattern
@@ -39,14 +39,14 @@ class Ledger:
         return sum(entry.sent_bytes for entry in self.entries)
 
     def take_sent_bytes(self) -> float:
-        """The bytes so far; forgets the entries, so that a long run keeps none."""
+        """Returns the bytes so far and forgets the entries, so that a long run keeps none."""
         total = self.sent_bytes
         self.entries.clear()
         return total
 
 
 class RecordingGroup(Group):
-    """The same group, writing each operation into `ledger`."""
+    """A group that writes each operation of another group into `ledger`."""
 
     def __init__(self, inner: Group, ledger: Ledger) -> None:
         self.inner = inner
@@ -71,7 +71,7 @@ class RecordingGroup(Group):
         return self.inner.device
 
     def subgroup(self, places: tuple[int, ...]) -> Group:
-        """Writes into the same ledger."""
+        """Returns the subgroup, which writes into the same ledger."""
         if len(places) == self.size:
             return self
         if places not in self._subgroups:

@@ -1,4 +1,4 @@
-"""Exchanges in rounds of messages: in round k a rank sends to the k-th rank after it, receives from the k-th before.
+"""Exchanges in rounds of messages: in round k a rank sends to the k-th rank after it and receives from the k-th before.
 
 gloo's own all-to-all starts all messages at once. They share the senders' links and meet on the receivers', in an order
 that leaves links idle: 60-75 % of the line rate on shaped links, where rounds reach 95 %.
@@ -26,13 +26,13 @@ class RoundsWork:
 
     def __init__(self) -> None:
         self._ended = threading.Event()
-        self._error: str | None = None  # its text: the error itself would keep the messages' memory
+        self._error: str | None = None  # the text only: an exception would keep the messages' memory alive
 
     def is_completed(self) -> bool:
         return self._ended.is_set()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Blocks until the end.
+        """Blocks until the exchange has ended.
 
         Raises:
             RuntimeError: after `timeout`, or when a message failed.
@@ -51,8 +51,8 @@ class RoundsWork:
 class Rounds:
     """The exchanges of one group, one after the other, on a communicator and a thread that nobody else uses.
 
-    torch can only wait for a message, not ask whether it has arrived; so a thread does the waiting, and rounds go on
-    while the communication thread is busy with something else.
+    torch can wait for a message, but cannot ask whether it has arrived; so a thread waits, and rounds go on while the
+    communication thread is busy with something else.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, rank: int, size: int) -> None:
@@ -65,10 +65,14 @@ class Rounds:
     def exchange(
         self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], *, together: bool = False, bounded: bool = False
     ) -> RoundsWork:
-        """Sends `outgoing[j]` to member j, fills `incoming[j]` with what j sends here; own and empty ones are skipped.
+        """Sends `outgoing[j]` to member j and fills `incoming[j]` with what member j sends here.
 
-        Contiguous tensors of bytes, alive and untouched until the work has ended. `together`: all messages start at
-        once, without rounds. `bounded`: an incoming message may be shorter than the room for it, its first bytes tell.
+        Args:
+            outgoing: contiguous uint8 tensors, one a member, alive and untouched until the work has ended; empty ones
+                and the own one are skipped.
+            incoming: room for the received messages, as `outgoing`.
+            together: all messages start at once, without rounds.
+            bounded: an incoming message may be shorter than its room; its first bytes tell the length.
         """
         work, tag = RoundsWork(), next(self._tags) % MAX_TAG
 
@@ -91,10 +95,10 @@ class Rounds:
     def _turns(
         self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], together: bool, bounded: bool, tag: int
     ) -> Iterator[list[dist.Work]]:
-        """Starts the messages that may be in flight together; once they have ended it is asked for the next."""
+        """Starts messages that may be in flight together and yields them, to be waited for before the next."""
         distances, start, whole = range(1, self._size), 0, slice(None)
         if together:
-            # gloo tells a sender that there is room for its message behind what it sends that rank: room comes first.
+            # A receiver tells a sender of its room behind its own messages to that rank: so receives start first.
             received = [m for k in distances for m in self._receive(k, incoming, whole, tag)]
             yield [*received, *(m for k in distances for m in self._send(k, outgoing, whole, tag))]
             return
@@ -108,13 +112,13 @@ class Rounds:
             start += CHUNK_BYTES
 
     def _receive(self, distance: int, incoming: Sequence[Tensor], chunk: slice, tag: int) -> list[dist.Work]:
-        """A chunk from the member so many places before; none of an empty message."""
+        """Starts to receive a chunk from the member `distance` places before; returns no work for an empty message."""
         origin = (self._rank - distance) % self._size
         part = incoming[origin][chunk]
         return [self._process_group.recv([part], origin, tag)] if part.numel() else []
 
     def _send(self, distance: int, outgoing: Sequence[Tensor], chunk: slice, tag: int) -> list[dist.Work]:
-        """A chunk to the member so many places on; none of an empty message."""
+        """Starts to send a chunk to the member `distance` places on; returns no work for an empty message."""
         to = (self._rank + distance) % self._size
         part = outgoing[to][chunk]
         return [self._process_group.send([part], to, tag)] if part.numel() else []

@@ -1,8 +1,8 @@
-"""Group schedules: who averages with whom in each round, as data, and what follows from it, computed.
+"""Group schedules: which ranks average with each other in each round, as data, and figures computed from it.
 
-After DS-Sync (Wang et al., 2020 and 2022): in each round the ranks are divided into groups, each averages on its own,
-and who is with whom changes from round to round, so that after a few of them everything has mixed with everything. The
-papers show a grid of 2 x 2 ranks; what generates their larger schedules is not published. These are ours.
+After DS-Sync (Wang et al., 2020 and 2022): in each round the ranks are divided into groups and each group averages on
+its own. The groups change from round to round, so that after a few rounds all values have mixed. The papers show a grid
+of 2 x 2 ranks; how their larger schedules are made is not published. These are ours.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 Matrix = NDArray[np.float64]
-RankGroup = tuple[int, ...]  # ascending
+RankGroup = tuple[int, ...]  # global ranks, ascending
 
-EXACT = 1e-9  # entries of products that are less apart are the same
-DOUBLINGS = 60  # of the rounds that a spread is summed over: what a cycle leaves may be close to all
+EXACT = 1e-9  # entries of matrix products that differ by less count as equal
+DOUBLINGS = 60  # of the number of cycles that a spread is summed over: a cycle may leave nearly all of a disagreement
 
 
 @dataclass(frozen=True)
 class Round:
-    """One partition of the ranks: each one's value moves towards the mean of its group's.
+    """One partition of the ranks into groups: each rank's value moves towards the mean of its group.
 
-    `relaxations`, by group: the share of the way, in (0, 2); none: all of it, to the mean. Beyond 1, values pass the
-    mean, by which ranks that stand for different numbers of others can agree on the mean of them all.
+    Args:
+        groups: global ranks of each group; each rank from 0 on is in one of them.
+        relaxations: for each group the share of the way to the mean, in (0, 2); none: all of it. Beyond 1, values pass
+            the mean, by which ranks that stand for different numbers of others can agree on the mean of all.
 
     Raises:
         ValueError: for groups that are no partition of the ranks from 0 on, or relaxations out of range.
@@ -54,7 +56,7 @@ class Round:
 
     @property
     def size(self) -> int:
-        """Of the world."""
+        """The number of ranks."""
         return sum(map(len, self.groups))
 
     @property
@@ -72,7 +74,7 @@ class Round:
 
     @property
     def mixing(self) -> Matrix:
-        """W, (n, n): what a round makes of the ranks' values is W times them. Symmetric, rows and columns sum to 1."""
+        """The symmetric matrix W, (n, n) float64, by which a round multiplies the ranks' values; rows sum to 1."""
         w = np.eye(self.size)
         for group, share in self.parts:
             w[np.ix_(group, group)] += share * (1 / len(group) - np.eye(len(group)))
@@ -84,8 +86,8 @@ class GroupSchedule:
     """Rounds that are repeated: round t is `rounds[t % len(rounds)]`. A cycle is all of them once.
 
     Raises:
-        ValueError: for rounds of different ranks, or where some ranks never mix with some others, however long it goes
-            on: their values would go apart for ever.
+        ValueError: for rounds of different ranks, or where some ranks never mix with some others: their values would go
+            apart for ever.
     """
 
     rounds: tuple[Round, ...]
@@ -104,7 +106,7 @@ class GroupSchedule:
 
     @property
     def size(self) -> int:
-        """Of the world."""
+        """The number of ranks."""
         return self.rounds[0].size
 
     def round(self, step: int) -> Round:
@@ -115,11 +117,14 @@ class GroupSchedule:
 
     @cached_property
     def distinct(self) -> tuple[RankGroup, ...]:
-        """All groups of more than one rank, each once: in this order all ranks make them."""
+        """All groups of more than one rank, each once, in the order in which all ranks make them."""
         return tuple(sorted({group for each in self.rounds for group in each.groups if len(group) > 1}))
 
     def product(self, start: int = 0, rounds: int | None = None) -> Matrix:
-        """(n, n): what so many rounds from `start` on, by default a cycle, make of the ranks' values."""
+        """Returns the matrix, (n, n) float64, by which `rounds` rounds from `start` on multiply the ranks' values.
+
+        `rounds`: None: one cycle.
+        """
         steps = range(start, start + (len(self.rounds) if rounds is None else rounds))
         return reduce(lambda done, step: self.round(step).mixing @ done, steps, np.eye(self.size))
 
@@ -130,24 +135,31 @@ class GroupSchedule:
 
     @property
     def left(self) -> float:
-        """What a cycle leaves of any disagreement at most: of the sum of squared distances to the mean, as a share."""
+        """The largest share of the sum of squared distances to the mean that a cycle leaves."""
         return float(np.linalg.norm(self.product() - 1 / self.size, 2) ** 2)
 
     def spread(self, momentum: float = 0.0, *, averaged: bool = False) -> float:
-        """How far the ranks are apart for good, if each gets noise of variance 1 of its own in each round.
+        """Returns how far the ranks stay apart if each adds noise of variance 1 of its own in each round.
 
-        The sum over the ranks of the expected squared distance to their mean, after a round, as a mean over the cycle.
-        `momentum` sums up noise as SGD does gradients: on each rank for itself, or `averaged` with the values.
+        It is the sum over the ranks of the expected squared distance to their mean after a round, as a mean over the
+        cycle.
+
+        Args:
+            momentum: accumulates the noise as SGD does gradients.
+            averaged: whether momenta are averaged with the values; else each rank keeps its own.
+
+        Raises:
+            ValueError: for a momentum outside [0, 1).
         """
         return float(np.mean(self.spreads(momentum, averaged=averaged)))
 
     def spreads(self, momentum: float = 0.0, *, averaged: bool = False) -> list[float]:
-        """`spread`, after each round of the cycle."""
+        """Returns the spread after each round of the cycle, see `spread`."""
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), got {momentum}")
         n, kinds = self.size, 2 if momentum else 1
         apart = np.eye(n) - 1 / n
-        steps = []  # of values, and momenta if there are some: what a round makes of them, and of the noise
+        steps = []  # a round's matrices of the state (values, then momenta) and of the noise
         for each in self.rounds:
             w, own = each.mixing, each.mixing if averaged else np.eye(n)
             if momentum:
@@ -158,7 +170,7 @@ class GroupSchedule:
         for move, spill in steps:
             cycle, noise = move @ cycle, move @ noise @ move.T + spill @ apart @ spill.T
         cycle = cycle @ np.kron(np.eye(kinds), apart)
-        covariance = noise  # of one cycle, of two, of four, ...
+        covariance = noise  # after one cycle, then two, four, ...
         for _ in range(DOUBLINGS):
             covariance, cycle = covariance + cycle @ covariance @ cycle.T, cycle @ cycle
             if np.abs(cycle).max() < EXACT:
@@ -170,10 +182,10 @@ class GroupSchedule:
         return found
 
     def with_ranks(self, ranks: Sequence[int]) -> GroupSchedule:
-        """The same rounds of other ranks: `ranks[r]` in the place of rank r. It mixes as well as this one.
+        """Returns the schedule with rank `ranks[r]` in the place of rank r; it mixes as well as this one.
 
         Raises:
-            ValueError: for other ranks than all of them in some order.
+            ValueError: for anything else than all ranks in some order.
         """
         if sorted(ranks) != list(range(self.size)):
             raise ValueError(f"ranks must be those from 0 to {self.size - 1} in any order, got {list(ranks)}")
@@ -183,8 +195,8 @@ class GroupSchedule:
         )
 
     def _parts(self) -> list[list[int]]:
-        """The ranks by whom they ever mix with, over others too."""
-        towards = list(range(self.size))  # another one of the same part, in the end the first one of it
+        """Returns the ranks in sets that mix with each other, directly or through others."""
+        towards = list(range(self.size))  # for each rank another one of its part, in the end the first one (union-find)
 
         def first(rank: int) -> int:
             while towards[rank] != rank:
@@ -202,15 +214,18 @@ class GroupSchedule:
 
 
 def together(size: int) -> GroupSchedule:
-    """One group of all ranks."""
+    """Returns the schedule with one group of all ranks."""
     return GroupSchedule((Round((tuple(range(size)),)),))
 
 
 def grid(radices: Sequence[int], ranks: Sequence[int] | None = None) -> GroupSchedule:
-    """As many rounds as radices: ranks are numbers of mixed radices, and those that differ in one digit form a group.
+    """Returns a schedule of one round a digit: ranks are numbers of mixed radices, and a group differs in one digit.
 
-    A cycle is exact, whatever the radices, and from whatever round it is begun. `ranks` in another order: place by
-    place who sits there.
+    A cycle is exact, whatever the radices, and from whatever round it begins. `grid((2,) * d)` has pairs: a hypercube.
+
+    Args:
+        radices: the values of each digit, which are the sizes of the groups.
+        ranks: the rank at each place of the grid; None: in order.
 
     Raises:
         ValueError: for radices that are no whole numbers from 2 on, or other ranks than as many as their product.
@@ -227,15 +242,19 @@ def grid(radices: Sequence[int], ranks: Sequence[int] | None = None) -> GroupSch
 
 
 def crossing(racks: Sequence[Sequence[int]], budget: int, *, keep_apart: bool = False) -> GroupSchedule:
-    """A round inside racks, then rounds in which `budget` groups at a time cross, of one rank a rack, till all have.
+    """Returns a round inside racks, then rounds in which groups of one rank a rack cross, until all ranks have.
 
-    `racks`: the ranks in each. Who does not cross mixes inside the rack: all of them, which leaves the ranks less
-    apart, or with `keep_apart` those that have crossed and those that have not for themselves, which is exact. In racks
-    with fewer ranks than the largest one, ranks cross again, in the same round once.
+    In racks with fewer ranks than the largest one, ranks cross again, in one round once.
+
+    Args:
+        racks: the ranks in each rack.
+        budget: the groups that cross in a round.
+        keep_apart: ranks that do not cross in a round mix inside their rack. If True, those that have crossed and those
+            that have not mix apart, which is exact; if False, all of them mix, which leaves the ranks less apart.
 
     Raises:
-        ValueError: for fewer than two racks, an empty one, or no budget; and if they are to be kept apart, for racks of
-            different sizes, or a budget that does not divide them.
+        ValueError: for fewer than two racks, an empty one, or no budget; with `keep_apart` also for racks of different
+            sizes, or a budget that does not divide them.
     """
     sizes = sorted(set(map(len, racks)))
     if len(racks) < 2 or sizes[0] < 1 or budget < 1:
@@ -260,13 +279,13 @@ def crossing(racks: Sequence[Sequence[int]], budget: int, *, keep_apart: bool = 
 
 
 def exact(size: int, most: int) -> GroupSchedule:
-    """A schedule of groups of at most `most` ranks, a cycle of which brings any number of ranks to the mean.
+    """Returns a schedule of groups of at most `most` ranks, a cycle of which brings any number of ranks to the mean.
 
-    A grid where the prime factors of `size` allow one: of as few rounds as can be, with radices as alike as can be.
-    Else the ranks are parted so that each part has a grid, and none is smaller than all that come after it. Each part
-    agrees on its own mean. Then, part by part, groups of one rank that comes after and some of the part bring the part
-    to the mean of all on average, which it spreads while the others go on. (After the Base-(k+1) graphs of Takezawa et
-    al., 2023, whose parts are the digits of the size.)
+    It is a grid where the prime factors of `size` allow one: with the fewest rounds and the most equal radices. Else
+    the ranks are parted so that each part has a grid, and no part is smaller than all later ones together. Each part
+    agrees on its own mean. Then, part by part, groups of one later rank and some ranks of the part bring the part to
+    the mean of all on average, which the part spreads while the others go on. (After the Base-(k+1) graphs of Takezawa
+    et al., 2023, whose parts are the digits of the size.)
 
     Raises:
         ValueError: for no ranks, or `most` below 2.
@@ -287,7 +306,7 @@ def exact(size: int, most: int) -> GroupSchedule:
                 rounds[number] |= {tuple(start + rank for rank in group): 1.0 for group in each.groups}
         after = range(start + part, size)
         if after:
-            share = min(most - 1, part // len(after))  # ranks of the part for each one after it
+            share = min(most - 1, part // len(after))  # ranks of the part that each later rank meets
             relaxation = part * (share + 1) / ((size - start) * share)
             for number, rank in enumerate(after):
                 of_part = range(start + number * share, start + (number + 1) * share)
@@ -296,19 +315,19 @@ def exact(size: int, most: int) -> GroupSchedule:
 
 
 def _with_all(groups: Mapping[RankGroup, float], size: int) -> Round:
-    """These, and all other ranks alone."""
+    """Returns the round of these groups, with all other ranks alone."""
     alone = set(range(size)).difference(chain.from_iterable(groups))
     return Round((*groups, *((rank,) for rank in alone)), (*groups.values(), *(1.0 for _ in alone)))
 
 
 def sitting_out(schedule: GroupSchedule, ranks: Collection[int], every: int) -> GroupSchedule:
-    """The schedule, but that these ranks join their groups in one round of `every` only and are alone in all others.
+    """Returns the schedule in which these ranks join their groups in one round of `every` only, and else are alone.
 
-    Those with whom they would be go on without them. Which round of the schedule they join moves on, so that they meet
-    everybody; it is not exact any more.
+    Their groups go on without them. The round of the schedule that they join moves on, so that they meet everybody; the
+    schedule is not exact any more.
 
     Raises:
-        ValueError: for ranks that are none, or `every` below 2.
+        ValueError: for ranks outside the schedule, or `every` below 2.
     """
     if every < 2 or not ranks or not set(ranks) <= set(range(schedule.size)):
         raise ValueError(
@@ -328,15 +347,18 @@ def sitting_out(schedule: GroupSchedule, ranks: Collection[int], every: int) -> 
 
 
 def one_of(every: int, length: int) -> frozenset[int]:
-    """One round in each `every` of them, in as many cycles of so many rounds: each round of the cycle once."""
+    """Returns the numbers of one round in each `every`, over `every` cycles of `length` rounds.
+
+    Each round of the cycle is among them once.
+    """
     shared = math.gcd(every, length)
     return frozenset(every * turn + turn * shared // length for turn in range(length))
 
 
 def resting(schedule: GroupSchedule, every: int) -> GroupSchedule:
-    """The schedule, but that all ranks are alone in `every` - 1 rounds before each of its own: local SGD's local steps.
+    """Returns the schedule with `every` - 1 rounds before each of its own in which all ranks are alone (local SGD).
 
-    A cycle is as exact as it was; between averages ranks go apart.
+    A cycle is as exact as before; between averages the ranks go apart.
 
     Raises:
         ValueError: for `every` below 1.
@@ -347,7 +369,7 @@ def resting(schedule: GroupSchedule, every: int) -> GroupSchedule:
 
 
 def thinned(schedule: GroupSchedule, every: int) -> GroupSchedule:
-    """The same groups at the same times, but that of the rounds in which ranks meet one in `every` is left.
+    """Returns the schedule with only one in `every` of the rounds in which ranks meet; in the others all are alone.
 
     Raises:
         ValueError: for `every` below 1.
@@ -367,7 +389,7 @@ def _check_meets(every: int) -> None:
 
 @lru_cache(maxsize=4096)
 def _radices(size: int, most: int) -> tuple[int, ...] | None:
-    """As few as can be, and of these the most alike, the largest first; None where some prime factor is too large."""
+    """Returns the fewest and most equal radices for a grid, the largest first; None if a prime factor is too large."""
     if size == 1:
         return ()
     rests = ((radix, _radices(size // radix, most)) for radix in range(2, min(most, size) + 1) if size % radix == 0)
@@ -377,7 +399,7 @@ def _radices(size: int, most: int) -> tuple[int, ...] | None:
 
 @lru_cache(maxsize=4096)
 def _parts(size: int, most: int) -> tuple[int, ...]:
-    """Sizes of parts with grids, each at least the sum of those after it, of which a schedule has few rounds."""
+    """Returns sizes of parts with grids, each at least the sum of the later ones, that give a schedule few rounds."""
     if _radices(size, most) is not None:
         return (size,)
     largest = (part for part in range(-(-size // 2), size) if _radices(part, most) is not None)
@@ -385,12 +407,15 @@ def _parts(size: int, most: int) -> tuple[int, ...]:
 
 
 def _cost(parts: tuple[int, ...], most: int) -> tuple[int, int]:
-    """Rounds, and parts."""
+    """Returns the numbers of rounds and of parts."""
     return max(_depth(part, most) for part in parts) + _num_rounds_after(parts, most), len(parts)
 
 
 def _num_rounds_after(parts: Sequence[int], most: int) -> int:
-    """Of a schedule of several parts, once each has its own mean; the last one has that of all when it has met all."""
+    """Returns the rounds of a schedule of several parts after each part has its own mean.
+
+    The last part has the mean of all when it has met all other parts.
+    """
     return max(place + 1 + _depth(part, most) for place, part in enumerate(parts[:-1]))
 
 

@@ -1,8 +1,9 @@
-"""`Survivors`: who is left, where ranks have died or stopped answering, agreed on through the store.
+"""`Survivors`: agreement, through the store, on the ranks that are left after others died or stopped answering.
 
-Collectives do not tell: a broken connection says nothing of third ranks, and who computes for long answers no sooner
-than who is dead. So each rank has a thread that counts beats in the store of `torch.distributed`. Who finds that a rank
-was lost calls the others there; those that come, before the missing ones were silent for long, are who is left.
+Collectives do not tell: a broken connection says nothing of third ranks, and a rank that computes for long answers as
+late as a dead one. So each rank has a thread that counts beats in the store of `torch.distributed`. A rank that finds
+others lost calls all ranks through the store; the survivors are those that come before the missing ones have been
+silent for long.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from torch.distributed import distributed_c10d
 from .board import ANSWER_S
 from .group import GroupError, _is_open, _new_communicator, _ranks
 
-BEAT_S = 1.0
-SILENT_S = 15.0  # who has not beaten for so long is gone; half of the timeout where that is shorter
-POLL_S = 0.1  # of those that wait for others to come
-EXIT_S = 2.0  # that the end of the process waits for a thread inside of the store's code
+BEAT_S = 1.0  # between two beats of a rank
+SILENT_S = 15.0  # a rank without a beat for so long is lost; at most half of the timeout
+POLL_S = 0.1  # between two looks of a rank that waits for others
+EXIT_S = 2.0  # for which the end of the process waits for a thread that is inside the store's code
 NO_STORE = (
     "ranks were lost, and the store of torch.distributed, through which the others would agree on how to go on, does "
     "not answer: where the ranks host it, not torchrun, it ends with rank 0"
@@ -33,16 +34,22 @@ NO_STORE = (
 
 @dataclass(frozen=True)
 class Survival:
-    """Who is left, by global rank, and the most steps that one of them has made."""
+    """The ranks that are left, as global ranks, and the most steps that one of them has made."""
 
     ranks: tuple[int, ...]
     steps: int
 
 
 class Survivors:
-    """The ranks of a process group as far as they are left. `name`: the same on all of them, and nobody else's, ever.
+    """The ranks of a process group that are left.
 
-    `called`: some rank has found that ranks were lost, and waits in `agree`.
+    Args:
+        name: the same on all ranks, and never used by anything else.
+        process_group: the ranks at first; None: all.
+        timeout_s: seconds that a living rank is waited for.
+
+    Attributes:
+        called: some rank has found that ranks were lost, and waits in `agree`.
     """
 
     def __init__(self, name: str, process_group: dist.ProcessGroup | None, *, timeout_s: float) -> None:
@@ -51,23 +58,28 @@ class Survivors:
         self._rank = dist.get_rank()
         self._name, self._process_group, self._timeout_s = name, process_group, timeout_s
         self._silent_s = min(SILENT_S, timeout_s / 2)
-        self._calls = 0  # on which the ranks have agreed
-        self._asked: tuple[int, futures.Future[Survival]] | None = None  # by `agree`: steps, and where it waits
+        self._calls = 0  # the number of agreements so far
+        self._asked: tuple[int, futures.Future[Survival]] | None = (
+            None  # by `agree`: the steps, and the answer it waits for
+        )
         self._group: dist.ProcessGroup | None = None
         self._store_lost = False
         self._ended, self._woken = threading.Event(), threading.Event()
-        # A connection of its own, made while its host is alive: to a dead one it would be tried for minutes.
+        # A connection of its own, made while the store's host is alive: connecting to a dead host is tried for minutes.
         own = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]  # torch does not declare it
         self._store = distributed_c10d.PrefixStore(name, own)
         self._thread = threading.Thread(target=self._watch, name="gradsync survivors", daemon=True)
         self._thread.start()
-        # A daemon thread that the interpreter ends while it is inside of C++ code would take the process down.
+        # A daemon thread that is inside of C++ code when the interpreter ends would abort the process.
         self._end = weakref.finalize(self, _end, self._ended, self._woken, self._thread)
 
     def agree(self, steps: int) -> Survival:
-        """Who is left, the same on all of them; each says how many steps it has made. They all must call it.
+        """Returns the ranks that are left, the same on all of them; all of them must call it.
 
         A rank that is alive is waited for until the timeout.
+
+        Args:
+            steps: the steps that this rank has made.
 
         Raises:
             GroupError: where the store does not answer, and on a rank that the others have left behind.
@@ -89,7 +101,7 @@ class Survivors:
         return found
 
     def new_group(self) -> dist.ProcessGroup:
-        """A process group of those that `agree` found, in the place of the last one. Collective."""
+        """Returns a process group of the ranks that `agree` found, all of which must call this; the last one ends."""
         self._destroy_group()
         self._group = _new_communicator(
             self._process_group,
@@ -110,7 +122,7 @@ class Survivors:
             dist.destroy_process_group(self._group)
         self._group = None
 
-    # What the thread does: alone, as the store's host may be what stopped.
+    # On the thread, as calls of the store block where its host has stopped.
 
     def _watch(self) -> None:
         beat_s = min(BEAT_S, self._silent_s / 10)
@@ -135,7 +147,9 @@ class Survivors:
         here, left = f"here {self._calls}", f"left {self._calls}"
         store.append(here, f"{self._rank}:{steps} ")  # type: ignore[attr-defined]  # torch does not declare it
         began_s = time.monotonic()
-        beats: dict[int, tuple[int, float]] = {}  # of ranks that have not come: how many, and since when
+        beats: dict[
+            int, tuple[int, float]
+        ] = {}  # of ranks that have not come: their beats, and since when there was no other
         while not store.check([left]):
             if self._ended.wait(POLL_S):
                 raise GroupError("this rank gives up")
@@ -148,7 +162,7 @@ class Survivors:
             alive = self._alive(beats, came, now_s)
             if not alive or now_s - began_s > self._timeout_s:
                 ranks = " ".join(f"{rank}:{came[rank]}" for rank in sorted(came))
-                store.compare_set(left, "", ranks)  # the first one counts
+                store.compare_set(left, "", ranks)  # the first rank's list counts
         found = dict(_numbers(store.get(left)))
         if self._rank in found:
             self._calls += 1
@@ -156,7 +170,7 @@ class Survivors:
         return Survival(tuple(found), max(found.values()))
 
     def _alive(self, beats: dict[int, tuple[int, float]], came: Collection[int], now_s: float) -> list[int]:
-        """Who has not come, and beats."""
+        """Returns the ranks that have not come, and beat."""
         return [rank for rank, (_, since_s) in beats.items() if rank not in came and now_s - since_s < self._silent_s]
 
 

@@ -1,4 +1,4 @@
-"""Threads of our own, which run jobs in the order in which they were given."""
+"""Threads of gradsync, which run jobs in the order in which they were given."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _running: weakref.WeakSet[JobThread] = weakref.WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    """A daemon thread that the interpreter ends while it is inside of C++ code would take the process down.
+    """Stops all job threads at exit: one that is inside of C++ code when the interpreter ends would abort the process.
 
     Messages that hang fail soon after the first rank ended, whose exit this waits for.
     """
@@ -24,7 +24,13 @@ def _stop_all() -> None:
 
 
 class JobThread:
-    """A daemon thread that runs jobs one after the other. `torch_threads`: so many work on one operation of torch."""
+    """A daemon thread that runs jobs one after the other.
+
+    Args:
+        name: of the thread.
+        device: the CUDA device of its jobs, if they have one.
+        torch_threads: the number of threads for one operation of torch in its jobs; None: torch's setting.
+    """
 
     def __init__(self, name: str, device: torch.device | None = None, *, torch_threads: int | None = None) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -37,10 +43,10 @@ class JobThread:
             self._set_torch_threads(torch_threads)
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Queues a job; a job keeps its own errors for whoever waits for it.
+        """Queues a job; a job keeps its own errors for the thread that waits for it.
 
         Raises:
-            RuntimeError: after `stop`: nobody would run it.
+            RuntimeError: after `stop`, as nobody would run the job.
         """
         if self._stopped:
             raise RuntimeError(f"the thread {self._thread.name!r} was stopped")
@@ -56,7 +62,10 @@ class JobThread:
             _running.discard(self)
 
     def _set_torch_threads(self, number: int) -> None:
-        """For this thread alone: torch takes what was set last for all threads to come, so it is set back."""
+        """Sets torch's number of threads for this thread alone.
+
+        torch applies the last setting to all threads to come, so the usual one is set back.
+        """
         usual, done = torch.get_num_threads(), threading.Event()
 
         def set_there() -> None:
@@ -72,4 +81,4 @@ class JobThread:
             torch.cuda.set_device(self.device)
         while (job := self._jobs.get()) is not None:
             job()
-            del job  # a job that is over keeps nothing alive while the thread waits
+            del job  # else the ended job would keep its tensors alive while the thread waits

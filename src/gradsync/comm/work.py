@@ -1,4 +1,4 @@
-"""`Work`: what a scheme has to compute, awaited like an operation, so that whoever issues decides who does it."""
+"""`Work`: a computation that a scheme awaits like an operation, so that the issuing side chooses its thread."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ T = TypeVar("T")
 
 
 class WorkGivenUpError(RuntimeError):
-    """The step was given up before anybody had begun the work."""
+    """Raised by work whose step was given up before a thread had begun it."""
 
 
 class Work(Pending[T]):
-    """Work of this rank alone, for a device by its name. It is done once, by whoever is first to `run` it.
+    """A computation of this rank alone, for a named device. It is done once, by the first thread that calls `run`.
 
-    Who waits for it does it on the spot, unless it was handed to another thread. What it raises is raised there.
+    A thread that waits for the result does the work on the spot, unless the work was handed to another thread. Errors
+    of the computation are raised where it is waited for.
     """
 
     def __init__(self, function: Callable[[], T], device: str, name: str) -> None:
         super().__init__(self._result_of)
         self.device = device
         self.name = name
-        self.start_s = self.end_s = 0.0  # by `time.perf_counter`, once it has ended
+        self.start_s = self.end_s = 0.0  # by `time.perf_counter`, once the work has ended
         self._function: Callable[[], T] | None = function
         self._handed = False
         self._inputs: torch.cuda.Event | None = None
-        self._begun = threading.Lock()  # taken for good by whoever does it
+        self._begun = threading.Lock()  # taken for good by the thread that does the work
         self._ended = threading.Event()
         self._result: T | None = None
         self._error: BaseException | None = None
@@ -42,17 +43,17 @@ class Work(Pending[T]):
         return self._ended.is_set()
 
     def follow_this_stream(self) -> None:
-        """What it needs is being made on this thread's CUDA stream, and who waits for it may be on any."""
+        """Notes that the inputs are being made on this thread's CUDA stream, for which the work will wait."""
         self._inputs = torch.cuda.Event()
         self._inputs.record()
 
     def hand_to(self, submit: Callable[[Callable[[], None]], None]) -> None:
-        """Leaves it to the thread that `submit` gives jobs to."""
+        """Leaves the work to the thread that `submit` gives jobs to."""
         self._handed = True
         submit(self.run)
 
     def run(self) -> None:
-        """Does it on this thread, unless somebody has begun."""
+        """Does the work on this thread, unless another thread has begun it."""
         if not self._begun.acquire(blocking=False):
             return
         self.start_s = time.perf_counter()
@@ -65,14 +66,14 @@ class Work(Pending[T]):
                 self._result = function()
                 if self._inputs is not None:
                     torch.cuda.current_stream().synchronize()
-        except BaseException as error:  # handed to whoever waits
+        except BaseException as error:  # raised where the work is waited for
             self._error = error
         self.end_s = time.perf_counter()
-        del function  # what it holds goes now, not when the step is forgotten
+        del function  # frees its tensors now, not when the step is forgotten
         self._ended.set()
 
     def give_up(self) -> None:
-        """It is not begun any more; who waits for it is told."""
+        """Prevents the work from being begun; a thread that waits for it gets `WorkGivenUpError`."""
         if self._begun.acquire(blocking=False):
             self._function = None
             self._error = WorkGivenUpError(f"{self.name} was given up with its step")

@@ -1,6 +1,6 @@
-"""The network as numbers: links, clusters, and which rank sits on which node.
+"""The network as numbers: links, clusters, and the node of each rank.
 
-Read from TOML or built in code; nothing here knows torch. Rates and times are parsed from the spelling people use
+Read from TOML or built in code; nothing here needs torch. Rates and times are parsed from the spelling people use
 ("1gbit", "25Gbps", "10ms") at the edge and kept in bytes per second and seconds.
 """
 
@@ -20,10 +20,10 @@ _SECONDS_PER_UNIT = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
 
 def parse_rate_bytes_per_s(text: str) -> float:
-    """A link rate such as `200mbit`, `1gbit`, `25Gbps` or `2.5 Gbit/s` in bytes per second (decimal prefixes).
+    """Returns a link rate such as `200mbit`, `1gbit`, `25Gbps` or `2.5 Gbit/s` in bytes per second (decimal prefixes).
 
     Raises:
-        ValueError: when `text` is not a positive number with such a unit. Bytes (`GB/s`, `GBps`) are none.
+        ValueError: when `text` is not a positive number of bits with such a unit; bytes (`GB/s`, `GBps`) are refused.
     """
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgtKMGT]?)(?:[bB]it(?:/s)?|bps)\s*", text)
     if match is None or float(match[1]) <= 0:
@@ -32,7 +32,7 @@ def parse_rate_bytes_per_s(text: str) -> float:
 
 
 def parse_duration_s(text: str) -> float:
-    """A duration such as `10ms`, `50us` or `1.5s` in seconds.
+    """Returns a duration such as `10ms`, `50us` or `1.5s` in seconds.
 
     Raises:
         ValueError: when `text` is not a number with such a unit.
@@ -44,7 +44,7 @@ def parse_duration_s(text: str) -> float:
 
 
 def format_rate(bytes_per_s: float) -> str:
-    """The rate in the spelling `parse_rate_bytes_per_s` reads, for people: 125e6 -> `1gbit`."""
+    """Returns the rate in the spelling that `parse_rate_bytes_per_s` reads, for people: 125e6 -> `1gbit`."""
     bits = bytes_per_s * 8
     for prefix in "tgmk":
         if bits >= _BITS_PER_UNIT[prefix]:
@@ -67,13 +67,17 @@ class Link:
 
     @classmethod
     def parse(cls, text: str, latency: str = "0s") -> Link:
-        """`Link.parse("1gbit", "50us")`."""
+        """Returns the link of a rate and a latency: `Link.parse("1gbit", "50us")`.
+
+        Raises:
+            ValueError: for other spellings, see `parse_rate_bytes_per_s` and `parse_duration_s`.
+        """
         return cls(parse_rate_bytes_per_s(text), parse_duration_s(latency))
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the members of one group sit: `nodes[i]` is the node of the group's i-th member."""
+    """The nodes of a group's members: `nodes[i]` is the node of the i-th member."""
 
     nodes: tuple[int, ...]
 
@@ -83,7 +87,7 @@ class Placement:
 
     @classmethod
     def regular(cls, nodes: int, ranks_per_node: int) -> Placement:
-        """As many on every node, numbered node by node, as torchrun does."""
+        """Returns the placement of as many ranks on every node, numbered node by node, as torchrun numbers them."""
         return cls(tuple(rank // ranks_per_node for rank in range(nodes * ranks_per_node)))
 
     @property
@@ -96,21 +100,21 @@ class Placement:
 
     @property
     def ranks_per_node(self) -> int | None:
-        """Members on each node; None where nodes have different numbers of them."""
+        """The number of members on each node; None where nodes have different numbers."""
         counts = set(map(len, self._members.values()))
         return counts.pop() if len(counts) == 1 else None
 
     @property
     def is_hierarchy(self) -> bool:
-        """Several nodes with several members each, as many on every one."""
+        """Whether there are several nodes, with the same number of members on each, and more than one."""
         return self.num_nodes > 1 and (self.ranks_per_node or 0) > 1
 
     def within(self, member: int) -> tuple[int, ...]:
-        """The members on this one's node, in order."""
+        """Returns the members on the node of `member`, in order."""
         return self._members[self.nodes[member]]
 
     def across(self, member: int) -> tuple[int, ...]:
-        """The members that have this one's place among those of their node, one on each node.
+        """Returns one member a node: those that have the place of `member` among the members of their node.
 
         Raises:
             ValueError: where nodes have different numbers of members.
@@ -122,12 +126,12 @@ class Placement:
         return tuple(sorted(members[place] for members in self._members.values()))
 
     def of(self, members: Sequence[int]) -> Placement:
-        """Where some of the members sit."""
+        """Returns the placement of some of the members."""
         return Placement(tuple(self.nodes[member] for member in members))
 
     @cached_property
     def _members(self) -> dict[int, tuple[int, ...]]:
-        """Of each node, in the order of the nodes' first members."""
+        """The members on each node, by node, in the order of the nodes' first members."""
         found: dict[int, list[int]] = {}
         for member, node in enumerate(self.nodes):
             found.setdefault(node, []).append(member)
@@ -138,8 +142,13 @@ class Placement:
 class Cluster:
     """Nodes with `ranks_per_node` ranks each, joined by `link`; ranks of one node are joined by `intra`.
 
-    `slow` overrides the link of single nodes (node -> Link). With `rack_size`, every so many nodes share a rack whose
-    uplink is `trunk`.
+    Attributes:
+        slow: the link of single nodes, by node, in place of `link`.
+        rack_size: nodes that share a rack; None: there are no racks.
+        trunk: the link of each rack to the others.
+
+    Raises:
+        ValueError: for numbers below 1, nodes that do not exist, and `rack_size` without `trunk` or the reverse.
     """
 
     nodes: int
@@ -167,11 +176,11 @@ class Cluster:
         return self.nodes * self.ranks_per_node
 
     def placement(self) -> Placement:
-        """The whole job: ranks are numbered node by node, as torchrun does."""
+        """Returns the placement of the whole job: ranks are numbered node by node, as torchrun numbers them."""
         return Placement.regular(self.nodes, self.ranks_per_node)
 
     def link_of(self, node: int) -> Link:
-        """The link that joins `node` to the network."""
+        """Returns the link that joins `node` to the network."""
         return self.slow.get(node, self.link)
 
     @classmethod

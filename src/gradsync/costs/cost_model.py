@@ -1,4 +1,4 @@
-"""From a step to seconds: the latency-bandwidth (alpha-beta) model, fitted from measurements."""
+"""The latency-bandwidth (alpha-beta) model: seconds of a step, by costs fitted to measurements."""
 
 from __future__ import annotations
 
@@ -18,26 +18,35 @@ MOST_KNOWN = 100_000  # transfers whose price a cost model remembers
 
 @dataclass(frozen=True)
 class KernelCost:
-    """What a kernel takes: so much a call, and so much a byte that it must read or write beyond a call's first ones."""
+    """The seconds of a kernel: `call_s` a call, `byte_s` a byte beyond those that a call reads or writes for free."""
 
     call_s: float
     byte_s: float
-    knee_bytes: float = 0.0  # of a call, up to which more of them take no longer
+    knee_bytes: float = 0.0  # of a call: up to so many bytes, more take no longer
 
     def seconds(self, nbytes: float, calls: float) -> float:
+        """Returns the seconds of `calls` calls that read and write `nbytes` together."""
         return calls * self.call_s + max(nbytes - calls * self.knee_bytes, 0.0) * self.byte_s
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """`stage_s + rounds * alpha_s + busiest bytes / bandwidth` for a transfer; for a computation what its kernel was
-    measured to take, else `bytes / memory bandwidth`.
+    """The costs of a scheme's steps in seconds.
 
-    `stage_s` is what any transfer takes, be it one message: to wake threads, and to wait for the slowest rank. Latency
-    and bandwidth are those of a node's link, which all of its ranks share; ranks of one node have an `intra` link each.
-    Without one they have a link like the node's. How much of an all-gather crosses between nodes depends on its way: up
-    to `at_once_bytes` of a member go straight to the others. (Among the ranks of one node, and among ranks of as many
-    nodes, both ways load the links alike.)
+    A transfer takes `stage_s + rounds * alpha_s + busiest bytes / bandwidth`; a computation takes what its kernel was
+    measured to take, else `bytes / memory bandwidth`. Latency and bandwidth are those of a node's link, which all of
+    its ranks share; ranks of one node have an `intra` link each, or without one a link like the node's.
+
+    Attributes:
+        alpha_s: latency of a message.
+        bandwidth_bytes_per_s: rate of a node's link in each direction.
+        memory_bytes_per_s: rate of kernels that were not measured.
+        kernels: measured kernels, by name.
+        intra: the link between ranks of one node.
+        stage_s: seconds of any transfer, be it one message: to wake threads, and to wait for the slowest rank.
+        transport: the messages and rounds of a transfer. It matters for an all-gather where nodes have several ranks:
+            bytes that go round a ring cross between nodes fewer times. (Among the ranks of one node, and among one rank
+            a node, ring and direct messages load the links alike.)
     """
 
     alpha_s: float
@@ -49,7 +58,15 @@ class CostModel:
     transport: Transport = DEFAULT_TRANSPORT
 
     def seconds(self, step: Step, placement: Placement | None = None) -> float:
-        """`placement`: of all ranks; None: each on a node of its own."""
+        """Returns the seconds of a step.
+
+        Args:
+            step: a computation or a transfer.
+            placement: the node of each rank of the transfer; None: each on a node of its own.
+
+        Raises:
+            ValueError: where transfer and placement have different numbers of ranks.
+        """
         if isinstance(step, Compute):
             kernel = self.kernels.get(step.kernel) or KernelCost(0.0, 1 / self.memory_bytes_per_s)
             return kernel.seconds(step.nbytes, step.calls)
@@ -61,30 +78,33 @@ class CostModel:
         return known
 
     def latency_s(self, transfer: Transfer, placement: Placement | None = None) -> float:
-        """What of a transfer's seconds leaves the links free."""
+        """Returns the part of a transfer's seconds in which it leaves the links free."""
         if placement is None or placement.num_nodes == placement.size:
             return self.stage_s + transfer.carried_by(self.transport).rounds * self.alpha_s
         self._require_of(transfer, placement)
         return self.stage_s + self._waits_s(transfer, placement)
 
     def unmeasured(self, steps: Iterable[Step]) -> list[str]:
-        """Kernels of these steps that take what memory takes as nobody knows better; none where none was measured."""
+        """Returns the kernels of these steps that were not measured; none where no kernel was.
+
+        Such kernels are priced by the rate of memory.
+        """
         if not self.kernels:
             return []
         names = dict.fromkeys(step.kernel for step in steps if isinstance(step, Compute))
         return [name for name in names if name not in self.kernels]
 
     def total_s(self, steps: Iterable[Step], placement: Placement | None = None) -> float:
-        """All steps one after the other, nothing overlapping."""
+        """Returns the seconds of all steps one after the other, nothing overlapping."""
         return sum(self.seconds(step, placement) for step in steps)
 
     @cached_property
     def _known(self) -> dict[tuple[Transfer, Placement | None], float]:
-        """Transfers that were priced: a search asks for the same ones over and over."""
+        """The seconds of transfers that were priced before: a search asks for the same ones over and over."""
         return {}
 
     def _bytes_s(self, transfer: Transfer, placement: Placement | None) -> float:
-        """Where nodes have several ranks: the slower of what passes between nodes and of what stays within one."""
+        """Returns the seconds of a transfer's bytes: the slower of those between nodes and those within a node."""
         if placement is None or placement.num_nodes == placement.size:
             return transfer.carried_by(self.transport).busiest_bytes / self.bandwidth_bytes_per_s
         self._require_of(transfer, placement)
@@ -104,7 +124,11 @@ class CostModel:
         return self.intra or Link(self.bandwidth_bytes_per_s, self.alpha_s)
 
     def _waits_s(self, transfer: Transfer, placement: Placement) -> float:
-        """Of a ring's rounds each waits for the slowest link; other messages follow one another, each on its own."""
+        """Returns the latencies of a transfer's messages.
+
+        Each round of a ring waits for the slowest link; other messages of a member follow one another, each with its
+        own.
+        """
         nodes, intra = placement.nodes, self._within
         traffic = transfer.carried_by(self.transport)
         waits = [
@@ -117,7 +141,10 @@ class CostModel:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> CostModel:
-        """What `dataclasses.asdict` made of a cost model."""
+        """Returns the cost model from which `dataclasses.asdict` made these values.
+
+        Its transport must be a `RingOrDirect`.
+        """
         kernels = {name: KernelCost(**costs) for name, costs in values["kernels"].items()}
         intra = Link(**values["intra"]) if values.get("intra") else None
         transport = RingOrDirect(**values["transport"])
@@ -125,9 +152,11 @@ class CostModel:
 
     @classmethod
     def fit(cls, samples: Sequence[tuple[int, float, float]], **known: Any) -> CostModel:
-        """Least squares over (rounds, busiest bytes, measured seconds) of transfers, by relative errors.
+        """Returns the cost model that least squares of the relative errors fit to measured transfers.
 
-        `known` are the other fields, `stage_s` among them.
+        Args:
+            samples: (rounds, busiest bytes, measured seconds) of each transfer.
+            known: the other fields, `stage_s` among them.
 
         Raises:
             ValueError: with fewer than two samples, or when the samples do not tell latency from bandwidth.

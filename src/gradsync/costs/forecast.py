@@ -1,10 +1,10 @@
 """A step's timeline as predicted: the plan's order played on one issuing thread and one link.
 
 It mirrors `comm/issue.py`: at a bucket's turn the thread waits for what the bucket awaits, computes up to its next
-transfer, hands that over and goes on; transfers in flight share the link. Awaited work is done on its device, in the
-order in which it comes: what a bucket awaits first of all when the bucket is ready, other work at the bucket's turn.
-Backward's thread does such work when the next bucket is ready; after backward it is the issuing thread, which does it
-when the bucket's next turn needs it.
+transfer, hands the transfer over and goes on; transfers in flight share the link. Awaited work is done on its device,
+in the order in which it comes: work that a bucket awaits first of all when the bucket is ready, other work at the
+bucket's turn. Backward's thread does its work when the next bucket is ready; after backward it is the issuing thread,
+which does the work when the bucket's next turn needs it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .steps import COMPUTE, FINISH, Compute, Pattern, Step
 from .timeline import Task
 from .transport import Transport
 
-Lasting = Callable[[str, float, float], float]  # stream, when it begins, seconds it would take alone
+Lasting = Callable[[str, float, float], float]  # (stream, start, seconds alone) -> seconds
 
 
 def forecast(
@@ -34,11 +34,16 @@ def forecast(
     *,
     backward_s: float | None = None,
 ) -> list[Task]:
-    """What runs when: tasks "kernel", "link" and those of devices, named `bucket:stage` as the engine's.
+    """Returns the predicted tasks of a step on "kernel", "link" and devices, named `bucket:stage` as the engine's.
 
-    `order` are the turns; `steps` of each bucket; `ready_s` says when its gradients are there; `placement`: of all
-    ranks, by default each on a node of its own; `lasting`: how long what costs so many seconds lasts on a stream from a
-    time on, by default as long; `backward_s`: when backward ends, by default with the last bucket.
+    Args:
+        order: the turns, (bucket, stage).
+        steps: the steps of each bucket.
+        ready_s: when each bucket's gradients are ready.
+        cost: prices the steps.
+        placement: the node of each rank; None: each on a node of its own.
+        lasting: returns how long a task of so many seconds lasts, given its stream and start; None: as long.
+        backward_s: when backward ends; None: with the last bucket.
     """
     return _Player(steps, ready_s, cost, placement, lasting, backward_s).play(order)
 
@@ -53,10 +58,13 @@ def turns_as_they_come(
     finish_last: bool,
     backward_s: float | None = None,
 ) -> list[tuple[str, str]]:
-    """An order of turns in which the issuing thread never waits while a bucket's turn could begin.
+    """Returns an order of turns in which the issuing thread never waits while a bucket's turn could begin.
 
-    `stages` of each bucket. Of the turns that could begin those that only finish a bucket are last, if so asked for;
-    first is that which could have begun earliest, then that of the bucket that was ready earliest.
+    The turn that could have begun earliest is first, then the turn of the bucket that was ready earliest.
+
+    Args:
+        stages: the stages of each bucket; the other arguments are those of `forecast`.
+        finish_last: whether turns that only finish a bucket come behind all others that could begin.
     """
     player = _Player(steps, ready_s, cost, placement, backward_s=backward_s)
     left, order = {bucket: list(names) for bucket, names in stages.items()}, []
@@ -89,11 +97,11 @@ class _Player:
         self._placement = placement
         self._lasting = lasting or (lambda stream, began_s, seconds: seconds)
         self._backward_s = max(ready_s.values(), default=0.0) if backward_s is None else backward_s
-        self.thread_s = 0.0  # until when the thread is busy
+        self.thread_s = 0.0  # when the thread becomes free
         self._link = _Link(cost.transport)
         self._sent: dict[str, tuple[str, float]] = {}  # bucket -> stage of its transfer in flight, and when it began
-        self._devices_s: dict[str, float] = {}  # until when each is busy
-        self._prepared: dict[str, deque[str]] = {}  # device -> buckets that begin with its work, which it has not begun
+        self._devices_s: dict[str, float] = {}  # when each device becomes free
+        self._prepared: dict[str, deque[str]] = {}  # device -> prepared buckets whose work it has not begun
         self._in_flight: dict[str, float] = {}  # bucket -> when its work ends
         self._for_thread: dict[str, tuple[str, Compute]] = {}  # bucket -> stage and work that its next turn does
         self._tasks: list[Task] = []
@@ -113,11 +121,11 @@ class _Player:
         return self._tasks
 
     def could_begin_s(self, bucket: str) -> float:
-        """From when on its next turn could, if the thread were free."""
+        """Returns when the bucket's next turn could begin if the thread were free."""
         ready_s = self._ready_s[bucket]
         for device, waiting in self._prepared.items():
             self._begin_prepared(device, self.thread_s)
-            if bucket in waiting:  # at the earliest: what is before it is not known yet
+            if bucket in waiting:  # the earliest time: other work may come before
                 work = self._left[bucket][0]
                 assert isinstance(work, Compute)
                 return max(ready_s, self._devices_s.get(device, 0.0)) + self._cost.seconds(work)
@@ -160,7 +168,7 @@ class _Player:
             self._for_thread[bucket] = stage, following
 
     def _work(self, bucket: str, stage: str, work: Compute, from_s: float) -> float:
-        """Awaited work on its device, which is given it at a time; when it ends."""
+        """Does awaited work on its device, to which it is given at `from_s`; returns when it ends."""
         self._begin_prepared(work.device, from_s)
         began_s = max(from_s, self._devices_s.get(work.device, 0.0))
         ended_s = began_s + self._lasting(work.device, began_s, self._cost.seconds(work))
@@ -169,7 +177,7 @@ class _Player:
         return ended_s
 
     def _begin_prepared(self, device: str, until_s: float) -> None:
-        """What buckets that are ready by then await first of all."""
+        """Begins the work on this device that prepared buckets, ready by `until_s`, await first of all."""
         waiting = self._prepared.get(device)
         while waiting and self._ready_s[waiting[0]] <= until_s:
             bucket = waiting.popleft()
@@ -180,7 +188,7 @@ class _Player:
 
 
 class _Flow(NamedTuple):
-    """A transfer on the link: what is left of the time that it takes alone, in which it uses a share of the link."""
+    """A transfer on the link: the seconds left that it would take alone, and the share of the link that it wants."""
 
     bucket: str
     left_s: float
@@ -188,7 +196,7 @@ class _Flow(NamedTuple):
 
 
 class _Link:
-    """Transfers on the busiest node's link. Latencies of one leave it to the others, bytes are sent in equal shares.
+    """The busiest node's link: latencies of one transfer leave it to the others, bytes are sent in equal shares.
 
     Each queue of the transport carries so many transfers at a time, in the order in which they are issued.
     """
@@ -198,24 +206,24 @@ class _Link:
         self._now_s = 0.0
         self._queues: tuple[deque[_Flow], ...] = tuple(deque() for _ in transport.queues)
         self._ended_s: dict[str, float] = {}
-        self._expected_s: dict[str, float] = {}  # when all will have ended, if no other transfer is issued
+        self._expected_s: dict[str, float] = {}  # the ends of all transfers, if no other one is issued
 
     def add(self, bucket: str, now_s: float, lasts_s: float, share: float, pattern: Pattern) -> None:
-        """A transfer that lasts so long alone, issued after all others."""
+        """Adds a transfer that lasts `lasts_s` alone, issued after all others."""
         self._run(self._queues, self._now_s, now_s, self._ended_s)
         self._now_s = now_s
         self._queues[self._transport.queue_of(pattern)].append(_Flow(bucket, lasts_s, share))
         self._expected_s.clear()
 
     def end_s(self, bucket: str) -> float:
-        """When the bucket's last transfer ends, if no other one is issued before."""
+        """Returns when the bucket's last transfer ends, if no other one is issued before."""
         if not self._expected_s:
             self._expected_s = dict(self._ended_s)
             self._run(tuple(map(deque, self._queues)), self._now_s, inf, self._expected_s)
         return self._expected_s[bucket]
 
     def _run(self, queues: tuple[deque[_Flow], ...], now_s: float, until_s: float, ended_s: dict[str, float]) -> None:
-        """Takes what is sent by then off the queues, and notes when it ended."""
+        """Takes transfers off the queues as far as they end by `until_s`, and notes in `ended_s` when."""
         while True:
             heads = [list(islice(queue, most)) for queue, most in zip(queues, self._transport.queues, strict=True)]
             rates = self._rates([flow.share for flows in heads for flow in flows])
@@ -238,7 +246,7 @@ class _Link:
 
     @staticmethod
     def _rates(shares: Sequence[float]) -> list[float]:
-        """Seconds of its own that pass for each transfer in a second, if it would use these shares of the link."""
+        """Returns the speed of each transfer, at most 1, where transfers want these shares."""
         rates, free = [1.0] * len(shares), 1.0
         rising = sorted(range(len(shares)), key=lambda place: shares[place])
         for number, place in enumerate(rising):

@@ -14,8 +14,8 @@ from itertools import chain
 from .transport import DEFAULT_TRANSPORT, Transport
 from .transport import Pattern as Pattern  # noqa: PLC0414  schemes describe their steps by this module alone
 
-FINISH = "finish"  # the turn in which a bucket does what is left to do behind its last transfer
-COMPUTE, OFFLOAD = "compute", "offload"  # devices: backward's own thread or device, and another core
+FINISH = "finish"  # the turn in which a bucket's scheme goes on after its last transfer
+COMPUTE, OFFLOAD = "compute", "offload"  # devices of `Compute`: backward's own thread or device, and another core
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Transfer:
     pattern: Pattern
     part_bytes: tuple[float, ...]
     messages: tuple[tuple[int, int, float], ...] = ()  # (source, destination, bytes)
-    groups: tuple[tuple[int, ...], ...] = ()  # none: all members are one
+    groups: tuple[tuple[int, ...], ...] = ()  # none: all members are one group
 
     @classmethod
     def of_messages(cls, stage: str, size: int, messages: Sequence[tuple[int, int, float]]) -> Transfer:
@@ -78,7 +78,7 @@ class Transfer:
 
     @property
     def size(self) -> int:
-        """Members of all groups."""
+        """The number of members, of all groups together."""
         return len(self.part_bytes)
 
     def collectives(self) -> Iterator[tuple[tuple[int, ...], tuple[float, ...]]]:
@@ -94,29 +94,29 @@ class Transfer:
 
     @property
     def rounds(self) -> int:
-        """Messages that follow one another on a member's link, see `Traffic.rounds`."""
+        """The number of messages that follow one another on a member's link, see `Traffic.rounds`."""
         return self.carried_by(DEFAULT_TRANSPORT).rounds
 
     @property
     def busiest_bytes(self) -> float:
-        """Bytes on the busiest link direction, see `Traffic.busiest_bytes`."""
+        """The bytes on the busiest link direction, see `Traffic.busiest_bytes`."""
         return self.carried_by(DEFAULT_TRANSPORT).busiest_bytes
 
     def sent_bytes(self, member: int) -> float:
-        """Bytes that the member sends, see `Traffic.sent_bytes`."""
+        """Returns the bytes that the member sends, see `Traffic.sent_bytes`."""
         return self.carried_by(DEFAULT_TRANSPORT).sent_bytes(member)
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a transfer puts on the links of its members when a transport carries it."""
+    """The messages and rounds of a transfer on a transport."""
 
     transfer: Transfer
     transport: Transport
 
     @property
     def rounds(self) -> int:
-        """Messages that follow one another on a member's link: the factor of the latency."""
+        """The number of messages that follow one another on a member's link: the factor of the latency."""
         if self.transfer.pattern is Pattern.MESSAGES:
             ends = [place for message in self.transfer.messages for place in (("from", message[0]), ("to", message[1]))]
             return max(Counter(ends).values(), default=0)
@@ -141,7 +141,7 @@ class Traffic:
                     yield member, group[peer], nbytes
 
     def sent_bytes(self, member: int) -> float:
-        """Bytes that the member sends."""
+        """Returns the bytes that the member sends."""
         if self.transfer.pattern is Pattern.MESSAGES:
             return sum(nbytes for source, _, nbytes in self.transfer.messages if source == member)
         for group, parts in self.transfer.collectives():
@@ -152,12 +152,12 @@ class Traffic:
 
     @property
     def busiest_bytes(self) -> float:
-        """Bytes on the busiest link direction, if every member has a link of its own."""
+        """The bytes on the busiest link direction, if every member has a link of its own."""
         return busiest(self.messages())
 
 
 def busiest(messages: Iterable[tuple[int, int, float]]) -> float:
-    """The most bytes that leave one place, or reach one; `messages` are (source, destination, bytes)."""
+    """Returns the most bytes that leave one place, or reach one; `messages` are (source, destination, bytes)."""
     sent: dict[int, float] = defaultdict(float)
     received: dict[int, float] = defaultdict(float)
     for source, to, nbytes in messages:
@@ -170,5 +170,5 @@ Step = Compute | Transfer
 
 
 def transfers(steps: Iterable[Step]) -> list[Transfer]:
-    """The transfers of a list of steps, in order."""
+    """Returns the transfers in a list of steps, in order."""
     return [step for step in steps if isinstance(step, Transfer)]

@@ -1,4 +1,4 @@
-"""Tasks on named streams with a start and an end: the one type for what was measured and what is predicted."""
+"""Tasks on named streams with a start and an end: one type for measured and predicted timelines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-MORE_OR_LESS = 1.25  # times as long, or as short, as it was: what takes this time has changed
+MORE_OR_LESS = 1.25  # a factor, up or down, from which a duration counts as changed
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,13 @@ class Task:
 
 @dataclass(frozen=True)
 class Activity:
-    """Work to be done on a stream; `schedule` says when."""
+    """Work to be done on a stream at a time that `schedule` finds."""
 
     name: str
     stream: str
     duration_s: float
-    after: tuple[int, ...] = ()  # places in the list of those that must have ended, all before its own
-    interrupts: bool = False  # goes first, and what runs on its stream without this mark is pushed right
+    after: tuple[int, ...] = ()  # places in the list of activities that must have ended, all before its own
+    interrupts: bool = False  # goes first: an activity without this mark that runs on its stream is interrupted
     queue: str = ""  # activities of one stream and one queue begin in the order of the list; "": in no queue
     nbytes: float = 0.0
 
@@ -43,23 +43,25 @@ class Activity:
 
 
 def schedule(activities: Sequence[Activity]) -> list[Task]:
-    """When each activity runs, by these rules.
+    """Returns when each activity runs, by these rules.
 
     - A stream serves one activity at a time. An activity waits from the moment when all activities in `after` have
       ended.
     - An activity that `interrupts` begins as soon as it waits, unless another such one runs: then as soon as that ends.
-      What else runs on the stream stops, and goes on, before anything else, once no interrupting activity waits there.
-    - Of other activities a free stream serves the one that waited longest, but none of a queue before those of the
-      queue that are earlier in the list have begun, though the stream idle meanwhile.
-    - Of several interrupting activities, too, the one that waited longest is first. Between activities that waited
+      Any other activity that runs on the stream stops, and goes on, before anything else, once no interrupting activity
+      waits there.
+    - Among other activities a free stream serves the one that waited longest, but none of a queue before the activities
+      of the queue that are earlier in the list have begun, though the stream idle meanwhile.
+    - Among several interrupting activities, too, the one that waited longest is first. Between activities that waited
       equally long, the one that is earlier in the list.
     - At one moment activities first end, then begin one at a time: on all streams together interrupting ones first,
-      then those that stopped, then the one that waited longest; an activity of no duration ends before the next begins.
+      then stopped ones, then the one that waited longest; an activity of no duration ends before the next begins.
 
     An interrupted activity comes in pieces of the same name, so that tasks on a stream never overlap; `nbytes` are
     shared out by duration.
 
-    Returns: the tasks by start, those that start together by end, then as in the list.
+    Returns:
+        the tasks by start, those that start together by end, then as in the list.
 
     Raises:
         ValueError: where an activity waits for itself or a later one.
@@ -79,7 +81,7 @@ def _task(activity: Activity, start_s: float, end_s: float) -> Task:
 
 
 class _Stream:
-    """What waits, runs and was stopped on one stream."""
+    """The activities that wait, run and were stopped on one stream."""
 
     def __init__(self) -> None:
         self.urgent: list[tuple[float, int]] = []  # heaps of (waiting since, place)
@@ -88,7 +90,7 @@ class _Stream:
         self.stopped: int | None = None
 
     def first(self, activities: Sequence[Activity]) -> tuple[int, float, int] | None:
-        """Of the activities that can begin now the one that is first: (rank, waiting since, place)."""
+        """Returns the activity that begins next here, as (rank, waiting since, place); None: none can begin."""
         if self.running is not None and activities[self.running].interrupts:
             return None
         if self.urgent:
@@ -111,14 +113,14 @@ class _Scheduling:
             for earlier in set(activities[place].after):
                 self._successors[earlier].append(place)
             if activities[place].queue:
-                self._queues[activities[place].stream, activities[place].queue].append(place)  # the last one is next
+                self._queues[activities[place].stream, activities[place].queue].append(place)  # the last entry is next
         self._waiting_since: dict[int, float] = {}
         self._left_s = [activity.duration_s for activity in activities]
         self._began_s = [0.0] * len(activities)
         self._ends: list[tuple[float, int]] = []  # a heap; entries of activities that were stopped are stale
 
     def run(self) -> Iterator[tuple[int, float, float]]:
-        """Pieces of activities: place, start, end."""
+        """Yields pieces of activities: place, start, end."""
         now_s = 0.0
         for place, missing in enumerate(self._missing):
             if not missing:
@@ -148,7 +150,7 @@ class _Scheduling:
         heappush(heap, (self._waiting_since[place], place))
 
     def _begin(self, now_s: float) -> Iterator[tuple[int, float, float]]:
-        """Begins what can begin, and ends at once what takes no time."""
+        """Begins the activities that can begin, and ends at once those that take no time."""
         while True:
             offers = [
                 offer for stream in self._streams.values() if (offer := stream.first(self._activities)) is not None
@@ -203,7 +205,7 @@ class _Scheduling:
 
 
 def covered_s(tasks: list[Task], start_s: float, end_s: float) -> float:
-    """Seconds of [start_s, end_s] in which at least one of `tasks` runs: what overlap figures are made of."""
+    """Returns the seconds of [start_s, end_s] in which at least one task runs."""
     total, reached = 0.0, start_s
     for task in sorted(tasks, key=lambda t: t.start_s):
         begin, end = max(task.start_s, reached), min(task.end_s, end_s)

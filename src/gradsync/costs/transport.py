@@ -1,4 +1,4 @@
-"""How a backend carries a collective: the messages, the rounds, and how many collectives are in flight together.
+"""The messages and rounds in which a backend carries a collective, and how many collectives are in flight together.
 
 The cost model, the forecast and the ledger ask a `Transport`, which `Group.transport` returns; nothing else in `costs/`
 knows a backend. A new transport is a subclass here or beside its group, and one line in `comm/transport.py`.
@@ -16,7 +16,7 @@ DIRECT_BYTES = 256 << 10  # a collective in which a member sends no more goes st
 
 
 class Pattern(StrEnum):
-    """Who sends what to whom in one collective."""
+    """The collectives, by who sends to whom."""
 
     ALL_REDUCE = "all_reduce"  # every member ends with the sum of all buffers, which have one size
     ALL_GATHER = "all_gather"  # member i's part reaches every other member
@@ -26,18 +26,18 @@ class Pattern(StrEnum):
 
 
 class Transport(ABC):
-    """How a backend of `torch.distributed` carries collectives among n members, which are numbered from 0.
+    """The way in which a backend of `torch.distributed` carries collectives among n members, numbered from 0.
 
     `part_bytes` has n entries, as in `Transfer`. Single messages (`Pattern.MESSAGES`) go as they are on every
-    transport, so that a transport is never asked about them but by `queue_of`. Subclasses are frozen dataclasses: cost
-    models are compared and written to JSON.
+    transport: only `queue_of` is asked about them. Subclasses are frozen dataclasses: cost models are compared and
+    written to JSON.
     """
 
     queues: ClassVar[tuple[int, ...]] = (1,)
     """How many transfers each queue of the backend carries at the same time, in the order in which they are issued."""
 
     def queue_of(self, pattern: Pattern) -> int:
-        """The place in `queues` of the queue that carries transfers of this pattern."""
+        """Returns the place in `queues` of the queue that carries transfers of this pattern."""
         return 0
 
     @abstractmethod
@@ -46,7 +46,7 @@ class Transport(ABC):
 
     @abstractmethod
     def rounds(self, pattern: Pattern, part_bytes: Sequence[float]) -> int:
-        """The number of messages that follow one another on a member's link: the factor of the latency."""
+        """Returns the number of messages that follow one another on a member's link: the factor of the latency."""
 
     @abstractmethod
     def sends(self, pattern: Pattern, part_bytes: Sequence[float], member: int) -> Iterator[tuple[int, float]]:

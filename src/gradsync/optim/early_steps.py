@@ -1,6 +1,6 @@
-"""Optimiser steps inside backward: parameters are stepped as soon as their gradients are there, a bucket at a time.
+"""Optimiser steps inside backward: a bucket's parameters are stepped as soon as their gradients are there.
 
-What is to be done with parameters after the step, as averaging them, can then begin while backward goes on.
+Work on stepped parameters, such as averaging them, can then begin while backward goes on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CHANGED = (
 
 
 def why_not_in_parts(optimizer: Optimizer) -> str:
-    """Why the optimiser cannot step some parameters before others; nothing if it can."""
+    """Returns why the optimiser cannot step some parameters before others; "" if it can."""
     if type(optimizer) in OF_ELEMENTS:
         return ""
     known = ", ".join(sorted(each.__name__ for each in OF_ELEMENTS))
@@ -35,7 +35,7 @@ def why_not_in_parts(optimizer: Optimizer) -> str:
 
 
 def begin_state(optimizer: Optimizer, parameter: nn.Parameter) -> bool:
-    """Has the optimiser make what it keeps of a parameter, as if gradients had been zero; whether it is known how."""
+    """Makes the optimiser's state of a parameter, as if gradients had been zero; returns whether that is known how."""
     if type(optimizer) not in OF_ELEMENTS:
         return False
     before, gradient, values = optimizer.param_groups, parameter.grad, parameter.detach().clone()
@@ -54,17 +54,19 @@ def begin_state(optimizer: Optimizer, parameter: nn.Parameter) -> bool:
 
 
 class EarlySteps:
-    """Steps an optimiser's parameters part by part; its own `step` then has only the others left.
+    """Steps an optimiser's parameters part by part; the optimiser's own `step` then has only the others left.
 
-    For optimisers that treat every element by itself, see `why_not_in_parts`. Around the optimiser's own step:
-    `check`, `take_out`, and afterwards `end`.
+    It is for optimisers that treat every element by itself, see `why_not_in_parts`. Call `check` and `take_out` before
+    the optimiser's own step, and `end` after it.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._used: dict[nn.Parameter, Stamp] = {}  # marks of the gradients, since `end`
-        self._settings: list[dict[str, object]] = []  # of the groups, when the first was used
-        self._taken_from: list[tuple[dict[str, Any], list[nn.Parameter]]] = []  # groups, and what they had
+        self._used: dict[nn.Parameter, Stamp] = {}  # marks of gradients that were used since `end`
+        self._settings: list[dict[str, object]] = []  # of the groups, when the first gradient was used
+        self._taken_from: list[
+            tuple[dict[str, Any], list[nn.Parameter]]
+        ] = []  # groups, and the parameters that they had
         self._step = _plain_step(optimizer)
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
@@ -72,12 +74,15 @@ class EarlySteps:
 
     @property
     def stepped(self) -> list[nn.Parameter]:
-        """Since `end`."""
+        """The parameters that were stepped since the last `end`."""
         return list(self._used)
 
     @torch.no_grad()
     def step(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Those of them that have gradients and are the optimiser's. Its hooks and schedulers see nothing of it."""
+        """Steps those of the parameters that have gradients and are the optimiser's.
+
+        The optimiser's hooks and schedulers do not notice.
+        """
         if not self._used:
             self._settings = self._settings_now()
         wanted = {p for p in parameters if p.grad is not None}
@@ -86,31 +91,31 @@ class EarlySteps:
         self._used |= {p: Stamp.of(p.grad) for p in wanted if p.grad is not None}
 
     def check(self, names: Mapping[nn.Parameter, str]) -> str:
-        """Before the optimiser's own step: what is wrong, or nothing."""
+        """Returns what is wrong before the optimiser's own step, or ""."""
         for p, stamp in self._used.items():
             if p.grad is None or Stamp.of(p.grad) != stamp:
                 return CHANGED.format(what=f"the gradient of {names.get(p, 'a parameter')!r}", such="clipping")
-        for before, now in zip(self._settings, self._settings_now(), strict=False):  # groups may have come since
+        for before, now in zip(self._settings, self._settings_now(), strict=False):  # there may be more groups by now
             for key in before:
                 if self._used and before[key] != now.get(key):
                     return CHANGED.format(what=f"the optimiser's {key!r}", such="warm-up")
         return ""
 
     def take_out(self) -> None:
-        """What was stepped already leaves the optimiser's groups, until `put_back`."""
+        """Takes parameters that were stepped already out of the optimiser's groups, until `put_back`."""
         self.put_back()
         self._taken_from = [(group, group["params"]) for group in self._optimizer.param_groups]
         for group, params in self._taken_from:
             group["params"] = [p for p in params if p not in self._used]
 
     def put_back(self) -> None:
-        """The optimiser has its groups as they were, also where its own step has failed."""
+        """Gives the optimiser its groups as they were, also where its own step has failed."""
         for group, params in self._taken_from:
             group["params"] = params
         self._taken_from = []
 
     def end(self) -> None:
-        """After the optimiser's own step."""
+        """Ends the round, after the optimiser's own step."""
         self.put_back()
         self._used.clear()
 
@@ -129,14 +134,16 @@ class EarlySteps:
 
 
 class EarlyExchange:
-    """A round of a plan of early parameters: what is stepped together, and what of it has its gradients."""
+    """A round of a plan of early parameters: the groups that are stepped together, and the gradients that have come."""
 
     def __init__(self, steps: EarlySteps, plan: Plan, parameters: Mapping[str, Tensor]) -> None:
         self.steps = steps
-        self.task = -1  # autograd's number of the backward that began it
-        self.is_open = False  # until the optimiser's own step
+        self.task = -1  # autograd's number of the backward that began the round
+        self.is_open = False  # from that backward until the optimiser's own step
         self.unseen: set[str] = set()  # parameters that the forward of this backward did not wait for
-        self._together: list[list[str]] = []  # what is stepped at once: of one bucket, and each in one only
+        self._together: list[
+            list[str]
+        ] = []  # parameters that are stepped together: of one bucket, each parameter in one list only
         known: set[str] = set()
         for bucket in plan.buckets:
             names = [n for n in dict.fromkeys(bucket.names) if n in parameters and n not in known]
@@ -147,7 +154,7 @@ class EarlyExchange:
         self._waiting: list[set[str]] = []
 
     def give_up(self) -> None:
-        """The optimiser has all it had; gradients by which parameters were stepped are used up."""
+        """Gives the optimiser all its parameters back; gradients by which parameters were stepped are used up."""
         self.steps.put_back()
         for parameter in self.steps.stepped:
             parameter.grad = None
@@ -156,18 +163,18 @@ class EarlyExchange:
         self._waiting = [set(names) for names in self._together]
 
     def arrived(self, name: str) -> list[list[str]]:
-        """What is complete by this gradient."""
+        """Returns the groups that this gradient completes."""
         place = self._place[name]
         self._waiting[place].discard(name)
         return [] if self._waiting[place] else [self._together[place]]
 
     def left(self) -> list[list[str]]:
-        """What did not become complete in this backward."""
+        """Returns the groups that did not become complete in this backward."""
         return [names for names, waiting in zip(self._together, self._waiting, strict=True) if waiting]
 
 
 def _plain_step(optimizer: Optimizer) -> Callable[[Optimizer], object]:
-    """Without the hooks."""
+    """Returns the optimiser's `step` without hooks."""
     step: Callable[[Optimizer], object] = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
     return step
 

@@ -1,4 +1,4 @@
-"""Keeps an optimiser's hands off elements of which no gradient arrived.
+"""Freezing: optimisers leave elements alone for which no gradient arrived.
 
 Where coarse-grained communication sends nothing, an optimiser would take a gradient of 0 for what happened: momentum
 goes on to move weights by gradients of long ago, Adam's averages fade, and weight decay pulls.
@@ -15,34 +15,38 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 
 from ..tensors.arrivals import Arrivals, Sections, gathered, put
 
-# They treat every element by itself, whatever shape a parameter has. Subclasses may do otherwise.
+# These optimisers treat every element by itself, whatever shape a parameter has. Subclasses may do otherwise.
 OF_ELEMENTS = frozenset({ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop})
 
 
 class Freezing:
-    """Lets optimisers change what arrived alone: of weights, and of their own state of the same shape.
+    """Lets optimisers change only elements that arrived, of weights and of optimiser state of the same shape.
 
-    For optimisers that treat every element by itself; what others compute of a whole tensor they compute with zeros in
-    the gradient. Numbers that an optimiser has for a whole tensor, as Adam's count of steps, go on, but for a tensor of
-    one number and no dimension. `before` and `after` enclose a step of an optimiser.
+    It is for optimisers that treat every element by itself; others compute their figures of a whole tensor with zeros
+    in the gradient. Numbers that an optimiser keeps for a whole tensor, as Adam's count of steps, go on, but for a
+    tensor of one number and no dimension. Call `before` and `after` around each step of an optimiser.
 
-    Optimisers of `OF_ELEMENTS` step small parameters of what arrived: the less arrives, the less they have to do. What
-    others do elsewhere is taken back, for a copy of the weights and of the state.
+    Optimisers of `OF_ELEMENTS` step small parameters of the elements that arrived: the less arrives, the less they
+    compute. Changes that others make elsewhere are taken back, at the price of a copy of the weights and of the state.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], arrivals: Callable[[], Arrivals]) -> None:
         self._names = {id(parameter): name for name, parameter in parameters.items()}
-        self._arrivals = arrivals  # of the last step
-        self._under_way: dict[int, _Step] = {}  # by optimiser
+        self._arrivals = arrivals  # arrivals of the last step
+        self._under_way: dict[int, _Step] = {}  # by id of the optimiser
 
     @torch.no_grad()
     def before(self, optimizer: Optimizer, *, has_closure: bool = False, is_watched: bool = False) -> None:
-        """`is_watched`: hooks of others are to see the parameters and not what stands for them.
+        """Prepares the optimiser for a step.
+
+        Args:
+            has_closure: the step was called with a closure.
+            is_watched: hooks of others are to see the parameters and not their small substitutes.
 
         Raises:
             ValueError: for a step with a closure, which computes gradients when it is too late.
         """
-        if (unfinished := self._under_way.pop(id(optimizer), None)) is not None:  # as it has raised
+        if (unfinished := self._under_way.pop(id(optimizer), None)) is not None:  # its step has raised
             unfinished.give_up()
         arrivals = self._arrivals()
         if not arrivals.freeze:
@@ -65,7 +69,7 @@ class Freezing:
             step.end()
 
     def give_up(self) -> None:
-        """Optimisers have their parameters, also those whose step has raised."""
+        """Gives optimisers their parameters back, also those whose step has raised."""
         while self._under_way:
             self._under_way.popitem()[1].give_up()
 
@@ -78,16 +82,16 @@ class _Step(ABC):
 
     @abstractmethod
     def give_up(self) -> None:
-        """The optimiser did not come to the end of it."""
+        """Ends a step that the optimiser did not finish."""
 
 
 class _OfWhatArrived(_Step):
-    """In place of parameters, the optimiser has smaller ones with the elements that arrived."""
+    """A step in which the optimiser has smaller parameters with the elements that arrived."""
 
     def __init__(self, optimizer: Optimizer, partial: Iterable[tuple[Tensor, Sections]]) -> None:
         self._optimizer = optimizer
         partial = list(partial)
-        # One number has no parts: it stays out of the step.
+        # A tensor without dimensions has no parts: it stays out of the step.
         self._parts = [_ArrivedPart(optimizer, whole, sections) for whole, sections in partial if whole.dim()]
         self._groups = [(group, group["params"]) for group in optimizer.param_groups]
         instead: dict[int, list[Tensor]] = {id(whole): [] for whole, _ in partial}
@@ -108,7 +112,7 @@ class _OfWhatArrived(_Step):
 
 
 class _ArrivedPart:
-    """What arrived of one parameter, with what the optimiser keeps of it."""
+    """The elements of one parameter that arrived, with the optimiser's state of them."""
 
     def __init__(self, optimizer: Optimizer, whole: Tensor, sections: Sections) -> None:
         self.whole = whole
@@ -129,13 +133,13 @@ class _ArrivedPart:
             if not _alike(values, self.parameter):
                 state[name] = values
                 continue
-            if not _alike(state.get(name), self.whole):  # made in this step
+            if not _alike(state.get(name), self.whole):  # state that this step made
                 state[name] = torch.zeros_like(self.whole, dtype=values.dtype)
             put(values, self._sections, state[name])
 
 
 class _TakenBack(_Step):
-    """The optimiser has its parameters; what did not arrive is as it was afterwards."""
+    """A step in which the optimiser has its parameters; afterwards elements that did not arrive are set back."""
 
     def __init__(self, optimizer: Optimizer, partial: Iterable[tuple[Tensor, Sections]]) -> None:
         self._optimizer = optimizer
@@ -152,7 +156,7 @@ class _TakenBack(_Step):
                 put(state[name] if name in state else torch.zeros_like(gathered(values, still)), still, values)
 
     def give_up(self) -> None:
-        """Nothing is to be put back into what others may have changed since."""
+        """Does nothing: others may have changed since what would be put back."""
 
     def _of_elements(self, parameter: Tensor) -> dict[str, Tensor]:
         kept = self._optimizer.state.get(parameter, {})
@@ -160,7 +164,7 @@ class _TakenBack(_Step):
 
 
 def _between(sections: Sections, numel: int) -> list[tuple[int, int]]:
-    """What the sections leave out, in pieces as large as may be."""
+    """Returns the sections between these sections, as large as possible."""
     starts, stops = [0, *(stop for _, stop in sections)], [*(start for start, _ in sections), numel]
     return [(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
 

@@ -19,19 +19,20 @@ class LARS(Optimizer):
 
         rate = lr * trust * |w| / (|g| + weight_decay * |w|);  v = momentum * v + rate * (g + weight_decay * w);  w -= v
 
-    Tensors of one dimension or none, as biases and the scales of normalization, have the plain lr and no weight decay.
-    So has a tensor whose weights are all zero. One whose gradient is all zero is moved by momentum alone.
+    Tensors of one dimension or none, as biases and the scales of normalization, have the plain lr and no weight decay,
+    and so has a tensor whose weights are all zero. A tensor whose gradient is all zero is moved by momentum alone.
 
-    Where only part of a gradient arrived, as by `CoarseGrained`, the rest of it is 0, and its norm is that of a part;
-    so |w| and |g| are those of the elements that arrived, or the rate would grow the less arrives. Weights decay there
-    alone, too: what arrived moves as if it were the whole layer. Everything else is moved by momentum alone, and with
-    `CoarseGrained(freeze=True)` by nothing.
+    Where only part of a gradient arrived, as by `CoarseGrained`, |w| and |g| are norms of the elements that arrived, or
+    the rate would grow the less arrives. Weights decay there alone, too: the elements that arrived move as if they were
+    the whole layer. All other elements are moved by momentum alone, and with `CoarseGrained(freeze=True)` by nothing.
 
     Args:
         lr: the learning rate after warm-up.
         trust: share of its own norm that a tensor moves by at a learning rate of 1.
-        warmup_steps: over which the learning rate rises in equal parts; counted in the state, so that training resumes.
-        decay_steps: at which it has fallen to 0, by the square of the share that is left; None: it does not fall.
+        warmup_steps: steps over which the learning rate rises in equal parts; counted in the state, so that training
+            resumes.
+        decay_steps: steps after which it has fallen to 0, by the square of the share that is left; None: it does not
+            fall.
         arrived: `Attachment.arrived`, or None where gradients arrive whole. It may be set later, and goes neither with
             a copy of the optimiser nor into a checkpoint.
 
@@ -62,7 +63,7 @@ class LARS(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.__dict__.setdefault("arrived", None)  # of a copy, which has groups and state only
+        self.__dict__.setdefault("arrived", None)  # a copy has groups and state only
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         _check({**self.defaults, **param_group})
@@ -109,13 +110,13 @@ class LARS(Optimizer):
 
 
 def _share(steps: int, warmup_steps: int, decay_steps: int | None) -> float:
-    """Of the learning rate in a step of this number, from 1."""
+    """Returns the share of the learning rate in a step of this number, from 1."""
     left = 1.0 if decay_steps is None else max(1 - (steps - 1) / decay_steps, 0.0)
     return min(1.0, steps / max(warmup_steps, 1)) * left**2
 
 
 def _trust(weights: Tensor, gradient: Tensor, trust: float, decay: float) -> Tensor:
-    """One number, on the weights' device: no step waits for it."""
+    """Returns the factor of the learning rate, (), on the weights' device, so that no step waits for it."""
     wide = accumulation_dtype(weights.dtype)
     weights_norm, gradient_norm = (torch.linalg.vector_norm(x, dtype=wide) for x in (weights, gradient))
     ratio = trust * weights_norm / (gradient_norm + decay * weights_norm)
@@ -131,7 +132,11 @@ def _require_dense(parameter: Tensor) -> None:
 
 
 def _check(settings: Mapping[str, Any]) -> None:
-    """Those of one parameter group."""
+    """Refuses settings of one parameter group that are out of their range.
+
+    Raises:
+        ValueError: naming the setting.
+    """
     for name in ("lr", "trust"):
         if not 0 < settings[name] < math.inf:
             raise ValueError(f"LARS.{name} must be positive and finite, got {settings[name]}")

@@ -1,8 +1,8 @@
-"""What is coupled to the optimiser: momentum, which compressors may keep on each rank, and which is applied once.
+"""Momentum that is coupled to compressors: each rank may keep it instead of the optimiser, and it must be applied once.
 
-In deep gradient compression, as in 1-bit Adam, gradients pass one momentum, each rank's own, before the compressor;
-the optimiser applies what arrives. What it does on top is a second one, whether it sums up gradients as SGD does or
-takes a running mean of them as Adam does by the first of its betas. So one of them must be 0.
+In deep gradient compression, as in 1-bit Adam, gradients pass one momentum, each rank's own, before the compressor; the
+optimiser applies what arrives. Momentum in the optimiser would be a second one, whether it sums up gradients as SGD
+does or takes a running mean of them as Adam does by the first of its betas. So one of the two must be 0.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from ..compressors import MomentumCorrection, Signum
 from ..plans.plan import Plan
 from ..schemes import CoarseGrained
 
-Keeper = MomentumCorrection[Any] | Signum | CoarseGrained  # of a momentum on each rank
+Keeper = MomentumCorrection[Any] | Signum | CoarseGrained  # compressors and schemes with a momentum on each rank
 
 
 def take_momentum(optimizer: Optimizer, parameters: Iterable[Tensor]) -> float:
-    """Takes the momentum of these parameters from SGD and says how much it was: for a compressor that has it instead.
+    """Takes the momentum of these parameters from SGD, for a compressor to have it, and returns how much it was.
 
-    If others share their parameter group, they move to a group of their own, as theirs was but for the momentum; the
-    others keep it. What had gathered for them is dropped: on the ranks momentum begins anew, and whether it is
-    Nesterov's is a setting of the compressor. A checkpoint of the optimiser has groups: take momentum before loading.
-    0 where there was none, and from other optimisers, which apply it to something else than the gradient's sum.
+    Parameters that share a parameter group with others move to a group of their own, the same but for the momentum; the
+    others keep theirs. Momentum buffers of the parameters are dropped: on the ranks momentum begins anew, and whether
+    it is Nesterov's is a setting of the compressor. A checkpoint of the optimiser has groups: take momentum before
+    loading. The result is 0 where there was none, and for other optimisers, which apply momentum to something else than
+    the gradient's sum.
 
     Raises:
         ValueError: before anything has changed, for parameters whose groups have different momenta, for dampening, and
@@ -51,7 +52,7 @@ def take_momentum(optimizer: Optimizer, parameters: Iterable[Tensor]) -> float:
     shared: list[dict[str, Any]] = []
     for group in concerned:
         (alone if all(id(p) in wanted for p in group["params"]) else shared).append(group)
-    if any("initial_lr" in group for group in shared):  # which schedulers leave there
+    if any("initial_lr" in group for group in shared):  # schedulers add this key
         raise ValueError(
             f"a scheduler was made for the optimiser's {len(optimizer.param_groups)} parameter groups, and "
             f"{len(shared)} of them would have to be parted: take momentum before the scheduler is made"
@@ -66,10 +67,13 @@ def take_momentum(optimizer: Optimizer, parameters: Iterable[Tensor]) -> float:
 
 
 class OneMomentum:
-    """Refuses momentum that an optimiser would apply on top of a compressor's, of these parameters by name.
+    """Refuses an optimiser's momentum for parameters whose compressor has one.
 
-    To be asked before every step: plans change, and schedulers cycle momentum. Without such a compressor it costs
-    nothing, else a look at each parameter group, and at the parameters of those that have momentum.
+    Call `check` before every step: plans change, and schedulers cycle momentum. Without such a compressor a check costs
+    nothing, else a look at each parameter group, and at the parameters of groups that have momentum.
+
+    Args:
+        parameters: the model's parameters by name.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
@@ -78,7 +82,8 @@ class OneMomentum:
         self._kept: dict[int, tuple[str, Keeper]] = {}  # by id of the parameter
 
     def check(self, plan: Plan, optimizer: Optimizer) -> None:
-        """
+        """Refuses momentum that would be applied twice.
+
         Raises:
             ValueError: for a parameter to which both its compressor and the optimiser would apply momentum.
         """
@@ -107,7 +112,7 @@ class OneMomentum:
 
 
 def momentum_of(group: Mapping[str, Any]) -> float:
-    """How much of what moved a parameter moves it again at the next step: `momentum` of a group, or its first beta."""
+    """Returns a parameter group's momentum: its `momentum`, or the first of its betas."""
     return float(group.get("momentum") or next(iter(group.get("betas") or ()), 0.0))
 
 
@@ -115,7 +120,7 @@ _WITHOUT_MOMENTUM = {"momentum": 0.0, "nesterov": False}  # SGD refuses Nesterov
 
 
 def _part(group: dict[str, Any], wanted: set[int]) -> dict[str, Any]:
-    """Takes the wanted parameters out of a group, with their names if it has names: they are the new group's."""
+    """Takes the wanted parameters out of a group, with their names if it has names, and returns their new group."""
     apart = [id(p) in wanted for p in group["params"]]
     new = {**group, **_WITHOUT_MOMENTUM}
     for key in ("params", "param_names"):
@@ -127,7 +132,7 @@ def _part(group: dict[str, Any], wanted: set[int]) -> dict[str, Any]:
 
 
 def _momentum_in(part: object) -> Keeper | None:
-    """What has a momentum, anywhere in a scheme, the first."""
+    """Returns the first compressor or scheme inside a scheme that has a momentum."""
     if isinstance(part, MomentumCorrection | Signum | CoarseGrained) and part.momentum:
         return part
     inner: Iterable[object] = ()

@@ -1,5 +1,7 @@
-"""Nested dicts of tensors, numbers and text as safetensors: no pickle. Tensors lie in the file as they are, all else is
-JSON in its header, where a tensor is named by its path."""
+"""Safetensors files, without pickle, of nested dicts of tensors, numbers and text.
+
+Tensors lie in the file as they are; everything else is JSON in the header, which names a tensor by its path.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ENTRY = "gradsync"  # of the header's metadata
-TENSOR, BYTES, DICT = "tensor", "bytes", "dict"  # alone in a dict of the header: it stands for such a thing
-BETWEEN = "/"  # the names of a path
-DAMAGE = (KeyError, TypeError, ValueError, RecursionError)  # as which it shows in a header that can be read
+ENTRY = "gradsync"  # the key in the header's metadata
+TENSOR, BYTES, DICT = "tensor", "bytes", "dict"  # the only key of a dict in the header that stands for such a value
+BETWEEN = "/"  # the separator of names in a path
+DAMAGE = (KeyError, TypeError, ValueError, RecursionError)  # errors that a damaged header raises
 
 
 def save_file(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
@@ -34,11 +36,11 @@ def save_file(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
 
 
 def load_file(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Reads what `save_file` wrote; tensors are on the CPU.
+    """Reads a file of `save_file`; tensors are on the CPU.
 
     Raises:
-        ValueError: for a file that it did not write.
-        OSError: for one that cannot be read.
+        ValueError: for a file that `save_file` did not write.
+        OSError: for a file that cannot be read.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -51,7 +53,11 @@ def load_file(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def to_bytes(state: Mapping[str, Any]) -> bytes:
-    """The contents of the file that `save_file` writes."""
+    """Returns the contents of the file that `save_file` would write.
+
+    Raises:
+        TypeError: as `save_file`.
+    """
     from safetensors.torch import save
 
     tensors: dict[str, Tensor] = {}
@@ -61,7 +67,7 @@ def to_bytes(state: Mapping[str, Any]) -> bytes:
 
 
 def from_bytes(content: bytes) -> dict[str, Any]:
-    """The inverse of `to_bytes`.
+    """Returns the state from which `to_bytes` made these contents.
 
     Raises:
         ValueError: for other bytes.
@@ -85,7 +91,7 @@ def _state(text: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _packed(value: object, path: tuple[str, ...], tensors: dict[str, Tensor]) -> Any:
-    """The value as JSON takes it; its tensors go into `tensors`, each by its path."""
+    """Returns the value as JSON takes it; its tensors go into `tensors`, each by its path."""
     if isinstance(value, Tensor | bytes):
         name = BETWEEN.join(path)
         if name in tensors:

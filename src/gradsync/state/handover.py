@@ -1,4 +1,4 @@
-"""State of as many ranks as saved it becomes state of as many as there are now: nothing that was left to send is lost.
+"""The hand-over of state to another number of ranks: no gradient that was left to be sent is lost.
 
 Rank r of the new ones takes over from the old ranks r, r + world, r + 2 world, and so on, and adds what they left to be
 sent. So the sum over ranks is kept: to the bit where each new rank takes over from one old rank at most, else as
@@ -20,11 +20,11 @@ from .slices import CARRIED, StateSlice, left_to_send
 
 
 def redistribute(states: Sequence[Mapping[str, Any]], world: int) -> list[dict[str, Any]]:
-    """The states that `world` ranks load, by rank, made of those that `handle.state_dict()` gave on all ranks before.
+    """Returns the states that `world` ranks load, by rank, made of the `handle.state_dict()` of all old ranks.
 
-    What compressors left to be sent is handed over so that its sum over the ranks is kept. Momentum of compressors is
-    added as well. What is the same on all ranks, such as the factors of PowerSGD, is handed over as it is; ranks that
-    are new begin without, and where ranks differ in it all begin anew.
+    Residuals, which compressors left to be sent, are handed over so that their sum over the ranks is kept. Momentum of
+    compressors is added as well. State that is the same on all ranks, such as the factors of PowerSGD, is handed over
+    as it is; ranks that are new begin without, and where ranks differ in it all begin anew.
 
     Args:
         states: one of each old rank, in any order.
@@ -46,7 +46,7 @@ def redistribute(states: Sequence[Mapping[str, Any]], world: int) -> list[dict[s
 
 
 def handed_over(states: Sequence[Mapping[str, Any]], like: Mapping[str, Any], rank: int, world: int) -> dict[str, Any]:
-    """The state for `rank` of `world`, made of those of the old ranks that it takes over from, perhaps none.
+    """Returns the state for `rank` of `world`, made of those of the old ranks that it takes over from, perhaps none.
 
     `like`: the state of any old rank, for all that is the same on them.
     """
@@ -74,7 +74,10 @@ def _by_rank(states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _added(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Returns as one rank's what several kept; ranks cut sums differently, so slices may overlap in part."""
+    """Returns the state of several old ranks as one rank's.
+
+    Ranks cut sums differently, so slices may overlap in part.
+    """
     same: dict[str, Tensor] = {}
     by_point: dict[tuple[str, str], list[StateSlice]] = {}
     for state in states:
@@ -87,7 +90,7 @@ def _added(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
                     part.name, part.start, part.stop, f"{CARRIED}.{RESIDUAL}", part.values / (copies or 1)
                 )
                 by_point.setdefault((part.name, shared.point), []).append(shared)
-            elif part.whole or copies > 1:  # known alike to those that keep it
+            elif part.whole or copies > 1:  # the same on all ranks that keep it
                 same.setdefault(key, part.values)
             else:
                 by_point.setdefault((part.name, part.point), []).append(part)
@@ -96,7 +99,7 @@ def _added(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _sum(name: str, point: str, parts: Sequence[StateSlice]) -> StateSlice:
-    """The slices added, one that reaches from the first of their elements to the last."""
+    """Returns the sum of the slices, as one slice from the first of their elements to the last."""
     start, stop = min(part.start for part in parts), max(part.stop for part in parts)
     dtype = max((part.values.dtype for part in parts), key=lambda dtype: dtype.itemsize)
     total = torch.zeros(stop - start, dtype=dtype, device=parts[0].values.device)

@@ -1,4 +1,4 @@
-"""A `state_dict` as a checkpoint has it: whose it is, and whether it is one, before anything is changed by it."""
+"""The `state_dict` of a checkpoint: the rank and model that it belongs to, and checks before it changes anything."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from typing import Any
 from ..tensors.bucket import TensorSpec
 from .slices import StateSlice
 
-VERSION = 3  # of a `state_dict`; in 1 elements were as they lay in memory, in 2 nobody knew whose it was
-MOST_STEPS = 1 << 53  # beyond it a step is no count of anything
-NOT_STRICT = "load_state_dict(..., strict=False)"  # what drops state that has no place
+VERSION = 3  # of a `state_dict`; 1 had elements in memory order, 2 had no origin
+MOST_STEPS = 1 << 53  # a larger step number is refused as damage
+NOT_STRICT = "load_state_dict(..., strict=False)"  # the call that drops state without a place
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The rank that a state was saved on: `rank` of `world`, with these parameters.
+    """The rank and the model that a state was saved from.
 
     Attributes:
+        rank: the rank.
+        world: the number of ranks.
         parameters: SHA-256 over names, shapes and element types of the parameters.
         per_rank: whether ranks kept state of their own, such as residuals, so that no rank's is another one's.
     """
@@ -33,9 +35,10 @@ class Origin:
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> Origin:
-        """
+        """Returns the origin that a `state_dict` names.
+
         Raises:
-            ValueError: for a state that does not say it.
+            ValueError: for a state that does not name its origin.
         """
         found = cls(*(saved.get(name) for name in ("rank", "world", "parameters", "per_rank")))  # type: ignore[arg-type]
         whole = type(found.rank) is int and type(found.world) is int
@@ -52,7 +55,7 @@ class Origin:
         return found
 
     def entries(self) -> dict[str, Any]:
-        """The entries of a `state_dict` that say it."""
+        """Returns the entries of a `state_dict` that name the origin."""
         return asdict(self)
 
 
@@ -67,10 +70,10 @@ class Saved:
 
 
 def examined(saved: object, specs: Mapping[str, TensorSpec], *, strict: bool) -> Saved:
-    """The contents of what `Engine.state_dict` gave, for a model with parameters of these `specs`.
+    """Returns the contents of what `Engine.state_dict` returned, for a model with parameters of these `specs`.
 
     Raises:
-        TypeError: for what is no dict.
+        TypeError: for anything else than a dict.
         ValueError: for another version, for values that are not finite, for elements that are there twice, and, if
             `strict`, for state of parameters that this model does not have.
     """
@@ -119,7 +122,7 @@ def _require_known(slices: Sequence[StateSlice], specs: Mapping[str, TensorSpec]
 
 
 def _in_common(slices: Sequence[StateSlice], specs: Mapping[str, TensorSpec], plan: str) -> list[StateSlice]:
-    """The slices of parameters that have as many elements here as they had by the plan that the state was saved by."""
+    """Returns the slices of parameters that have as many elements here as by the plan of the saved state."""
     try:
         segments = [segment for bucket in json.loads(plan)["buckets"] for segment in bucket["segments"]]
         numels: dict[str, int] = {}
@@ -139,9 +142,10 @@ def _require_inside(slices: Sequence[StateSlice], specs: Mapping[str, TensorSpec
 
 
 def _require_once(slices: Sequence[StateSlice]) -> None:
-    """
+    """Refuses slices in which elements of a parameter are there twice at one compress point.
+
     Raises:
-        ValueError: when elements of a parameter are there twice at one point.
+        ValueError: naming the parameter.
     """
     by_place: dict[tuple[str, str, bool], list[StateSlice]] = {}
     for part in slices:
@@ -156,7 +160,7 @@ def _require_once(slices: Sequence[StateSlice]) -> None:
 
 
 def _scale_of(saved: Mapping[str, Any]) -> float | None:
-    """The loss scale in whose units a state was saved; None where nothing scaled the loss."""
+    """Returns the loss scale in whose units a state was saved; None where nothing scaled the loss."""
     scale = saved.get("loss_scale")
     if scale is not None and not (isinstance(scale, float) and 0 < scale < math.inf):
         raise ValueError(f"the state's loss_scale must be a positive number, got {scale!r}")
@@ -164,7 +168,7 @@ def _scale_of(saved: Mapping[str, Any]) -> float | None:
 
 
 def refusal(origins: Sequence[Origin], parameters: str) -> str:
-    """Why states, by the rank that loads them, are not for these ranks with these `parameters`; "" if they are."""
+    """Returns why states, by the rank that loads them, do not suit these ranks and `parameters`; "" if they do."""
     world = len(origins)
     for rank, origin in enumerate(origins):
         if origin.parameters != parameters:
@@ -199,5 +203,5 @@ def refusal(origins: Sequence[Origin], parameters: str) -> str:
 
 
 def without_state(saved: Saved) -> Saved:
-    """The same, but nothing of what a rank kept for itself."""
+    """Returns the contents without anything that a rank kept for itself."""
     return replace(saved, slices=[])

@@ -1,8 +1,8 @@
-"""What schemes keep, by parameter: in slices for a checkpoint or another plan, and laid into a new plan's buckets.
+"""State of schemes by parameter: in slices for a checkpoint or another plan, and laid into a new plan's buckets.
 
-A slice has a name of its own, `parameter[start:stop]/point` for one element for each of these elements, and with two
-slashes for a tensor that goes with the segment as a whole, which another plan takes over where it fits; what goes with
-all segments of a bucket together has the name of the first.
+A slice has a name of its own: `parameter[start:stop]/point` for one number a parameter's element, and with two slashes
+for a tensor that goes with the segment as a whole, which another plan takes over where it fits. A tensor that goes with
+all segments of a bucket together has the name of the first segment.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..compressors import RESIDUAL, SENT, CompressorState, copies_at
 from ..kernels import accumulation_dtype
 from ..tensors.bucket import Bucket, Segment
 
-CARRIED = "owed"  # the point of carried residuals, by the name that checkpoints have for it
+CARRIED = "owed"  # the compress point of carried residuals, as checkpoints name it
 # Digits of other scripts, and more of them than any tensor has elements, are no index.
 KEY = r"(?P<name>.*)\[(?P<start>[0-9]{1,18}):(?P<stop>[0-9]{1,18})\]/(?P<whole>/?)(?P<point>[^/]+)"
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -37,11 +37,11 @@ class StateSlice:
     stop: int
     point: str
     values: Tensor  # (stop - start,), or any shape
-    whole: bool = False  # goes with the segment as a whole
+    whole: bool = False  # whether the tensor goes with the segment as a whole
 
     @property
     def key(self) -> str:
-        """Its name in a `state_dict`."""
+        """The name of the slice in a `state_dict`."""
         return f"{self.name}[{self.start}:{self.stop}]/{'/' if self.whole else ''}{self.point}"
 
     @property
@@ -52,9 +52,11 @@ class StateSlice:
 
     @classmethod
     def from_key(cls, key: str, values: Tensor) -> StateSlice:
-        """
+        """Returns the slice of this name with these values.
+
         Raises:
-            ValueError: when the key is none, or does not fit the values, or these are no state, or not finite.
+            ValueError: when the key names no slice, or does not fit the values, or the values are no state, or not
+                finite.
         """
         form = re.fullmatch(KEY, key, re.DOTALL) if isinstance(key, str) else None
         if form is None:
@@ -69,24 +71,25 @@ class StateSlice:
         return part
 
     def overlaps(self, segment: Segment) -> bool:
-        """Whether it is of elements of this segment (of an empty parameter, of that)."""
+        """Whether the slice has elements of this segment; of an empty parameter, whether both are of that one."""
         low, high = max(self.start, segment.start), min(self.stop, segment.stop)
         return self.name == segment.name and (low < high or self.start == self.stop == segment.start == segment.stop)
 
     def overlap(self, segment: Segment) -> int:
-        """How many of its elements the segment has."""
+        """Returns the number of elements that the slice and the segment share."""
         return max(min(self.stop, segment.stop) - max(self.start, segment.start), 0) if self.overlaps(segment) else 0
 
     def copy_to(self, segment: Segment, target: Tensor) -> None:
-        """Lays those of its elements that the segment has into `target`, (segment.numel,)."""
+        """Copies the elements that the slice and the segment share into `target`, (segment.numel,)."""
         low, high = max(self.start, segment.start), min(self.stop, segment.stop)
         target[low - segment.start : high - segment.start].copy_(self.values[low - self.start : high - self.start])
 
 
 def _require_values(key: str, values: object) -> None:
-    """
+    """Refuses values that are no dense tensor of finite floating-point numbers in memory.
+
     Raises:
-        ValueError: for what is no dense tensor of finite floating-point numbers in memory.
+        ValueError: naming the key.
     """
     tensor = values if isinstance(values, Tensor) else None
     if tensor is None or tensor.layout is not torch.strided or tensor.dtype not in DTYPES or tensor.is_meta:
@@ -103,7 +106,7 @@ def _require_values(key: str, values: object) -> None:
 
 
 def slices(bucket: Bucket, state: Mapping[str, Kept]) -> Iterator[StateSlice]:
-    """Copies of what a scheme keeps of a bucket, one for each segment and compress point."""
+    """Yields copies of a bucket's scheme state, one for each segment and compress point."""
     for point, kept in state.items():
         if isinstance(kept, Tensor):
             yield from _by_segment(point, bucket.segments, kept)
@@ -122,7 +125,10 @@ def slices(bucket: Bucket, state: Mapping[str, Kept]) -> Iterator[StateSlice]:
 
 
 def at_step(state: Mapping[str, Kept], step: int) -> dict[str, Kept]:
-    """The state for a step of this number, the same on all ranks: what compressors draw, and when, depends on it."""
+    """Returns the state for a step of this number, the same on all ranks.
+
+    The number determines what compressors draw, and when.
+    """
     return {
         point: kept if isinstance(kept, Tensor) else tuple(replace(part, step=step) for part in kept)
         for point, kept in state.items()
@@ -130,7 +136,7 @@ def at_step(state: Mapping[str, Kept], step: int) -> dict[str, Kept]:
 
 
 def rescaled(state: Mapping[str, Kept], factor: float) -> dict[str, Kept]:
-    """The state in other units of the gradient: what is kept of elements, times a factor."""
+    """Returns the state in other units of the gradient: numbers kept for elements are multiplied by `factor`."""
     return {
         point: kept * factor
         if isinstance(kept, Tensor)
@@ -151,16 +157,16 @@ def arrived(state: Mapping[str, Kept], bucket: Bucket) -> list[tuple[int, int]] 
 
 
 def without(state: Mapping[str, Kept], before: Mapping[str, Kept], names: Collection[str]) -> dict[str, Kept]:
-    """Returns the next state if no rank used these parameters: of them it keeps what it kept before."""
+    """Returns the next state; parameters that no rank used keep what the state `before` kept for them."""
     return {point: _without(kept, before[point], names) for point, kept in state.items()}
 
 
 def with_slices(bucket: Bucket, state: Mapping[str, Kept], saved: Sequence[StateSlice]) -> dict[str, Kept]:
-    """A fresh state of a bucket with those elements of the slices that it holds; other plans cut elsewhere.
+    """Returns a fresh state of a bucket with the elements of the slices that lie in the bucket.
 
-    Writes into the tensors of `state`. What goes with a segment as a whole is taken where it has the same shape. What
-    was left of sums that this rank no longer owns is still to be sent: it goes to what is left of its own gradient, of
-    sums that several ranks kept alike a share from each.
+    Other plans cut elsewhere. Writes into the tensors of `state`. A tensor that goes with a segment as a whole is taken
+    where it has the same shape. The rest of sums that this rank no longer owns is still to be sent: it is added to the
+    residual of the rank's own gradient, and where several ranks kept the sum alike, each adds its share.
     """
     found = _by_parameter(bucket, saved)
     taken = {point: _with_slices(bucket, point, kept, found) for point, kept in state.items()}
@@ -180,22 +186,22 @@ def with_slices(bucket: Bucket, state: Mapping[str, Kept], saved: Sequence[State
 
 
 def left_to_send(part: StateSlice) -> bool:
-    """Whether it is what compressors left of gradients, or of sums: under any plan it can be sent with gradients."""
+    """Whether the slice is a residual of gradients, or of sums: under any plan it can be sent with gradients."""
     point, _, name = part.point.partition(".")
     return not part.whole and name == RESIDUAL and (point == SENT or _copies(point) > 0)
 
 
 def carried_residual(bucket: Bucket, state: Mapping[str, Kept], saved: Sequence[StateSlice]) -> Tensor | None:
-    """Returns what another plan's schemes left to be sent of elements that have no residual in a flat bucket: (numel,).
+    """Returns the residuals that a former plan left for elements without a residual in this flat bucket.
 
-    In units of the gradient, in the type that sums are made in; None where there is nothing.
+    They are (numel,), in units of the gradient, in the type that sums are made in; None where there are none.
     """
     places = bucket.flat_spec.places
     flat: Tensor | None = None
     for part in filter(left_to_send, chain(*_by_parameter(bucket, saved).values())):
         point, _, name = part.point.partition(".")
-        values = part.values / (_copies(point) or 1)  # of what several ranks kept alike each a share
-        # What was left has its place there, see `with_slices`.
+        values = part.values / (_copies(point) or 1)  # each of several ranks with the same state adds a share
+        # Residuals have their place there, see `with_slices`.
         sent = _segments_of(state.get(SENT, ()), RESIDUAL, part.name)
         for segment in (*sent, *_segments_of(state.get(point, ()), name, part.name)):
             if part.overlap(segment):
@@ -212,7 +218,7 @@ def carried_residual(bucket: Bucket, state: Mapping[str, Kept], saved: Sequence[
 
 
 def _by_parameter(bucket: Bucket, saved: Iterable[StateSlice]) -> dict[str, list[StateSlice]]:
-    """The slices of the bucket's parameters, by their names."""
+    """Returns the slices of the bucket's parameters, by name."""
     found: dict[str, list[StateSlice]] = {name: [] for name in bucket.names}
     for part in saved:
         if part.name in found:
@@ -226,14 +232,14 @@ def carried_slices(bucket: Bucket, flat: Tensor) -> Iterator[StateSlice]:
 
 
 def _copies(point: str) -> int:
-    """How many ranks keep the same at a point whose state is added to what a rank is to send; 0 for other points."""
+    """Returns how many ranks keep the same at a point whose state is added to a rank's gradient; 0 for other points."""
     return 1 if point == CARRIED else copies_at(point)
 
 
 def has_place(states: Iterable[Mapping[str, Kept]], part: StateSlice) -> bool:
     """Whether such states keep all elements of this slice at the same point, as `with_slices` lays them.
 
-    What goes with a segment as a whole may begin anew, where such a thing is kept.
+    A tensor that goes with a segment as a whole may begin anew, where such a tensor is kept.
     """
     point, _, name = part.point.partition(".")
     if part.whole:
@@ -252,7 +258,7 @@ def has_place(states: Iterable[Mapping[str, Kept]], part: StateSlice) -> bool:
 
 
 def dtype_at(states: Iterable[Mapping[str, Kept]], part: StateSlice) -> torch.dtype | None:
-    """The element type of what such states keep of the slice's elements at its point; None where they keep nothing."""
+    """Returns the element type in which such states keep the slice's elements at its point; None: they keep none."""
     point, _, name = part.point.partition(".")
     for state in states:
         if not part.whole and isinstance(kept := state.get(part.point), Tensor):
@@ -275,7 +281,7 @@ def _dtype_in(kept: CompressorState, name: str, part: StateSlice) -> torch.dtype
 
 
 def keeps_values(state: Mapping[str, Kept]) -> bool:
-    """Whether a rank that runs by such a state keeps values of its own; an owner of nothing says yes to be safe."""
+    """Whether a rank that runs by such a state keeps values of its own; True, to be safe, for an owner of nothing."""
     return any(
         isinstance(kept, Tensor) or not kept or any(part.elements or part.tensors or part.together for part in kept)
         for kept in state.values()
@@ -283,7 +289,7 @@ def keeps_values(state: Mapping[str, Kept]) -> bool:
 
 
 def _segments_of(kept: Kept, name: str, parameter: str) -> list[Segment]:
-    """Those of a parameter of which compressors keep elements under this name."""
+    """Returns the segments of a parameter of which compressors keep elements under this name."""
     if isinstance(kept, Tensor):
         return []
     inside = (part.spec.places.get(parameter, ()) for part in kept if name in part.elements)
@@ -291,7 +297,7 @@ def _segments_of(kept: Kept, name: str, parameter: str) -> list[Segment]:
 
 
 def _add(part: StateSlice, kept: tuple[CompressorState, ...]) -> None:
-    """Adds the values of a slice to those of the same name."""
+    """Adds the values of a slice to the kept ones of the same name."""
     for state in kept:
         if part.point not in state.elements:
             continue
@@ -369,7 +375,7 @@ def _restored(point: str, state: CompressorState, saved: Found) -> CompressorSta
 
 
 def _whole(point: str, segment: Segment, fresh: Tensor, saved: Found) -> Tensor:
-    """What was kept of the segment, else what is there."""
+    """Returns the tensor kept for the segment as a whole, or the fresh one where none was kept."""
     for part in saved.get(segment.name, ()):
         fits = part.values.shape == fresh.shape and part.values.dtype is fresh.dtype
         if part.whole and part.point == point and fits and part.overlaps(segment):

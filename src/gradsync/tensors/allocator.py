@@ -12,47 +12,47 @@ import weakref
 import torch
 from torch import Tensor
 
-LEAST_BYTES = 1 << 18  # of a block; smaller tensors are the allocator's, which keeps what they leave
-KEPT_FOR = 1000  # lendings: what is idle of a size that so many have not asked for goes back to the system
-_STEPS = 8  # sizes of blocks between one power of two and the next
+LEAST_BYTES = 1 << 18  # of a block; torch's own allocator reuses the memory of smaller tensors
+KEPT_FOR = 1000  # lendings after which idle blocks of a size that nobody asked for go back to the system
+_STEPS = 8  # sizes of blocks from one power of two to the next
 _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # a fork writes to pages of its own
 
 
 def empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """As `torch.empty`, (numel,), from memory that dead tensors left where there is some. It cannot be resized."""
+    """Returns an uninitialised tensor, (numel,), in reused memory where there is some; it cannot be resized."""
     if device.type != "cpu" or numel * dtype.itemsize < LEAST_BYTES:
         return torch.empty(numel, dtype=dtype, device=device)
     return _blocks.lend(numel * dtype.itemsize).view(dtype)
 
 
 def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """As `torch.empty_like` of a flat tensor, from such memory."""
+    """Returns an uninitialised tensor of as many elements as `x`, (x.numel(),), see `empty`."""
     return empty(x.numel(), dtype or x.dtype, x.device)
 
 
 def zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """As `torch.zeros`, (numel,), from such memory."""
+    """Returns a tensor of zeros, (numel,), see `empty`."""
     return empty(numel, dtype, device).zero_()
 
 
 def release() -> None:
-    """Gives back to the system what no tensor uses."""
+    """Gives memory that no tensor uses back to the system."""
     _blocks.release()
 
 
 class Blocks:
-    """Blocks of memory. Each comes back by itself once the last tensor on it is gone.
+    """Blocks of memory, each of which comes back by itself once the last tensor on it is gone.
 
-    It has no lock: a finaliser that closes an engine, and so releases all, may run in the middle of any of this.
+    There is no lock: a finaliser that closes an engine, and so releases all, may run in the middle of any method.
     """
 
     def __init__(self) -> None:
-        self._idle: dict[int, list[mmap.mmap]] = {}  # by size
+        self._idle: dict[int, list[mmap.mmap]] = {}  # by size in bytes
         self._asked: dict[int, int] = {}  # for each size, the number of the lending that last asked for it
         self._lendings = 0
 
     def lend(self, nbytes: int) -> Tensor:
-        """(nbytes,) uint8.
+        """Returns a tensor on a block, (nbytes,) uint8, uninitialised.
 
         Raises:
             MemoryError: the system has no such memory.
@@ -66,7 +66,7 @@ class Blocks:
             block = self._idle[size].pop()
         except (KeyError, IndexError):
             block = self._new(size)
-        borrowed = memoryview(block)  # which the tensors on it keep alive, and nobody else
+        borrowed = memoryview(block)  # kept alive by the tensors on it alone
         weakref.finalize(borrowed, self._take_back, block).atexit = False
         return torch.frombuffer(borrowed, dtype=torch.uint8, count=nbytes)
 
@@ -94,7 +94,7 @@ class Blocks:
 
 
 def block_size(nbytes: int) -> int:
-    """The size of a block for so many bytes: at most an eighth more, in whole pages."""
+    """Returns the size of a block for so many bytes, in whole pages and at most an eighth larger."""
     step = max(mmap.PAGESIZE, (1 << (nbytes - 1).bit_length()) // (2 * _STEPS))
     return -(-nbytes // step) * step
 

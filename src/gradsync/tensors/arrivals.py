@@ -1,4 +1,4 @@
-"""Of which elements a step brought gradients: of all, but by schemes that send some elements only."""
+"""The elements for which a step brought gradients: all, except under schemes that send some elements only."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Sections = Sequence[tuple[int, int]]  # [start, stop) of elements, ascending
 
 @dataclass(frozen=True)
 class Arrival:
-    """What a step brought of one bucket."""
+    """The elements of one bucket for which a step brought gradients."""
 
     bucket: Bucket
-    sections: Sections | None  # of its elements; None: all
-    frozen: bool  # whether optimisers must leave the others alone
+    sections: Sections | None  # of the bucket's elements; None: all
+    frozen: bool  # whether optimisers must leave the other elements alone
 
 
 class Arrivals:
-    """What a step brought, by parameter."""
+    """The elements for which a step brought gradients, by parameter."""
 
     def __init__(self, buckets: Iterable[Arrival] = ()) -> None:
         self._partial: dict[str, list[Arrival]] = {}
@@ -36,17 +36,17 @@ class Arrivals:
 
     @property
     def freeze(self) -> bool:
-        """Whether there is something that an optimiser must leave alone."""
+        """Whether there are elements that an optimiser must leave alone."""
         return any(each.frozen and each.sections is not None for found in self._partial.values() for each in found)
 
     def of(self, name: str) -> Sections | None:
-        """Sections of the parameter's elements; None: all of them."""
+        """Returns the sections of the parameter's elements for which gradients arrived; None: all."""
         if name not in self._partial:
             return None
         return sorted(section for each in self._partial[name] for section in _within(name, each.bucket, each.sections))
 
     def unfrozen(self, name: str) -> Sections | None:
-        """What an optimiser may change; None: all elements."""
+        """Returns the sections of the parameter's elements that an optimiser may change; None: all."""
         found = self._partial.get(name, ())
         if not any(each.frozen for each in found):
             return None
@@ -55,7 +55,7 @@ class Arrivals:
 
 
 def gathered(tensor: Tensor, sections: Sections) -> Tensor:
-    """The elements of the sections, by their index, end to end."""
+    """Returns a copy of the elements in the sections, (elements,), end to end in the order of their indices."""
     lengths = [stop - start for start, stop in sections]
     elements = memory.empty(sum(lengths), tensor.dtype, tensor.device)
     if lengths:
@@ -65,18 +65,18 @@ def gathered(tensor: Tensor, sections: Sections) -> Tensor:
 
 
 def put(elements: Tensor, sections: Sections, tensor: Tensor) -> None:
-    """What `gathered` gave goes where it was."""
+    """Writes the elements that `gathered` returned back into their sections of `tensor`."""
     if not sections:
         return
     flat = tensor.detach().reshape(-1)
     parts = [flat[start:stop] for start, stop in sections]
     torch._foreach_copy_(parts, list(elements.detach().split([len(part) for part in parts])))
-    if flat.data_ptr() != tensor.data_ptr():  # a copy, of elements that lie otherwise
+    if flat.data_ptr() != tensor.data_ptr():  # reshape made a copy, as the tensor is not contiguous
         tensor.detach().copy_(flat.view(tensor.shape))
 
 
 def _within(name: str, bucket: Bucket, sections: Sections | None) -> Iterator[tuple[int, int]]:
-    """Those of a bucket's elements that are the parameter's, as its own count."""
+    """Yields the parts of a bucket's sections that belong to the parameter, as indices of its own elements."""
     offset = 0
     for segment in bucket.segments:
         if segment.name == name:

@@ -1,7 +1,7 @@
 """Buckets: segments of named parameters, seen as one flat tensor or as row-sparse tables.
 
-Pure data: the memory of a bucket is `gradients.py`'s. A flat bucket ends with flags that ride along in the sum and
-tell, for each segment, whether anybody used the parameter, and what the ranks must know of each other's step.
+Pure data: the memory of a bucket is in `gradients.py`. A flat bucket ends with flags that ride along in the sum and
+tell, for each segment, whether any rank used the parameter, and what the ranks must know of each other's step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..kernels import Sections
 
 
 class Layout(StrEnum):
-    """How a scheme wants to see its bucket."""
+    """The form in which a scheme takes its bucket."""
 
     FLAT = "flat"
     ROWS = "rows"
@@ -33,14 +33,16 @@ class TensorSpec:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    flat: FlatSpec | None = field(default=None, compare=False, repr=False)  # of a bucket: what lies in it, before flags
+    flat: FlatSpec | None = field(
+        default=None, compare=False, repr=False
+    )  # of a flat bucket: its segments, without flags
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
         return cls(tuple(tensor.shape), tensor.dtype)
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Whether `of` would make this of it."""
+        """Whether the tensor has this shape and element type."""
         return tensor.dtype is self.dtype and tensor.shape == self.shape
 
     @property
@@ -57,12 +59,12 @@ class TensorSpec:
 
     @property
     def num_rows(self) -> int:
-        """First dimension: the rows of a table."""
+        """The first dimension: the rows of a table."""
         return self.shape[0]
 
     @property
     def dim(self) -> int:
-        """Elements of one row of a table."""
+        """The number of elements in one row of a table."""
         return int(torch.Size(self.shape[1:]).numel())
 
     def __str__(self) -> str:
@@ -70,32 +72,32 @@ class TensorSpec:
 
 
 def model_digest(specs: Mapping[str, TensorSpec]) -> str:
-    """SHA-256 over names, shapes and dtypes in order: equal on two ranks exactly if their parameters correspond."""
+    """Returns the SHA-256 over names, shapes and dtypes in order: equal on ranks whose parameters correspond."""
     return hashlib.sha256("\n".join(describe_specs(specs)).encode()).hexdigest()
 
 
 def describe_specs(specs: Mapping[str, TensorSpec]) -> list[str]:
-    """One line a parameter, `name: shape dtype`."""
+    """Returns one line a parameter, `name: shape dtype`."""
     return [f"{name}: {spec}" for name, spec in specs.items()]
 
 
-PHASES = 3  # steps are told apart modulo this: ranks are out of step by one, hardly ever by three
+PHASES = 3  # ranks compare step numbers modulo this: they differ by one, hardly ever by three
 
 
 @dataclass(frozen=True)
 class StepMarks:
-    """What a rank tells the others of its step, beside the gradients."""
+    """Facts of its step that a rank tells the others, beside the gradients."""
 
-    late: bool = False  # takes part at the optimiser's step only: its backward reached no parameter
-    phase: int | None = None  # rounds of its optimiser modulo PHASES; None where none was seen (its step is elsewhere)
+    late: bool = False  # the rank takes part at the optimiser's step only: its backward reached no parameter
+    phase: int | None = None  # rounds of the rank's optimiser modulo PHASES; None where no step of it was seen
 
     def flags(self) -> list[float]:
-        """As summed over the ranks: what matters is whether any rank has set a flag."""
+        """The marks as numbers to be summed over the ranks: a sum above 0 means that some rank has set the mark."""
         return [float(self.late), *(float(self.phase == phase) for phase in range(PHASES))]
 
 
 NUM_MARKS = 1 + PHASES
-NO_MARKS = StepMarks()  # a step like any other
+NO_MARKS = StepMarks()  # of a usual step
 
 
 @dataclass(frozen=True)
@@ -113,12 +115,14 @@ class Segment:
 
 @dataclass(frozen=True)
 class FlatSpec:
-    """Segments of tensors that lie end to end in one flat tensor, as a compressor sees them."""
+    """The segments of tensors that lie end to end in one flat tensor, as a compressor sees them."""
 
     segments: tuple[Segment, ...]
-    shapes: tuple[tuple[int, ...], ...]  # of the tensor where the segment is all of it, else (segment.numel,)
+    shapes: tuple[
+        tuple[int, ...], ...
+    ]  # of each segment: its tensor's where it is the whole tensor, else (segment.numel,)
     dtype: torch.dtype
-    salt: int = 0  # tells apart what is drawn for tensors of the same names
+    salt: int = 0  # makes random draws for tensors of the same names differ
 
     def __post_init__(self) -> None:
         numels = [int(torch.Size(shape).numel()) for shape in self.shapes]
@@ -126,7 +130,7 @@ class FlatSpec:
             raise ValueError(f"FlatSpec needs one shape for each segment, got {self.segments} and {self.shapes}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Without what was worked out of it: hashes of names differ between processes."""
+        """Leaves cached values out of pickles: hashes of names differ between processes."""
         return FlatSpec, (self.segments, self.shapes, self.dtype, self.salt)
 
     def __hash__(self) -> int:
@@ -134,17 +138,17 @@ class FlatSpec:
 
     @cached_property
     def _hash(self) -> int:
-        """Of hundreds of segments: worked out once, as what follows from a spec is looked up at every step."""
+        """The hash, computed once: specs may have hundreds of segments and are looked up at every step."""
         return hash((self.segments, self.shapes, self.dtype, self.salt))
 
     @classmethod
     def of(cls, tensor: Tensor, name: str = "") -> FlatSpec:
-        """One tensor, flattened."""
+        """Returns the spec of one tensor, flattened."""
         return cls((Segment(name, 0, tensor.numel()),), (tuple(tensor.shape),), tensor.dtype)
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Elements of each segment."""
+        """The number of elements in each segment."""
         return tuple(segment.numel for segment in self.segments)
 
     @cached_property
@@ -163,7 +167,7 @@ class FlatSpec:
 
     @cached_property
     def sections(self) -> Sections:
-        """As kernels see them, without seeds."""
+        """The segments as kernels take them, without seeds."""
         return Sections(self.lengths, tuple(segment.start for segment in self.segments))
 
     @property
@@ -175,7 +179,7 @@ class FlatSpec:
         return self.numel * self.itemsize
 
     def cut(self, start: int, stop: int) -> FlatSpec:
-        """Elements [start, stop) of the flat tensor; where there are none, one segment that is empty."""
+        """Returns the spec of elements [start, stop) of the flat tensor; of no elements, one empty segment."""
         segments, shapes, offset = [], [], 0
         for segment, shape in zip(self.segments, self.shapes, strict=True):
             low, high = max(start, offset), min(stop, offset + segment.numel)
@@ -191,19 +195,19 @@ class FlatSpec:
         return replace(self, segments=tuple(segments), shapes=tuple(shapes))
 
     def with_dtype(self, dtype: torch.dtype) -> FlatSpec:
-        """The same elements in another type."""
+        """Returns the spec of the same elements in another type."""
         return replace(self, dtype=dtype)
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Segments that travel together; `tensors` holds the spec of each segment's parameter. One dtype for all."""
+    """Segments that travel together, all of one dtype; `tensors` holds the spec of each segment's parameter."""
 
     id: str
     segments: tuple[Segment, ...]
     tensors: tuple[TensorSpec, ...]
     layout: Layout
-    flags_ride: bool = True  # the scheme carries them: they may travel in the flat tensor
+    flags_ride: bool = True  # whether flags travel in the flat tensor, as the scheme sums it
 
     def __post_init__(self) -> None:
         if not self.segments or len(self.segments) != len(self.tensors):
@@ -222,7 +226,7 @@ class Bucket:
 
     @property
     def numel(self) -> int:
-        """Elements of the parameters in it."""
+        """The number of elements of the bucket's parameters."""
         return sum(segment.numel for segment in self.segments)
 
     @property
@@ -231,13 +235,13 @@ class Bucket:
 
     @property
     def title(self) -> str:
-        """What errors call it."""
+        """The name of the bucket in error messages."""
         others = f" and {len(self.segments) - 1} more" if len(self.segments) > 1 else ""
         return f"bucket {self.id!r} ({self.segments[0].name}{others})"
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
-        """What its scheme sees: the tables, or one flat tensor, the flags at its end if they ride."""
+        """The specs of the tensors that the scheme gets: the tables, or one flat tensor with its flags if they ride."""
         if self.layout is Layout.ROWS:
             return self.tensors
         flags = self.num_flags if self.flags_ride else 0
@@ -255,12 +259,12 @@ class Bucket:
 
     @property
     def num_flags(self) -> int:
-        """One flag a segment (who used it), one for a step not to be kept (non-finite values), and the step's marks."""
+        """The number of flags: one a segment (who used it), one for non-finite values, and the step's marks."""
         return len(self.segments) + 1 + NUM_MARKS
 
 
 def cut_by_bytes(sizes: Iterable[tuple[str, int]], first_bytes: int, most_bytes: int) -> list[list[str]]:
-    """Consecutive names in groups of at most `most_bytes` (the first group: `first_bytes`); none is left empty.
+    """Returns consecutive names in groups of at most `most_bytes` (the first group: `first_bytes`), none of them empty.
 
     The small first group is DDP's habit: its transfer starts early, while most of backward is still to come.
     """
@@ -276,10 +280,10 @@ def cut_by_bytes(sizes: Iterable[tuple[str, int]], first_bytes: int, most_bytes:
 
 
 def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters that require gradients by name; tied ones once, under their first name."""
+    """Returns the parameters that require gradients by name; tied ones once, under their first name."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Whether the name of a parameter or buffer is one of the names, or fits one of the shell patterns."""
+    """Whether the name of a parameter or buffer is one of the patterns, or fits one as a shell pattern."""
     return name in patterns or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)

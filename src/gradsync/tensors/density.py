@@ -1,7 +1,7 @@
-"""How sparse gradients are, alone and summed over ranks, in the terms of Zen (Wang et al., OSDI 2025, section 2).
+"""The density of sparse gradients, alone and summed over ranks, in the terms of Zen (OSDI 2025, section 2).
 
 Sparse gradients are counted exactly. Dense ones are sampled: an embedding with dense gradients, tied or not, has rows
-of zeros, dead units have columns of zeros, and nobody announces them.
+of zeros, dead units have columns of zeros, and nothing announces them.
 """
 
 from __future__ import annotations
@@ -16,45 +16,47 @@ from torch import Tensor
 from .. import kernels
 from .bucket import TensorSpec
 
-SAMPLES = 8192  # rows and elements looked at in a dense gradient; a density of 1 % is told to within a tenth of it
-FEWEST_SAMPLED = 1 << 16  # elements; what is smaller gains nothing from being sparse
-FEWEST_HITS = 20  # of a sample, from which the overlap of ranks is told
-PARTITIONS = 1024  # into which skew is resolved
+SAMPLES = 8192  # rows and elements sampled in a dense gradient: a density of 1 % is found to within a tenth of it
+FEWEST_SAMPLED = 1 << 16  # elements; a smaller tensor gains nothing from a sparse exchange
+FEWEST_HITS = 20  # from so many hits in a sample on, the overlap of ranks is estimated
+PARTITIONS = 1024  # the resolution of skew
 MOST_FOUND = 0.5  # density up to which a dense gradient may be worth a sparse exchange
 
 
 @dataclass(frozen=True)
 class DensityProfile:
-    """Rows that one rank touches in a step, and the growth of their union over several ranks.
+    """The rows that one rank touches in a step, and the growth of their union over several ranks.
 
-    Of a tensor seen element by element the elements are the rows.
-
-    `densification[k]` is the densification ratio gamma^k: the density of the sum over k ranks over that of one rank.
+    In the profile of a tensor seen element by element, the elements are the rows. `densification[k]` is the
+    densification ratio gamma^k: the density of the sum over k ranks over that of one rank.
     """
 
     num_rows: int
     rows: float  # distinct rows one rank touches, mean over the ranks
     densification: Mapping[int, float] = field(default_factory=dict)
-    pattern: str = ""  # tables of equal pattern have the same rows on every rank; empty: nothing is known
-    most_rows: float = 0.0  # that any rank touches; 0: not known
-    shares: tuple[float, ...] = ()  # of even contiguous partitions in the rows of one rank; none: taken as even
+    pattern: str = ""  # tables of equal pattern have the same rows on every rank; empty: not known
+    most_rows: float = 0.0  # the most rows that any rank touches; 0: not known
+    shares: tuple[float, ...] = ()  # of one rank's rows in even contiguous partitions; none: taken as even
     union_shares: tuple[float, ...] = ()  # the same in the union over all ranks, which has less skew
-    blocks: Mapping[int, DensityProfile] = field(default_factory=dict)  # of a flat tensor seen in blocks of so many
+    blocks: Mapping[int, DensityProfile] = field(
+        default_factory=dict
+    )  # profiles of a flat tensor in blocks, by their length
 
     @property
     def density(self) -> float:
-        """Share of the rows one rank touches, in [0, 1]."""
+        """The share of the rows that one rank touches, in [0, 1]."""
         return self.rows / self.num_rows if self.num_rows else 0.0
 
     def may_have_rows_of(self, other: DensityProfile) -> bool:
-        """Whether nothing that is known contradicts that two tables have the same rows."""
+        """Whether the profiles allow that two tables have the same rows."""
         unknown = not (self.pattern and other.pattern)
         return self.rows == other.rows and (unknown or self.pattern == other.pattern or self.rows == 0)
 
     def share(self, start: int, stop: int, ranks: int) -> float:
-        """Share of the rows in [start, stop) in what `ranks` ranks touch together: that of one rank, or of all.
+        """Returns the share, in [0, 1], of the rows in [start, stop) among those that `ranks` ranks touch together.
 
-        In between the mean of the two, weighted as the logarithm of the number of ranks.
+        It is measured for one rank and for all; in between it is the mean of the two, weighted as the logarithm of the
+        number of ranks.
         """
         everything = max(self.num_rows, 1)
         begin, end = start / everything, stop / everything
@@ -64,7 +66,7 @@ class DensityProfile:
         return one * (1 - weight) + everybody * weight
 
     def in_blocks(self, length: int) -> DensityProfile:
-        """The profile of a flat tensor in blocks of so many elements; where not measured, of elements strewn evenly."""
+        """Returns the profile of a flat tensor in blocks of `length` elements, evenly strewn unless measured."""
         if length == 1 or length in self.blocks:
             return self.blocks.get(length, self)
         blocks = -(-self.num_rows // length)
@@ -77,7 +79,7 @@ class DensityProfile:
         return DensityProfile(blocks, rows, growth, shares=self.shares, union_shares=self.union_shares)
 
     def of_sums(self, ranks: int) -> DensityProfile:
-        """The profile where everybody brings the sum over so many ranks, as nodes do."""
+        """Returns the profile in which each participant brings the sum over `ranks` ranks, as nodes do."""
         rows, most = self.union_rows(ranks), max(self.densification, default=1)
         counts = {most / ranks, *(2**j for j in range(1, 32) if ranks * 2**j < most)}
         growth = {int(k): self.union_rows(int(k) * ranks) / rows for k in counts if k == int(k) > 1 and rows}
@@ -86,7 +88,7 @@ class DensityProfile:
         return replace(self, rows=rows, densification=growth, most_rows=most_rows, blocks=blocks)
 
     def of_range(self, start: int, stop: int) -> DensityProfile:
-        """The profile of the rows in [start, stop), as a table of their own; even within."""
+        """Returns the profile of the rows in [start, stop) as a table of their own, evenly filled."""
         length = stop - start
         rows = min(self.rows * self.share(start, stop, 1), float(length))
         growth = {k: min(ratio, length / rows) for k, ratio in self.densification.items() if rows}
@@ -94,7 +96,7 @@ class DensityProfile:
         return DensityProfile(length, rows, growth, self.pattern, blocks=blocks)
 
     def union_rows(self, ranks: int) -> float:
-        """Rows of the sum over `ranks` ranks: as measured, else interpolated as a power of the number of ranks.
+        """Returns the rows of the sum over `ranks` ranks: measured, or interpolated as a power of the number of ranks.
 
         With nothing measured the ranks are taken as independent and uniform, which overstates the union of skewed data.
         """
@@ -113,13 +115,13 @@ class DensityProfile:
 
 @dataclass(frozen=True)
 class ParameterProfile:
-    """What is known of one parameter's gradient before a plan is made; the same on every rank."""
+    """The facts about one parameter's gradient that are known before a plan is made, the same on every rank."""
 
     name: str
     tensor: TensorSpec
     sparse: bool  # some rank's gradient has the sparse layout
-    density: DensityProfile | None = None  # of its rows; None before it was measured, and if it is not worth a look
-    position: int = 0  # place in the order in which gradients become ready; equal before it was measured
+    density: DensityProfile | None = None  # of its rows; None before a measurement, and if measuring does not pay
+    position: int = 0  # place in the order in which gradients become ready; equal before a measurement
     elements: DensityProfile | None = None  # of its elements, where a dense gradient was sampled
 
     @property
@@ -129,7 +131,7 @@ class ParameterProfile:
 
 
 def _share(shares: Sequence[float], start: float, stop: float) -> float:
-    """Of the part [start, stop) of everything, both in [0, 1]; partitions are taken as even within."""
+    """Returns the share of the part [start, stop), in [0, 1] both, where `shares` has those of even partitions."""
     low, high = min(start, 1.0), min(stop, 1.0)
     if not shares:
         return high - low
@@ -138,9 +140,9 @@ def _share(shares: Sequence[float], start: float, stop: float) -> float:
 
 
 def partition_shares(rows: Tensor, num_rows: int) -> tuple[float, ...]:
-    """Which share of sorted distinct rows lies in each of up to `PARTITIONS` even contiguous partitions."""
+    """Returns the share of the rows, sorted and distinct, in each of up to `PARTITIONS` even contiguous partitions."""
     partitions = min(PARTITIONS, num_rows)
-    rows = rows[(rows >= 0) & (rows < num_rows)]  # a scheme will refuse the others
+    rows = rows[(rows >= 0) & (rows < num_rows)]  # a scheme will refuse indices out of range
     if not len(rows):
         return ()
     counts = torch.bincount(rows * partitions // num_rows, minlength=partitions)
@@ -148,7 +150,7 @@ def partition_shares(rows: Tensor, num_rows: int) -> tuple[float, ...]:
 
 
 def profile_rows(index_lists: Sequence[Tensor], num_rows: int) -> DensityProfile:
-    """The exact profile of one step, from the row indices (repeats allowed) that each rank touches."""
+    """Returns the exact profile of one step from the row indices, repeats allowed, that each rank touches."""
     unique = [torch.unique(indices) for indices in index_lists]
     rows = sum(u.numel() for u in unique) / max(len(unique), 1)
     densification: dict[int, float] = {}
@@ -167,7 +169,7 @@ def profile_rows(index_lists: Sequence[Tensor], num_rows: int) -> DensityProfile
 
 
 def profile_tables(tables: Sequence[tuple[int, Sequence[Tensor]]]) -> tuple[DensityProfile, ...]:
-    """The exact profiles of several tables in one step, from (num_rows, row indices that each rank touches).
+    """Returns the exact profiles of several tables in one step from (num_rows, row indices that each rank touches).
 
     Tables whose ranks all touch the same rows in the same order get the same pattern.
     """
@@ -186,7 +188,7 @@ def profile_tables(tables: Sequence[tuple[int, Sequence[Tensor]]]) -> tuple[Dens
 
 
 def joined(profiles: Sequence[DensityProfile]) -> DensityProfile:
-    """The profile of several tensors laid one after the other; where their rows lie is not told."""
+    """Returns the profile of several tensors laid one after the other, without the places of their rows."""
     rows = sum(p.rows for p in profiles)
     ranks = {k for p in profiles for k in p.densification}
     growth = {k: sum(p.union_rows(k) for p in profiles) / rows for k in sorted(ranks) if rows > 0}
@@ -195,9 +197,10 @@ def joined(profiles: Sequence[DensityProfile]) -> DensityProfile:
 
 @dataclass(frozen=True)
 class ZeroSample:
-    """Which of some rows and elements of one dense gradient are not zero, the same ones on every rank; how many in all.
+    """Whether sampled rows and elements of one dense gradient are non-zero, and how many of all are.
 
-    The counts are exact, or those of a full tensor where the sample says that it is not worth counting.
+    All ranks sample the same places. The counts are exact, or those of a full tensor where the sample says that
+    counting is not worth its time.
     """
 
     rows: Tensor  # bool (rows_sampled(spec),)
@@ -207,9 +210,9 @@ class ZeroSample:
 
     @classmethod
     def of(cls, gradient: Tensor) -> ZeroSample:
-        """A look at a dense gradient; of one that is mostly not zero the rows are not looked at, but taken as full."""
+        """Returns the sample of a dense gradient; rows of a mostly non-zero one are taken as full without a look."""
         spec = TensorSpec.of(gradient)
-        if not gradient.is_contiguous():  # as of channels-last convolutions: full, and not worth a copy
+        if not gradient.is_contiguous():  # as in channels-last convolutions: taken as full, which saves a copy
             return cls.full(spec)
         elements = gradient.view(-1)[sample_places(spec.numel, gradient.device)] != 0
         if float(elements.float().mean()) > MOST_FOUND:
@@ -220,23 +223,26 @@ class ZeroSample:
 
     @classmethod
     def full(cls, spec: TensorSpec) -> ZeroSample:
-        """What a rank sees whose gradient is not sparse."""
+        """Returns the sample of a gradient that is not sparse."""
         rows, elements = torch.ones(rows_sampled(spec)), torch.ones(min(SAMPLES, spec.numel))
         return cls(rows.bool(), elements.bool(), spec.num_rows if spec.shape else 1, spec.numel)
 
     @classmethod
     def unused(cls, spec: TensorSpec) -> ZeroSample:
-        """What a rank saw that has no gradient."""
+        """Returns the sample of a parameter that has no gradient on this rank."""
         return cls(torch.zeros(rows_sampled(spec)).bool(), torch.zeros(min(SAMPLES, spec.numel)).bool(), 0, 0)
 
 
 def rows_sampled(spec: TensorSpec) -> int:
-    """Rows that are looked at; none where a row is an element."""
+    """Returns the number of rows that are sampled; 0 where a row is an element."""
     return min(SAMPLES, spec.num_rows) if len(spec.shape) > 1 and spec.dim > 1 else 0
 
 
 def sample_places(size: int, device: torch.device) -> Tensor:
-    """Where to look among `size` rows or elements, ascending: everywhere if they are few; for each size the same."""
+    """Returns the sampled indices among `size` rows or elements, ascending int64: all if they are few.
+
+    They are the same for each size, on every rank.
+    """
     if size <= SAMPLES:
         return torch.arange(size, device=device)
     generator = torch.Generator().manual_seed(size)
@@ -244,11 +250,15 @@ def sample_places(size: int, device: torch.device) -> Tensor:
 
 
 def profile_sample(hits: Tensor, counts: Tensor, size: int) -> DensityProfile | None:
-    """The profile of `size` rows from what the ranks saw at the same places, bool (ranks, samples), and counted.
+    """Returns the profile of `size` rows from the ranks' samples; None where all ranks counted nothing.
 
-    The union is estimated from the hits, if there are enough of them; else it is taken as that of independent ranks.
-    None where all ranks counted nothing: a gradient of zeros, as a zero-initialised layer behind it gives in a first
-    step, says nothing of the next one.
+    The union is estimated from the hits, if there are enough of them; else it is taken as that of independent ranks. A
+    gradient of zeros, as a zero-initialised layer behind it gives in a first step, says nothing of the next one.
+
+    Args:
+        hits: whether each sampled place is non-zero, (ranks, samples) bool.
+        counts: the non-zero rows that each rank counted.
+        size: all rows.
     """
     rows, mean_hits = float(counts.double().mean()), float(hits.sum()) / len(hits)
     if rows == 0:
@@ -260,7 +270,7 @@ def profile_sample(hits: Tensor, counts: Tensor, size: int) -> DensityProfile | 
 
 
 def denser(a: DensityProfile | None, b: DensityProfile | None) -> DensityProfile | None:
-    """Of two looks at the same tensor the one to go by: what was once found full must be expected to be full again."""
+    """Returns the denser of two profiles of one tensor: what was once full must be expected to be full again."""
     if a is None or b is None:
         return a or b
     return a if a.rows >= b.rows else b

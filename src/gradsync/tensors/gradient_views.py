@@ -1,9 +1,9 @@
-"""`GradientViews`: which parameters' gradients live in their bucket's memory, so that nothing is copied.
+"""`GradientViews`: the parameters whose gradients live in their bucket's memory, so that nothing is copied.
 
 A gradient is known by its memory, address and strides, never by the tensor object: users replace `p.grad`, assign to
-`p.grad.data` or move the model, and objects say nothing of that. Memory that somebody else refers to is never written
-to behind his back: a bucket whose old gradients are still held takes fresh memory, and a gradient in memory of the
-user's stays there, the synchronised one being copied into it. So references see what they see with plain DDP.
+`p.grad.data` or move the model, and objects say nothing of that. Memory that user code refers to is never written to
+unexpectedly: a bucket whose old gradients are still held takes fresh memory, and a gradient in memory of the user's
+stays there, the synchronised one being copied into it. So references see what they see with plain DDP.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .gradients import FlatGradients, Gradients
 
-MOST_LENT_BYTES = 64 << 10  # autograd adding into zeroed memory saves a call; for more, copying passes over less memory
+MOST_LENT_BYTES = 64 << 10  # below, autograd adds into zeroed memory, which saves a call; above, a copy moves less
 
 
 class GradientView:
@@ -25,7 +25,7 @@ class GradientView:
 
     __slots__ = ("_address", "_strides", "memory", "name", "parameter", "tensor")
 
-    tensor: Tensor  # the bucket's own; `parameter.grad` gets aliases, as whoever has a gradient may assign to its data
+    tensor: Tensor  # the bucket's own; `parameter.grad` gets aliases, as users may assign to a gradient's data
     _address: int
     _strides: tuple[int, ...]
 
@@ -43,14 +43,14 @@ class GradientView:
         return is_dense and gradient.data_ptr() == self._address and gradient.stride() == self._strides
 
     def is_lived_in(self) -> bool:
-        """Returns whether the parameter's gradient is there and lies in this place."""
+        """Returns whether the parameter has a gradient that lies in this place."""
         gradient = self.parameter.grad
         return gradient is not None and self.holds(gradient)
 
     def fits(self) -> bool:
         """Returns whether the place has the strides that autograd gives the parameter's gradients.
 
-        It has not once the model went over to another memory format.
+        The strides differ once the model went over to another memory format.
         """
         parameter, strides = self.parameter, self._strides
         return parameter.stride() == strides or torch.empty_like(parameter, device="meta").stride() == strides
@@ -61,7 +61,7 @@ class GradientView:
 
 
 class GradientViews:
-    """The places of all parameters whose gradients can live in the buckets of a plan, and who lives there."""
+    """The places of all parameters whose gradients can live in the buckets of a plan, and the gradients that do."""
 
     def __init__(self) -> None:
         self._by_name: dict[str, GradientView] = {}
@@ -69,7 +69,9 @@ class GradientViews:
         self._lendable: set[str] = set()  # parameters whose gradients autograd makes dense and small
         self._borrowed: set[str] = set()  # parameters without a gradient that borrow their place in this step
         self._unrenewed: dict[str, Tensor] = {}  # values of gradients that stay if no rank renews them in this step
-        self._movable: set[str] = set()  # parameters with gradients in memory of the plan before that nobody refers to
+        self._movable: set[str] = (
+            set()
+        )  # parameters with gradients in memory of the plan before that nothing else refers to
         self._unfit: set[str] = set()  # parameters that went over to another memory format than their places have
         self._memory: tuple[list[int], list[tuple[int, ...]]] = [], []  # addresses and strides of all places
 
@@ -81,7 +83,7 @@ class GradientViews:
         return self._by_name.get(name)
 
     def move_out(self) -> None:
-        """Lets go of the memory of the plan in force, which ends."""
+        """Releases the memory of the plan in force, which ends."""
         self._movable = {
             view.name
             for views in self._by_bucket
@@ -106,18 +108,18 @@ class GradientViews:
         self.refit()
 
     def refit(self) -> None:
-        """Looks which places have the strides of their parameters, some of which may have moved."""
+        """Finds the places that lack the strides of their parameters, some of which may have moved."""
         self._unfit = {name for name, view in self._by_name.items() if not view.fits()}
 
     def begin(self) -> Iterator[list[str]]:
-        """Begins a step: lends places to parameters without a gradient; yields the names, bucket by bucket."""
+        """Begins a step: gives places to parameters that have no gradient; yields their names, bucket by bucket."""
         self._borrowed.clear()
         self._unrenewed.clear()
         for views in self._by_bucket:
             yield self._lend(views) if views else []
 
     def may_move(self, name: str) -> bool:
-        """Returns whether the gradient lies in memory of the plan before, to which nobody else refers."""
+        """Returns whether the gradient lies in memory of the plan before and nothing else refers to that memory."""
         return name in self._movable
 
     def keep_values(self, name: str) -> None:
@@ -135,9 +137,12 @@ class GradientViews:
             view.tensor.copy_(self._unrenewed[name])
 
     def settle(self, view: GradientView, produced: Tensor | None) -> None:
-        """Moves a gradient that was copied into its place there, unless somebody else refers to it or its memory.
+        """Moves a gradient that was copied into its place there, unless anything else refers to it or its memory.
 
-        `produced`: what autograd handed to the accumulation just now. The caller must not refer to the gradient.
+        Args:
+            view: the place.
+            produced: the tensor that autograd handed to the accumulation just now. The caller must not refer to the
+                gradient.
         """
         if view.tensor.nbytes <= MOST_LENT_BYTES:
             self._lendable.add(view.name)
@@ -151,7 +156,7 @@ class GradientViews:
             view.give()
 
     def deliver(self, view: GradientView) -> None:
-        """Makes the synchronised values the parameter's gradient, in the memory where that is."""
+        """Makes the synchronised values the parameter's gradient, in the memory where the gradient lies."""
         gradient = view.parameter.grad
         if gradient is None or gradient.requires_grad or gradient.layout is not torch.strided:
             view.give()
@@ -159,7 +164,7 @@ class GradientViews:
             gradient.copy_(view.tensor)
 
     def hold_all(self) -> bool:
-        """Returns whether the gradients of all parameters that have places lie in them: a quick look at once."""
+        """Returns whether the gradients of all parameters that have places lie in them, by one quick look."""
         gradients: Any = [view.parameter.grad for view in self._by_name.values()]
         try:
             return (list(map(Tensor.data_ptr, gradients)), list(map(Tensor.stride, gradients))) == self._memory
@@ -203,18 +208,18 @@ class GradientViews:
 
 
 def _object_references(parameter: nn.Parameter) -> int:
-    """Returns how many refer to the object that is the parameter's gradient, from Python and from C++."""
+    """Returns the number of references to the object that is the parameter's gradient, from Python and from C++."""
     gradient: Any = parameter.grad
     return sys.getrefcount(gradient) + int(gradient._use_count())
 
 
 def _memory_references(tensor: Tensor) -> int:
-    """Returns how many tensors lie in the tensor's memory, itself included, and how many hold the memory as such."""
+    """Returns how many tensors lie in this tensor's memory, itself included, and how many refer to the memory."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def _fewest_references() -> tuple[int, int]:
-    """Returns both numbers for a gradient that only its parameter refers to: versions of torch count differently."""
+    """Returns both numbers for a gradient that only its parameter refers to; versions of torch count differently."""
     parameter = nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
     return _object_references(parameter), _memory_references(parameter.grad)
@@ -224,14 +229,14 @@ _FEWEST_OBJECT_REFERENCES, _FEWEST_MEMORY_REFERENCES = _fewest_references()
 
 
 def _is_held(parameter: nn.Parameter) -> bool:
-    """Returns whether anybody but the parameter refers to its gradient, as a tensor object."""
+    """Returns whether anything but the parameter refers to its gradient, as a tensor object."""
     return _object_references(parameter) > _FEWEST_OBJECT_REFERENCES
 
 
 def _is_unshared(parameter: nn.Parameter, produced: Tensor | None) -> bool:
-    """Returns whether nobody but the parameter refers to its gradient or that gradient's memory.
+    """Returns whether nothing but the parameter refers to its gradient or to that gradient's memory.
 
-    `produced`: what autograd handed to the accumulation, which may be the same memory.
+    `produced`: the tensor that autograd handed to the accumulation, which may be in the same memory.
     """
     gradient = parameter.grad
     assert gradient is not None

@@ -1,4 +1,4 @@
-"""The memory of a bucket: gradients in, the synchronised ones out. Two kinds, one interface.
+"""The memory of a bucket: gradients go in, synchronised ones come out. Two kinds have one interface.
 
 `FlatGradients` keeps dense gradients in one tensor, so that a parameter's gradient can *live* there as a view and
 nothing is copied. `RowGradients` holds sparse ones. Neither touches `param.grad`: `gradient_views.py` does.
@@ -17,10 +17,10 @@ from .sparse import SparseRows
 
 
 class FlatGradients:
-    """A flat bucket's memory: `flat` = the segments' elements one after the other, then the flags.
+    """A flat bucket's memory: `flat` has the segments' elements one after the other, then the flags.
 
-    Elements lie as in the parameter's memory (channels-last, say), so that its gradient can live here; with `in_order`,
-    and of a parameter that the plan cut, in the order of their indices.
+    Elements lie as in the parameter's memory (channels-last, say), so that its gradient can live here. With `in_order`,
+    and for a parameter that the plan cut, they lie in the order of their indices.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class FlatGradients:
 
     @property
     def references(self) -> int:
-        """How many tensors lie in this memory beside the bucket's own."""
+        """The number of tensors in this memory beside the bucket's own."""
         return torch._C._storage_Use_Count(self._storage._cdata) - self._own_references
 
     def renew(self) -> None:
-        """Takes other memory, of zeros, and leaves the present one to whoever refers to it."""
+        """Takes other memory, of zeros, and leaves the present one to the tensors that refer to it."""
         self._allocate()
 
     @property
@@ -67,15 +67,15 @@ class FlatGradients:
         return self.flat[: self.bucket.numel]
 
     def view(self, name: str) -> Tensor | None:
-        """The place in which the parameter's gradient may live; None if its elements lie otherwise."""
+        """Returns the place in which the parameter's gradient may live; None if its elements lie otherwise."""
         return self._views.get(name)
 
     def begin(self) -> None:
-        """A new step: nobody has used anything yet."""
+        """Begins a step, in which no parameter is used yet."""
         self._loaded.clear()
 
     def add(self, addend: Tensor) -> None:
-        """Adds one number for each element by its index, (bucket.numel,), however parameters lie in memory."""
+        """Adds `addend`, (bucket.numel,) in the order of the elements' indices, however parameters lie in memory."""
         offset = 0
         for segment in self.bucket.segments:
             part = addend[offset : offset + segment.numel].to(self.flat.device)
@@ -87,13 +87,13 @@ class FlatGradients:
             offset += segment.numel
 
     def clear(self) -> None:
-        """All elements zero."""
+        """Sets all elements to zero."""
         self.flat.zero_()
 
     def load(self, name: str, gradient: Tensor | None, *, used: bool = True) -> None:
-        """Takes a parameter's gradient (None: zero); one that is `view(name)` itself lies there already.
+        """Takes a parameter's gradient (None: zero); a gradient that is `view(name)` itself lies there already.
 
-        `used`: it was produced in this step.
+        `used`: this step produced the gradient.
         """
         if used:
             self._loaded.add(name)
@@ -111,7 +111,10 @@ class FlatGradients:
                 part.copy_(flat[segment.start : segment.stop])
 
     def take(self, *, check_finite: bool, marks: StepMarks = NO_MARKS) -> Tensor:
-        """What the scheme gets; the flags are set to who used what, whether something is not finite, and the marks."""
+        """Returns the tensor that the scheme gets, after setting the flags.
+
+        The flags say which parameters this rank used, whether something is not finite, and the marks.
+        """
         values = self.flat[: self.bucket.numel]
         loaded = [float(segment.name in self._loaded) for segment in self.bucket.segments]
         troubled = float(check_finite and not all_finite(values))
@@ -129,7 +132,7 @@ class FlatGradients:
         if name in self._loaded:
             return True
         positions = [i for i, segment in enumerate(self.bucket.segments) if segment.name == name]
-        return bool(self.flags[positions[0]] > 0)  # read only where this rank did not use it: rare
+        return bool(self.flags[positions[0]] > 0)  # a host read, rare: only where this rank did not use the parameter
 
     @property
     def troubled(self) -> bool:
@@ -137,11 +140,11 @@ class FlatGradients:
         return bool(self.flags[-1 - NUM_MARKS] > 0)
 
     def spoil(self) -> None:
-        """All synchronised values NaN."""
+        """Sets all synchronised values to NaN."""
         self.flat[: self.bucket.numel].fill_(torch.nan)
 
     def unload(self, name: str, out: Tensor | None, *, sparse: bool, shape: torch.Size) -> Tensor:
-        """The synchronised gradient: the view itself, or where there is none `out` with this bucket's elements set."""
+        """Returns the synchronised gradient: the view, or where there is none `out` with this bucket's elements set."""
         view = self._views.get(name)
         if view is not None:
             return SparseRows.from_dense(view).to_torch(view.shape) if sparse else view
@@ -154,17 +157,17 @@ class FlatGradients:
 
 
 class RowGradients:
-    """A bucket of row-sparse tables: each gradient is kept as it came until the scheme takes it."""
+    """A bucket of row-sparse tables; each gradient is kept as it came until the scheme takes it."""
 
     def __init__(self, bucket: Bucket, templates: Mapping[str, Tensor], device: torch.device) -> None:
         self.bucket = bucket
         self._shapes = {name: templates[name].shape for name in bucket.names}
         self._device = device
         self._brought: dict[str, tuple[Tensor, bool]] = {}
-        self._taken: dict[str, tuple[int, int]] = {}  # dense gradients as they were taken: address and version
+        self._taken: dict[str, tuple[int, int]] = {}  # address and version of dense gradients when they were taken
         self._result: dict[str, SparseRows] = {}
         self._check_finite = False
-        # They ride in no message; a plan without flat buckets sums them apart.
+        # The flags ride in no message; a plan without flat buckets sums them apart.
         self.flags = torch.zeros(NUM_MARKS, device=self._device)
 
     def begin(self) -> None:
@@ -172,7 +175,7 @@ class RowGradients:
         self._taken.clear()
 
     def clear(self) -> None:
-        """Nothing to clear: tables hold only what was brought."""
+        """Does nothing: tables hold only gradients that were loaded."""
 
     def load(self, name: str, gradient: Tensor | None, *, used: bool = True) -> None:
         if gradient is not None:
@@ -193,7 +196,7 @@ class RowGradients:
 
     @property
     def troubled(self) -> bool:
-        """Whether the sum is not finite, the same bits and so the same answer on every rank (if it was asked for)."""
+        """Whether the sum has non-finite values, if that was asked for: the same answer on every rank."""
         return self._check_finite and not all(bool(r.values.isfinite().all()) for r in self._result.values())
 
     def unload(self, name: str, out: Tensor | None, *, sparse: bool, shape: torch.Size) -> Tensor:
@@ -206,15 +209,15 @@ class RowGradients:
         return rows.write_to(out.detach().add_(0.0))
 
     def rows(self, name: str) -> int:
-        """Distinct rows this rank brought."""
+        """Returns the number of distinct rows that this rank brought."""
         return int(torch.unique(self._table(name).indices).numel())
 
     def union_rows(self, name: str) -> int:
-        """Distinct rows of the sum."""
+        """Returns the number of distinct rows of the sum."""
         return self._result[name].nnz
 
     def first_with_rows_of(self, name: str) -> str:
-        """The first table of the bucket whose rows the ranks found to be this table's, perhaps itself."""
+        """Returns the first table of the bucket whose rows the ranks found to be this table's, perhaps itself."""
         mine = self._result[name]
         alike = (first for first, rows in self._result.items() if rows.num_rows == mine.num_rows)
         return next(first for first in alike if torch.equal(self._result[first].indices, mine.indices))
@@ -230,17 +233,20 @@ class RowGradients:
 
 
 def all_finite(values: Tensor, total: Tensor | None = None) -> bool:
-    """Whether no element is NaN or infinite: in one pass, unless their sum leaves the range; none if that is known."""
+    """Whether no element is NaN or infinite, in one pass, unless the sum leaves the range of its type.
+
+    `total`: the sum if it is known, which saves the pass.
+    """
     return bool((total_of(values) if total is None else total).isfinite()) or bool(values.isfinite().all())
 
 
 def total_of(values: Tensor) -> Tensor:
-    """The sum of all elements, (), in the type of sums."""
+    """Returns the sum of all elements, (), in the type that sums are made in."""
     return values.sum(dtype=accumulation_dtype(values.dtype))
 
 
 def dense_of(gradient: Tensor) -> Tensor:
-    """The gradient as a dense tensor. Indices of a sparse one are checked: `to_dense` would write wherever they point.
+    """Returns the gradient as a dense tensor; indices of a sparse one are checked, as `to_dense` would write anywhere.
 
     Raises:
         RuntimeError: for indices outside of the tensor.
@@ -255,7 +261,7 @@ Gradients = FlatGradients | RowGradients
 
 
 def marks_of_ranks(gradients: Gradients) -> tuple[bool, bool]:
-    """(some rank is late, the ranks are in different phases), from the accepted step's flags."""
+    """Returns (some rank is late, the ranks are in different phases), from the accepted step's flags."""
     late, *phases = (gradients.flags[-NUM_MARKS:] > 0).tolist()
     return late, sum(phases) > 1
 
@@ -263,8 +269,12 @@ def marks_of_ranks(gradients: Gradients) -> tuple[bool, bool]:
 def gradients_of(
     bucket: Bucket, templates: Mapping[str, Tensor], device: torch.device, *, in_order: bool = False
 ) -> Gradients:
-    """The memory for a bucket, on this device, of parameters with the shapes and strides of `templates` (of any device,
-    `meta` too); `in_order`: see `FlatGradients`."""
+    """Returns the memory for a bucket on this device.
+
+    Args:
+        templates: tensors with the shapes and strides of the parameters, on any device, `meta` too.
+        in_order: see `FlatGradients`.
+    """
     if bucket.layout is Layout.FLAT:
         return FlatGradients(bucket, templates, device, in_order=in_order)
     return RowGradients(bucket, templates, device)

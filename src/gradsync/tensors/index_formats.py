@@ -1,8 +1,8 @@
-"""How a message tells which rows of a table, or elements of a part, it has (Zen's hash bitmap, OSDI 2025, and others).
+"""Formats in which a message tells the rows of a table, or the elements of a part, that it has.
 
-Zen pushes integers and pulls bitmaps. In between are offsets within blocks: 16 bits a row where few are touched, 8 bits
-from a density of about a twentieth of a percent up to an eighth, where the bitmap takes over. Who knows how many rows
-travel knows which format is the smallest: nothing says so.
+Zen (OSDI 2025) pushes integers and pulls bitmaps. In between are offsets within blocks: 16 bits a row where few are
+touched, 8 bits from a density of about a twentieth of a percent up to an eighth, where the bitmap takes over. The
+number of rows determines the smallest format, so that no message names its format.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ALIGNMENT_BYTES = 8
 
 
 def aligned(nbytes: float) -> float:
-    """`nbytes` rounded up to the alignment; exact for whole numbers, the mean for expected sizes."""
+    """Returns `nbytes` rounded up to the alignment: exact for whole numbers, the mean for expected sizes."""
     if isinstance(nbytes, int) or nbytes.is_integer():
         return -(-int(nbytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     return nbytes + ALIGNMENT_BYTES / 2
@@ -34,14 +34,14 @@ class IndexFormat(StrEnum):
     OFFSETS_16 = "offsets_16"  # 2 bytes a row, 4 for each block of 65536
     OFFSETS_8 = "offsets_8"  # a byte a row, and one for each block of 256, or a bit for each of both
     BITMAP = "bitmap"  # a bit for each row of the part
-    DENSE = "dense"  # nothing tells: all rows travel, of those that are not there zeros
+    DENSE = "dense"  # no positions: all rows travel, absent ones as zeros
 
     def nbytes(self, count: float, length: int) -> float:
-        """Size of `count` positions in [0, length), aligned; exact for whole numbers, the mean for expected ones."""
+        """Returns the aligned bytes of `count` positions in [0, length): for an expected count, the mean."""
         return 0 if self is IndexFormat.DENSE else aligned(kernels.packed_nbytes(count, length, self.bits(length)))
 
     def bits(self, length: int) -> int:
-        """Of a position in [0, length), as the kernels call the formats."""
+        """Returns the bits of a position in [0, length), by which the kernels name the formats."""
         listed = 8 * index_dtype(length).itemsize
         return {"list": listed, "offsets_16": 16, "offsets_8": 8, "bitmap": 1}[self]
 
@@ -51,7 +51,7 @@ SPARSE_FORMATS = (IndexFormat.LIST, IndexFormat.OFFSETS_16, IndexFormat.OFFSETS_
 
 @lru_cache(maxsize=4096)
 def smallest(count: float, length: int, formats: tuple[IndexFormat, ...] = SPARSE_FORMATS) -> IndexFormat:
-    """The format in which so many positions take the fewest bytes; of equal ones the first."""
+    """Returns the format in which `count` positions in [0, length) take the fewest bytes; of equal ones the first."""
     return min(formats, key=lambda each: each.nbytes(count, length))
 
 
@@ -59,25 +59,28 @@ def smallest(count: float, length: int, formats: tuple[IndexFormat, ...] = SPARS
 class Positions:
     """Positions in a message, to be written or read."""
 
-    packed: Tensor  # what travels, uint8
+    packed: Tensor  # the bytes that travel, uint8
     count: int
-    length: int  # all of them are in [0, length)
+    length: int  # positions are in [0, length)
     format: IndexFormat
 
     @property
     def as_packed(self) -> kernels.PackedPositions:
-        """For kernels that write or read them in place."""
+        """The positions for kernels that write or read them in place."""
         return kernels.PackedPositions(self.packed, self.count, self.format.bits(self.length))
 
     def room(self) -> Tensor:
-        """(count,) int32 or int64, to be filled and given to `encode`: the message itself where it is a list."""
+        """Returns a tensor, (count,) int32 or int64, to be filled and given to `encode`.
+
+        For a list it is the message itself.
+        """
         dtype = index_dtype(self.length)
         if self.format is IndexFormat.LIST:
             return self.packed[: self.count * dtype.itemsize].view(dtype)
         return self.packed.new_empty(self.count, dtype=dtype)
 
     def encode(self, indices: Tensor) -> None:
-        """Writes (count,) ascending indices as they travel."""
+        """Writes the ascending indices, (count,), into the message."""
         if self.format is IndexFormat.BITMAP:
             kernels.encode_bitmap(indices, self.length, self.packed.view(torch.int64))
         elif self.format is IndexFormat.LIST:
@@ -86,7 +89,7 @@ class Positions:
             kernels.encode_offsets(indices, self.length, self.format.bits(self.length), self._offsets)
 
     def decode(self) -> Tensor:
-        """The indices that came, (count,) int32 or int64; of a list a view of the message."""
+        """Returns the indices in the message, (count,) int32 or int64; for a list, a view of the message."""
         indices = self.room()
         if self.format is IndexFormat.BITMAP:
             kernels.decode_bitmap(self.packed.view(torch.int64), indices)
@@ -96,5 +99,5 @@ class Positions:
 
     @property
     def _offsets(self) -> Tensor:
-        """Without the padding."""
+        """The message without its padding."""
         return self.packed[: kernels.offsets_nbytes(self.count, self.length, self.format.bits(self.length))]

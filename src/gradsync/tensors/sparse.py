@@ -19,10 +19,10 @@ def index_dtype(num_rows: int) -> torch.dtype:
 
 @dataclass(frozen=True)
 class SparseRows:
-    """`values[k]` is added to row `indices[k]` of a table of `num_rows` rows; indices may repeat, in any order.
+    """Some rows of a table: `values[k]` is added to row `indices[k]`; indices may repeat, in any order.
 
-    `present` is False on a rank that has no gradient for the table at all, not even an empty one: rows that nobody has
-    are not the same as a gradient of zero (a parameter nobody used keeps `grad = None`).
+    `present` is False on a rank that has no gradient for the table at all, not even an empty one: no rows from any rank
+    are not the same as a gradient of zero (a parameter that no rank used keeps `grad = None`).
     """
 
     indices: Tensor  # (nnz,) int64
@@ -41,17 +41,17 @@ class SparseRows:
 
     @property
     def nnz(self) -> int:
-        """Stored rows, repeated ones counted each time."""
+        """The number of stored rows; repeated ones count each time."""
         return int(self.indices.numel())
 
     @property
     def dim(self) -> int:
-        """Elements of a row."""
+        """The number of elements in a row."""
         return int(self.values.shape[1])
 
     @classmethod
     def absent(cls, shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> SparseRows:
-        """What a rank brings that has no gradient for a table of this shape."""
+        """Returns the rows of a rank that has no gradient for a table of this shape."""
         dim = int(torch.Size(shape[1:]).numel())
         return cls(
             torch.empty(0, dtype=torch.int64, device=device),
@@ -62,10 +62,10 @@ class SparseRows:
 
     @classmethod
     def from_torch(cls, grad: Tensor) -> SparseRows:
-        """Rows of a sparse COO tensor with one sparse dimension; not coalesced here.
+        """Returns the rows of a sparse COO tensor with one sparse dimension, without coalescing them.
 
-        Shares its memory, but for indices or values that do not lie one after the other (an embedding whose output was
-        transposed leaves such a gradient): kernels take adjacent elements only, so these are copied here.
+        The rows share the tensor's memory, except indices or values that do not lie one after the other (an embedding
+        whose output was transposed leaves such a gradient): kernels take adjacent elements only, so these are copied.
 
         Raises:
             ValueError: for another layout, or more than one sparse dimension.
@@ -82,7 +82,7 @@ class SparseRows:
 
     @classmethod
     def from_dense(cls, grad: Tensor) -> SparseRows:
-        """The rows of a dense tensor that are not zero everywhere, ascending; NaN counts as non-zero, -0.0 as zero."""
+        """Returns the rows of a dense tensor that are not all zero, ascending; NaN is non-zero, -0.0 is zero."""
         rows = grad.reshape(grad.shape[0], torch.Size(grad.shape[1:]).numel())
         found = kernels.nonzero_rows(rows)
         indices = torch.empty(found.count, dtype=torch.int64, device=grad.device)
@@ -92,7 +92,7 @@ class SparseRows:
         return cls(indices, values, int(grad.shape[0]))
 
     def to_torch(self, shape: torch.Size | tuple[int, ...]) -> Tensor:
-        """A coalesced sparse COO tensor of this shape; the rows must be sorted and unique."""
+        """Returns a coalesced sparse COO tensor of this shape; the rows must be sorted and unique."""
         return torch.sparse_coo_tensor(
             self.indices.unsqueeze(0),
             self.values.reshape(self.nnz, *shape[1:]),
@@ -102,7 +102,7 @@ class SparseRows:
         )
 
     def write_to(self, dense: Tensor) -> Tensor:
-        """Overwrites rows of `dense` (num_rows, ...), contiguous, by these; returns it. The indices are unique."""
+        """Overwrites rows of `dense`, (num_rows, ...) contiguous, and returns it; the indices must be unique."""
         kernels.scatter_rows(self.indices, self.values, dense.view(self.num_rows, self.dim), accumulate=False)
         return dense
 
@@ -128,11 +128,11 @@ class SparseVector:
 
     @property
     def nbytes(self) -> int:
-        """As a list of indices and one of values."""
+        """The bytes of a list of indices and a list of values."""
         return self.nnz * (self.indices.itemsize + self.values.itemsize)
 
     def checked(self) -> SparseVector:
-        """This vector.
+        """Returns this vector after checking its indices.
 
         Raises:
             ValueError: for an index outside [0, length).
@@ -144,17 +144,17 @@ class SparseVector:
         return self
 
     def to_dense(self) -> Tensor:
-        """All elements, (length,)."""
+        """Returns all elements, (length,)."""
         dense = memory.zeros(self.length, self.values.dtype, self.values.device)
         kernels.scatter_rows(self.indices, self.values[:, None], dense[:, None], accumulate=False)
         return dense
 
     def add_to(self, dense: Tensor) -> Tensor:
-        """Adds these elements to `dense` (length,), whose type may be wider; returns it."""
+        """Adds these elements to `dense`, (length,), whose type may be wider, and returns it."""
         values = self.values.to(dense.dtype)
         kernels.scatter_rows(self.indices, values[:, None], dense[:, None], accumulate=True)
         return dense
 
     def subtract_from(self, dense: Tensor) -> Tensor:
-        """Overwrites `dense` (length,), whose type may be wider, by what these elements leave of it; returns it."""
+        """Subtracts these elements from `dense`, (length,), whose type may be wider, and returns it."""
         return SparseVector(self.indices, self.values.neg(), self.length).add_to(dense)

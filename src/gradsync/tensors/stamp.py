@@ -1,4 +1,4 @@
-"""A mark of a tensor that differs once the tensor was written to, also through `.data`."""
+"""A mark of a tensor that changes when the tensor is written to, also through `.data`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Stamp(NamedTuple):
     version: int
     address: int
     has_values: bool
-    values: int  # the digest; 0 without
+    values: int  # the digest; 0 without one
 
     @classmethod
     def of(cls, tensor: Tensor, has_values: bool = True) -> Stamp:
-        """Takes the mark of a tensor of any shape and layout; with `has_values` it is read as a whole."""
+        """Returns the mark of a tensor of any shape and layout; `has_values` reads the whole tensor for a digest."""
         held = tensor._values() if tensor.layout is torch.sparse_coo else tensor
         return cls(tensor._version, held.data_ptr(), has_values, _digest(held) if has_values else 0)
 
