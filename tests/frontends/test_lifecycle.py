@@ -7,7 +7,7 @@ import gc
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import gradsync
 from gradsync import Plan
 from gradsync.comm import Group
-from gradsync.schemes import AllReduce, Scheme, State, register
+from gradsync.schemes import AllReduce, Scheme, State, Traits, register
 from gradsync.tensors.bucket import Bucket, Layout, TensorSpec, trainable_parameters
 from tests.frontends.models import Convolutions, Perceptron
 from tests.frontends.twins import assert_same_on_all_ranks, averaged, compare_with_ddp, make_twins
@@ -32,8 +32,7 @@ class Coarse(Scheme[Tensor]):
     """All-reduce of values rounded to multiples of `unit`, with error feedback: a scheme with state."""
 
     unit: float = 0.5
-    layout: ClassVar[Layout] = Layout.FLAT
-    exact: ClassVar[bool] = False
+    traits = Traits(Layout.FLAT, lossy=True)
 
     def stages(self, size: int) -> tuple[str, ...]:
         return ("all_reduce",)
@@ -122,7 +121,7 @@ def state_survives_bad_steps() -> None:
 class Breaking(Scheme[Tensor]):
     """All-reduce that raises on a negative result, after the exchange."""
 
-    layout: ClassVar[Layout] = Layout.FLAT
+    traits = Traits(Layout.FLAT)
 
     def stages(self, size: int) -> tuple[str, ...]:
         return ("all_reduce",)
