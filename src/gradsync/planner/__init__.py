@@ -1,4 +1,4 @@
-"""From measurements to a plan."""
+"""Planners: turn measurements of a job into plans."""
 
 from .averaging import AveragingPlanner as AveragingPlanner
 from .candidates import Search as Search

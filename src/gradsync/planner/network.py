@@ -1,4 +1,4 @@
-"""A network as planners see it, and the schemes that default plans are made of."""
+"""The network as planners see it, and the schemes that default plans are made of."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ PLANNED: tuple[Scheme[Any], ...] = (
     DOUBLING_OF_ROWS,
     BalancedElements(),
     AllReduce(),
-)  # what default plans are made of
+)  # schemes that default plans choose from
 
 
-INSIDE_NODES: tuple[Scheme[Any], ...] = (ReduceScatter(), SparseReduceScatter())  # and, where several ranks are there
+INSIDE_NODES: tuple[Scheme[Any], ...] = (ReduceScatter(), SparseReduceScatter())  # first stages inside nodes
 
 
 @dataclass(frozen=True)
 class Network:
-    """What things cost, and where the ranks are."""
+    """A cost model of kernels and links, and the placement of ranks on nodes."""
 
     cost: CostModel
     placement: Placement
 
     @classmethod
     def of(cls, profile: Profile) -> Network:
-        """As it was measured before."""
+        """Returns the network of a profile."""
         return cls(profile.cost_model(), profile.placement)
