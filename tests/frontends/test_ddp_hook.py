@@ -190,7 +190,7 @@ def wrong_states() -> None:
     state = gradsync.DDPState(models[0], timeout_s=15)
     other = DistributedDataParallel(Perceptron())
     other.register_comm_hook(state, gradsync.ddp_hook)
-    with pytest.raises(RuntimeError, match="each DDP model needs a state of its own"):
+    with pytest.raises(RuntimeError, match="give each DDP model its own DDPState"):
         other(torch.randn(4, 6)).mean().backward()
     state.detach()
 

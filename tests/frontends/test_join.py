@@ -283,7 +283,7 @@ def join_of_parameters() -> None:
     model = Perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     handle = gradsync.attach(model, optimizer, gradsync.planner.AveragingPlanner(), timeout=20)
-    with pytest.raises(RuntimeError, match="a plan of parameters exchanges them"):
+    with pytest.raises(RuntimeError, match="this plan averages parameters after"):
         handle.join()
     handle.detach()
 

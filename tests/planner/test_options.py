@@ -184,7 +184,7 @@ def test_ranks_on_nodes_may_sum_inside_them_first() -> None:
 
 def test_what_no_way_is_left_for_is_named() -> None:
     here = job()
-    with pytest.raises(ValueError, match=r"no way for 'head.weight'.*allow at least all_reduce"):
+    with pytest.raises(ValueError, match=r"no scheme is left for 'head.weight'.*allow at least all_reduce"):
         formulate(here, [way for way in exact_ways(here) if way.members])
     with pytest.raises(ValueError, match="exact names 'nothing', which no parameter"):
         ways_of(here, Constraints(exact=("nothing",)))
@@ -197,7 +197,7 @@ def test_what_no_way_is_left_for_is_named() -> None:
             Constraints(most_delay_frozen=bound)
     with pytest.raises(ValueError, match="lossy must be compressors"):
         Constraints(lossy=(AGSparse(),))
-    with pytest.raises(ValueError, match="ready_s says of 1 parameters nothing, the first is 'first'"):
+    with pytest.raises(ValueError, match="ready_s has no time for 1 parameters, the first is 'first'"):
         Job(PARAMETERS, {p.name: 0.0 for p in PARAMETERS[:-1]}, 0.1, here.network)
 
 

@@ -40,7 +40,7 @@ def test_alternatives_are_the_best_others_with_the_step_that_each_would_make() -
     push_pull = [("0", "push"), ("0", "pull"), *plan.order[1:]]
     same = plan.model_copy(update={"buckets": (changed, *plan.buckets[1:]), "order": tuple(push_pull)})
     assert two_way.step_s == predict(same, here).seconds < found.step_s
-    assert not rest.alternatives and rest.why_exact == "no lossy way is allowed for it", "it has an exact parameter"
+    assert not rest.alternatives and rest.why_exact == "no lossy scheme is allowed for it", "it has an exact parameter"
     assert half.why_exact is not None and tables.alternatives
 
 

@@ -203,7 +203,7 @@ def test_what_nobody_measured_is_left_out_with_a_word(caplog: pytest.LogCaptureF
     assert not any(
         task in scheme.tasks for scheme in lossy if isinstance(scheme, Route) for task in ("reduce_scatter",)
     )
-    assert "nobody measured what compress_ErrorFeedback(compressor=BlockInt(bits=4" in caplog.text
+    assert "as the time of compress_ErrorFeedback(compressor=BlockInt(bits=4" in caplog.text
     everything = {**known, "sum_ranges": KernelCost(1e-5, 1e-10), "join_ranges": KernelCost(1e-5, 1e-10)}
     assert any("reduce_scatter" in r.tasks for r in routes_of(job(replace(SLOW_BETWEEN, kernels=everything)), FEEDBACK))
 

@@ -1,1 +1,1 @@
-"""A job's gradients recorded, and figures of them."""
+"""Records the gradients of a training job and characterizes their sparsity."""

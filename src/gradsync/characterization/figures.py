@@ -1,6 +1,7 @@
-"""How sparse the gradients of several ranks are, tensor by tensor: the figures of `statistics.py`, from footprints.
+"""Figures of sparsity for every tensor of a model: how sparse gradients are, and how much ranks overlap.
 
-Of gradients at hand, of this rank's within a group, or of footprints that were recorded.
+`statistics.py` computes the figures from footprints: of gradients at hand, of this rank's gradients and those of its
+group, or of recorded ones.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .statistics import Frozen, Sparsity, elements_of, full_sparsity, mean_over_
 
 TIMEOUT_S = 600.0
 
-Gradients = Mapping[str, Gradient]  # one rank's, of one step, by name
+Gradients = Mapping[str, Gradient]  # parameter name -> gradient, of one rank in one step
 
 
 def _equal_to_one(version: int) -> int:
@@ -30,28 +31,31 @@ def _equal_to_one(version: int) -> int:
 
 
 class TensorCharacterization(Frozen):
-    """Of one tensor. `filled_ratio` and `rows` are None for what is no matrix or table."""
+    """The figures of one tensor; `filled_ratio` and `rows` are None for tensors of fewer than two dimensions."""
 
     shape: tuple[int, ...]
     sparse: bool  # some rank's gradient had the sparse layout
-    full: bool  # found mostly non-zero, and not looked at any further: figures are those of a full tensor
+    full: bool  # a quick look found few zeros: figures are not measured, but of a tensor without zeros
     elements: Sparsity
     rows: Sparsity | None = None
-    filled_ratio: float | None = None  # share of the touched rows' elements that are not zero
-    pattern: str = ""  # equal for tables that have the same rows on every rank
+    filled_ratio: float | None = None  # share of elements that are not zero within the rows that are not all zero
+    pattern: str = ""  # digest of the non-zero rows: equal for tables that have the same ones on every rank
 
     def view(self) -> Sparsity:
-        """By rows where whole rows are zero, else by elements."""
+        """Returns the figures of rows where most rows are all zero, else the figures of elements."""
         return self.rows if self.rows is not None and self.rows.density.mean <= MOST_FOUND else self.elements
 
 
 class Characterization(Frozen):
-    """What `characterize` returns. `together`: all sparse tensors end to end in order, as in one bucket, by element."""
+    """The result of `characterize`: figures of each tensor, and of all sparse tensors together.
+
+    `together` counts elements of all sparse tensors laid end to end in the order of `tensors`, as in one flat bucket.
+    """
 
     version: Annotated[int, AfterValidator(_equal_to_one)] = 1
     ranks: int
     steps: int
-    sampled: bool  # of some tensors only some rows were looked at, or enough to see that they are full
+    sampled: bool  # some figures are estimates: only a sample of rows was read, or a quick look found a full tensor
     tensors: dict[str, TensorCharacterization]
     together: Sparsity | None = None
 
@@ -60,14 +64,20 @@ class Characterization(Frozen):
 
     @classmethod
     def from_json(cls, text: str) -> Characterization:
-        """Raises ValueError for what `to_json` did not write."""
+        """Reads what `to_json` wrote.
+
+        Raises:
+            ValueError: for any other text.
+        """
         return cls.model_validate_json(text)
 
     def profile(self, name: str) -> DensityProfile:
-        """What schemes predict their bytes from: of a table with empty rows those rows, else the elements.
+        """Returns the density of one tensor, from which schemes predict their bytes.
+
+        Rows are counted where most rows are all zero, elements otherwise.
 
         Raises:
-            ValueError: for a tensor that there is not.
+            ValueError: if no tensor of this name was characterized.
         """
         if name not in self.tensors:
             raise ValueError(f"no tensor {name!r} was characterized; there are {', '.join(map(repr, self.tensors))}")
@@ -91,22 +101,22 @@ def characterize(
     sample: int | None = None,
     partitions: int | None = None,
 ) -> Characterization:
-    """How sparse gradients are on each rank, how much the ranks overlap, and how their sum fills up.
+    """Returns how sparse gradients are on each rank, how much ranks overlap, and how their sum fills up.
 
     Args:
-        gradients: for every rank its gradients by name, sparse, dense or `SparseRows`; None for a parameter that a rank
-            did not use. Or for every step such a list: figures are then means over the steps. With a `group`, this
-            rank's gradients by name, or a list of those by step.
-        group: the ranks; collective over them, all get the same figures. Only indices of rows travel (of elements,
-            where rows have zeros).
-        sample: rows (elements of what has no rows) looked at in each tensor at most, the same ones on all ranks and in
-            all steps; `footprint.DEFAULT_SAMPLE` is a good number. Small or mostly non-zero dense gradients are then
-            taken as full. None: everything is counted.
-        partitions: a number of partitions to compute skewness ratios for, beside 2, 4, ... 128.
+        gradients: a list with one dict per rank, from parameter name to gradient: sparse, dense, `SparseRows`, or None
+            for a parameter that the rank did not use. Or a list of such lists, one per step; figures are then means
+            over steps. With `group`: only this rank's dict, or a list of its dicts, one per step.
+        group: the ranks that take part. The call is collective; all ranks get the same figures. Only indices of
+            non-zero rows (and of elements, where rows have zeros) are sent.
+        sample: the most rows read of each tensor (elements, if it has no rows), the same on all ranks and in all steps;
+            `footprint.DEFAULT_SAMPLE` is a good number. Dense gradients that are small or mostly non-zero then count as
+            full. None reads everything.
+        partitions: one more number of partitions for skewness ratios, beside 2, 4, ... 128.
 
     Raises:
-        ValueError: for no ranks, names or shapes that differ between ranks, indices out of range; with a group, also
-            where another rank fails.
+        ValueError: for an empty list, names or shapes that differ between ranks, or indices out of range; with `group`
+            also where another rank fails.
 
     Example:
         >>> a, b = torch.tensor([1.0, 2, 0, 0]), torch.tensor([0.0, 3, 0, 0])
@@ -131,10 +141,14 @@ def characterize(
 
 
 def footprints_of(ranks: Sequence[Gradients], sample: int | None = None) -> list[Footprints]:
-    """The footprints of all ranks in one step; a parameter that no rank used is left out.
+    """Returns a footprint for every rank and parameter of one step; parameters that no rank used are left out.
+
+    Args:
+        ranks: for every rank its gradients by parameter name.
+        sample: as in `characterize`.
 
     Raises:
-        ValueError: for names or shapes that differ between ranks, gradients that cannot be looked at.
+        ValueError: for no ranks, names or shapes that differ between ranks, or gradients that cannot be read.
     """
     if not ranks:
         raise ValueError("expected the gradients of at least one rank, got none")
@@ -152,10 +166,14 @@ def footprints_of(ranks: Sequence[Gradients], sample: int | None = None) -> list
 def characterize_footprints(
     steps: Sequence[Sequence[Footprints]], *, partitions: int | None = None
 ) -> Characterization:
-    """The same from footprints: for every step those of every rank, by name.
+    """Returns the same figures as `characterize`, from recorded footprints.
+
+    Args:
+        steps: for every step, and in it for every rank, footprints by parameter name.
+        partitions: as in `characterize`.
 
     Raises:
-        ValueError: for no steps or ranks, footprints that do not fit together.
+        ValueError: for no steps or ranks, or footprints that differ in names, shapes, samples or numbers of ranks.
     """
     if not steps or not steps[0]:
         raise ValueError("expected gradients of at least one step and rank, got none")
@@ -205,7 +223,7 @@ def _require_same_names(ranks: Sequence[Mapping[str, object]]) -> None:
 def _gathered(
     mine: Sequence[Gradients], group: Group | dist.ProcessGroup, sample: int | None
 ) -> list[list[Footprints]]:
-    """Every rank's footprints by step and rank. What is wrong on one rank raises on all."""
+    """Returns every rank's footprints by step and rank; an error on one rank raises on all."""
     own = None if isinstance(group, Group) else torch_group(group, timeout_s=TIMEOUT_S)
     talk = group if isinstance(group, Group) else own
     assert talk is not None
@@ -232,7 +250,7 @@ def _gathered(
 
 
 def _with_unused(ranks: Sequence[Footprints]) -> list[Footprints]:
-    """Footprints of nothing where a rank did not use a parameter: what nobody used has no shape, and is left out."""
+    """Adds empty footprints for parameters that a rank did not use; parameters that no rank used stay out."""
     known = {name: f for rank in reversed(ranks) for name, f in rank.items()}
     nothing = {n: Footprint(f.shape, f.sampling, torch.empty(0, dtype=torch.int64)) for n, f in known.items()}
     return [{**nothing, **rank} for rank in ranks]
@@ -272,7 +290,7 @@ def _tensor(name: str, steps: Sequence[Sequence[Footprint]], partitions: int | N
 
 
 def _count(footprint: Footprint) -> int:
-    """Elements that are not zero."""
+    """Returns how many elements are not zero."""
     if footprint.elements is not None:
         return len(footprint.elements)
     return len(footprint.units) * footprint.shape.dim

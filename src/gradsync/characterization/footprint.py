@@ -1,8 +1,8 @@
-"""Which rows and elements of one gradient are not zero: what figures of sparsity are made from, without the values.
+"""Footprints: the indices of a gradient's non-zero rows and elements, without values, for figures of sparsity.
 
-A footprint may be a sample: of every `step` neighbouring rows (elements, where there are no rows) the one that a hash
-names, the same on all ranks. So densities, overlaps and unions are estimated without bias from few rows, and hot
-regions are in the sample for what they are in the tensor.
+A footprint may cover a sample: a hash selects one row of every `step` neighbouring ones (elements, where a tensor has
+no rows), the same on all ranks. So few rows give unbiased estimates of densities, overlaps and unions, and regions with
+many non-zero rows have their share in the sample.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from ..tensors.sparse import SparseRows
 
 Gradient = Tensor | SparseRows | None  # None: this rank did not use the parameter
 
-DEFAULT_SAMPLE = 1 << 15  # rows; of 1 % density, within 5.5 % of it a step (one standard error)
-LOOKS = 1024  # elements of a dense gradient that tell whether it is worth a sample
+DEFAULT_SAMPLE = 1 << 15  # rows; estimates a density of 1 % to within 5.5 % of it in one step (one standard error)
+LOOKS = 1024  # elements of a dense gradient that are read to see whether it is mostly zero
 VERSION = 1
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a gradient, as rows of `dim` elements. What is no matrix or table has no rows, but elements only."""
+    """The shape of a gradient, seen as rows of `dim` elements; a tensor of fewer than two dimensions has no rows."""
 
     shape: tuple[int, ...]
 
@@ -49,39 +49,44 @@ class Shape:
 
     @property
     def dim(self) -> int:
-        """Elements of a unit: of a row, or 1."""
+        """The number of elements in a unit of sampling: a row's length, or 1 where there are no rows."""
         return int(torch.Size(self.shape[1:]).numel()) if len(self.shape) > 1 else 1
 
     @property
     def units(self) -> int:
-        """What samples are made of: rows, or elements where there are none."""
+        """The number of units that samples are drawn from: rows, or elements where there are no rows."""
         return self.shape[0] if len(self.shape) > 1 else self.numel
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Of every `step` neighbouring units one is looked at; `step` is a power of two."""
+    """A sample of units (rows or elements): one of every `step` neighbours; `step` is a power of two, 1 takes all."""
 
     step: int = 1
 
     @classmethod
     def at_most(cls, sample: int | None, units: int) -> Sampling:
-        """Of so many units at most `sample` are looked at; None: all of them."""
+        """Returns the sampling that selects at most `sample` of `units` units; None selects all."""
         step = 1
         while sample is not None and step * sample < units:
             step *= 2
         return cls(step)
 
     def places(self, units: int) -> Tensor:
-        """All units in the sample, ascending, (n,) int64."""
+        """Returns the indices of all selected units, ascending, (n,) int64."""
         return torch.arange(units) if self.step == 1 else _places(units, self.step)
 
     def chosen(self, units: Tensor, of: int) -> Tensor:
-        """Where `units` are in the sample of so many: positions, (n,) int64."""
+        """Returns the positions in `units` whose unit is selected, (n,) int64.
+
+        Args:
+            units: (m,) int64, indices of units.
+            of: the number of units of the whole tensor.
+        """
         return _in_sample(of, self.step).to(units.device).index_select(0, units).nonzero().squeeze(1)
 
 
-SEED = 0x5EED  # of the sample; not that of the owners of rows, which the same hash deals
+SEED = 0x5EED  # of the hash that draws samples; another seed of the same hash assigns rows to owners
 
 
 @lru_cache(maxsize=256)
@@ -93,7 +98,7 @@ def _places(units: int, step: int) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _in_sample(units: int, step: int) -> Tensor:
-    """One byte a unit: one look-up costs a tenth of hashing each index."""
+    """Returns a bool mask of selected units; a look-up in it costs a tenth of hashing each index."""
     mask = torch.zeros(units, dtype=torch.bool)
     mask[_places(units, step)] = True
     return mask
@@ -101,26 +106,31 @@ def _in_sample(units: int, step: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Footprint:
-    """One rank's gradient of one tensor in one step, in the sampled units.
+    """The non-zero units (rows or elements) of one tensor's gradient, on one rank in one step, within the sample.
 
-    `full`: more than half of its elements are not zero, so it was not looked at any further.
+    `full` means that more than half of the elements are not zero; indices are not kept then.
     """
 
     shape: Shape
     sampling: Sampling
-    units: Tensor  # sampled units that are not zero, ascending; of a sparse gradient those that it stores
-    elements: Tensor | None = None  # elements that are not zero in these, ascending; None: all of them
-    sparse: bool = False  # the layout
+    units: Tensor  # sampled units that are not zero, ascending int64; for a sparse gradient, the ones it stores
+    elements: Tensor | None = None  # indices of non-zero elements within `units`, ascending int64; None: all of them
+    sparse: bool = False  # the gradient had the sparse layout, or was SparseRows
     full: bool = False
 
     @classmethod
     def of(cls, gradient: Gradient, shape: Shape, sample: int | None = None) -> Footprint:
-        """Looks at a gradient; with a `sample`, dense ones that are small or mostly not zero are taken as full.
+        """Returns the footprint of a gradient.
 
-        NaN, infinity and subnormals count as not zero, -0.0 as zero.
+        NaN, infinity and subnormal numbers count as non-zero, -0.0 as zero.
+
+        Args:
+            gradient: None for a parameter that this rank did not use.
+            sample: the most units to read; dense gradients that are small or mostly non-zero then count as full. None
+                reads all.
 
         Raises:
-            ValueError: for indices out of range, or a sparse tensor with another number of sparse dimensions than one.
+            ValueError: for indices out of range, or a sparse tensor with more or fewer than one sparse dimension.
         """
         sampling = Sampling.at_most(sample, shape.units)
         if gradient is None or (isinstance(gradient, SparseRows) and not gradient.present):
@@ -134,14 +144,14 @@ class Footprint:
         return cls(shape, sampling, *_of_dense(gradient, shape, sampling))
 
     def element_indices(self) -> Tensor:
-        """(nnz,) int64: the elements that are not zero, ascending."""
+        """Returns the indices of the non-zero elements, ascending, (nnz,) int64."""
         if self.elements is not None:
             return self.elements
         return (self.units[:, None] * self.shape.dim + torch.arange(self.shape.dim)).flatten()
 
 
 def _of_rows(rows: SparseRows, sampling: Sampling) -> tuple[Tensor, Tensor | None]:
-    """(rows, elements) of a row-sparse gradient; values of repeated rows are summed before they are looked at."""
+    """Returns (rows, elements) of a row-sparse gradient; values of repeated rows are summed first."""
     indices, values = rows.indices, rows.values
     if indices.numel():
         low, high = (int(bound) for bound in indices.aminmax())
@@ -163,35 +173,46 @@ def _of_dense(gradient: Tensor, shape: Shape, sampling: Sampling) -> tuple[Tenso
     if sampling.step > 1:
         table = table[places.to(table.device)]
     nonzero = (table != 0).cpu()
-    touched = torch.from_numpy(nonzero.numpy().any(axis=1))  # several times as fast as torch's, as is flatnonzero
+    touched = torch.from_numpy(nonzero.numpy().any(axis=1))  # NumPy's any and flatnonzero are faster than torch's
     units = places[touched]
     return units, _elements_in(places, nonzero, len(units))
 
 
 def _elements_in(units: Tensor, nonzero: Tensor, touched: int) -> Tensor | None:
-    """Which elements of some units are not zero, bool (units, dim), as indices; None for all of `touched` units."""
+    """Returns the indices of non-zero elements; None if all elements of the non-zero units are non-zero.
+
+    Args:
+        units: (n,) int64, indices of units.
+        nonzero: bool (n, dim), which elements of these units are not zero.
+        touched: how many of these units are not zero.
+    """
     dim = nonzero.shape[1]
     places = torch.from_numpy(np.flatnonzero(nonzero.numpy()))
     if len(places) == touched * dim:
         return None
     if int(units[-1]) + 1 == len(units):
-        return places  # the first units, so places among them are elements of the tensor
+        return places  # units 0 to n - 1: positions in `nonzero` are indices of the tensor
     return places + (units - torch.arange(len(units)))[places // dim] * dim
 
 
 def _is_full(gradient: Tensor) -> bool:
-    """What is mostly not zero, small, or lies in memory in another order gains nothing from being sparse."""
+    """Whether a dense gradient counts as full: mostly non-zero, small, or not contiguous."""
     if gradient.numel() < FEWEST_SAMPLED or not gradient.is_contiguous():
         return True
     places = Sampling.at_most(LOOKS, gradient.numel()).places(gradient.numel())
     return float((gradient.view(-1)[places.to(gradient.device)] != 0).float().mean()) > MOST_FOUND
 
 
-Footprints = Mapping[str, Footprint]  # one rank's, of one step, by the tensor's name
+Footprints = Mapping[str, Footprint]  # parameter name -> footprint, of one rank in one step
 
 
 def write_footprints(file: BinaryIO, steps: Sequence[Footprints], **more: Any) -> None:
-    """One rank's footprints, as arrays and one JSON text in NumPy's .npz: nothing in it can run when it is read."""
+    """Writes one rank's footprints as a NumPy .npz file of arrays and one JSON text; reading one runs no code.
+
+    Args:
+        steps: for every step, footprints by parameter name.
+        more: further entries of the JSON text.
+    """
     arrays: dict[str, Any] = {}
     listed: list[list[dict[str, Any]]] = []
     for step, footprints in enumerate(steps):
@@ -206,10 +227,10 @@ def write_footprints(file: BinaryIO, steps: Sequence[Footprints], **more: Any) -
 
 
 def read_footprints(file: BinaryIO) -> tuple[list[dict[str, Footprint]], dict[str, Any]]:
-    """What `write_footprints` wrote: the steps, and what else it was given.
+    """Reads a file that `write_footprints` wrote; returns its steps, and the further entries of its JSON text.
 
     Raises:
-        ValueError: for what is no such file, or of another version.
+        ValueError: for another kind of file, or another version.
     """
     try:
         with np.load(file, allow_pickle=False) as arrays:
@@ -235,7 +256,7 @@ def _read(arrays: Any, key: str, about: Mapping[str, Any]) -> Footprint:
 
 
 def _checked(array: np.ndarray[Any, Any], size: int) -> Tensor:
-    """Indices as they were written, or an error: files come from elsewhere."""
+    """Returns indices as a tensor; raises if they are not int64, ascending within [0, size). Files may be anybody's."""
     if array.dtype != np.int64 or array.ndim != 1:
         raise ValueError(f"indices must be int64 (n,), got {array.dtype} {array.shape}")
     if len(array) and (array[0] < 0 or array[-1] >= size or (np.diff(array) <= 0).any()):
@@ -244,12 +265,12 @@ def _checked(array: np.ndarray[Any, Any], size: int) -> Tensor:
 
 
 def footprints_to_bytes(steps: Sequence[Footprints]) -> bytes:
-    """For other ranks."""
+    """Returns footprints as bytes, to be sent to other ranks."""
     file = io.BytesIO()
     write_footprints(file, steps)
     return file.getvalue()
 
 
 def footprints_from_bytes(content: bytes) -> list[dict[str, Footprint]]:
-    """The inverse of `footprints_to_bytes`."""
+    """Reads what `footprints_to_bytes` made."""
     return read_footprints(io.BytesIO(content))[0]

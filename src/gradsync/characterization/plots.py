@@ -1,4 +1,4 @@
-"""Plots in one style, by plotly."""
+"""Plots in one style, drawn by plotly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What engines hand over of their steps while a listener is active; footprints of gradients, one file a rank.
+"""Records footprints of gradients while a script trains, one file per rank.
 
 with recording(Recorder(steps=5)) as recorder:
     ...                                        # the script: `attach`, training
@@ -22,11 +22,13 @@ POLL_S = 0.05
 
 
 class Recorder(StepListener):
-    """Collects gradients of the first model that is attached, before they are exchanged: `steps` times one step in
-    `every`, the first one at once.
+    """Collects footprints of this rank's gradients, before they are synchronised, from the first model that trains.
 
-    `gradsync bench characterize` measures what a look costs: one at every 16th step is below 1 % of a small model's
-    time.
+    It records `steps` steps, one of every `every`, beginning with the first. `gradsync bench characterize` measures the
+    cost: recording every 16th step takes less than 1 % of a small model's time.
+
+    Args:
+        sample: the most rows (elements, if a tensor has no rows) read of each gradient; None reads all.
     """
 
     def __init__(self, steps: int, sample: int | None = DEFAULT_SAMPLE, *, every: int = 1) -> None:
@@ -45,7 +47,11 @@ class Recorder(StepListener):
             self._current[name] = Footprint.of(gradient, Shape(shape), self.sample)
 
     def step_ended(self, engine: Any, names: Iterable[str]) -> None:
-        """Keeps the step, in the order of `names`. Raises `RecordingDone` when it was the last one to be recorded."""
+        """Keeps the footprints of the step, in the order of `names`.
+
+        Raises:
+            RecordingDone: after the last step to record.
+        """
         if self._engine is not engine:
             return
         if self._seen % self.every == 0:
@@ -56,12 +62,12 @@ class Recorder(StepListener):
 
 
 def path_of(folder: str | Path, rank: int) -> Path:
-    """The file of one rank."""
+    """Returns the path of one rank's file."""
     return Path(folder) / PATTERN.replace("*", str(rank))
 
 
 def save_recording(folder: str | Path, steps: Sequence[Footprints], *, rank: int, ranks: int) -> None:
-    """Writes one rank's file; it appears whole or not at all."""
+    """Writes one rank's file; other processes see the whole file or none."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     unfinished = path_of(folder, rank).with_suffix(".part")
     with unfinished.open("wb") as file:
@@ -70,7 +76,7 @@ def save_recording(folder: str | Path, steps: Sequence[Footprints], *, rank: int
 
 
 def discard_recording(folder: str | Path, *, rank: int, ranks: int) -> None:
-    """Removes what an earlier recording left of this rank; rank 0 also removes files of ranks that are no more."""
+    """Removes this rank's file of an earlier recording; rank 0 also removes files of ranks >= `ranks`."""
     for path in Path(folder).glob(PATTERN):
         number = path.stem.removeprefix("rank")
         if number == str(rank) or (rank == 0 and number.isdecimal() and int(number) >= ranks):
@@ -78,10 +84,10 @@ def discard_recording(folder: str | Path, *, rank: int, ranks: int) -> None:
 
 
 def load_recording(folder: str | Path) -> list[list[Footprints]]:
-    """What all ranks recorded, by step and rank.
+    """Returns the footprints of all ranks, as a list of steps, each a list by rank.
 
     Raises:
-        ValueError: where a rank's file is missing, is no recording, or belongs to another one.
+        ValueError: if a rank's file is missing, is not a recording, or belongs to another recording.
     """
     files = sorted(Path(folder).glob(PATTERN))
     if not files:
@@ -105,10 +111,10 @@ def load_recording(folder: str | Path) -> list[list[Footprints]]:
 
 
 def await_recording(folder: str | Path, ranks: int, timeout_s: float) -> None:
-    """Waits for the other ranks' files.
+    """Waits until every rank's file is there.
 
     Raises:
-        RuntimeError: after `timeout_s`, naming the ranks that left none.
+        RuntimeError: after `timeout_s` seconds, naming the ranks whose files are missing.
     """
     deadline_s = time.monotonic() + timeout_s
     while missing := [rank for rank in range(ranks) if not path_of(folder, rank).exists()]:

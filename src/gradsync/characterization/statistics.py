@@ -1,7 +1,8 @@
-"""The figures of one step, from which places each rank touches: those of Zen (Wang et al., OSDI 2025, section 2.1).
+"""Figures of sparsity for one step: densities, overlaps and skewness of the indices that ranks' gradients touch.
 
-Places are the elements of tensors laid end to end, or the rows of one. From samples of them, figures are estimates with
-a standard error each: of a sum over the sampled units, rows as a rule, taken as drawn independently.
+A place is an element of tensors laid end to end, or a row of one tensor; a rank touches a place where its gradient is
+not zero. Figures from a sample are estimates with a standard error, for which sampled units (rows as a rule) count as
+drawn independently. Definitions are Zen's (Wang et al., OSDI 2025, section 2.1):
 
     density            d: share of places that are not zero; d^k: after summing k ranks
     overlap ratio      |A and B| / min(|A|, |B|), of the index sets of two ranks
@@ -24,7 +25,7 @@ from torch import Tensor
 from .footprint import Footprint, Sampling
 
 MOST_PARTITIONS = 128  # as in the paper's figure; n = 2, 4, ... up to this
-HISTOGRAM_BINS = 20  # of overlap ratios, which lie in [0, 1]
+HISTOGRAM_BINS = 20  # equal bins of [0, 1] for overlap ratios
 CHUNK = 1 << 16  # places counted at once
 
 
@@ -33,14 +34,14 @@ class Frozen(BaseModel):
 
 
 class Estimate(Frozen):
-    """A figure and its standard error: 0 where everything was counted."""
+    """A figure and its standard error, which is 0 where all places were counted."""
 
     value: float
     error: float = 0.0
 
 
 class Range(Frozen):
-    """A figure over ranks, or over pairs of ranks; `error` is the standard error of the mean."""
+    """A figure over ranks or pairs of ranks: mean, least and most; `error` is the standard error of the mean."""
 
     mean: float
     least: float
@@ -49,30 +50,30 @@ class Range(Frozen):
 
 
 class Sparsity(Frozen):
-    """Of `size` places laid out one after the other. What is a ratio to nothing (no place is touched) is left out."""
+    """The figures of `size` places laid end to end; ratios are left out where no rank touches any place."""
 
     size: int
-    looked_at: int  # places, on every rank in every step; `size`: all
+    looked_at: int  # places read on every rank in every step; `size` if all were
     density: Range
-    union_density: dict[int, Estimate]  # d^k by k: 2^j and the number of ranks; mean over groups of k adjacent ranks
-    densification_ratio: dict[int, Estimate]  # gamma^k by k
-    overlap_ratio: Range | None  # over pairs of ranks that both touch something
-    overlap_histogram: tuple[float, ...] = ()  # share of pairs by overlap ratio, in equal bins of [0, 1]
-    skewness_ratio: dict[int, Estimate]  # s^n by n, of one rank: mean over the ranks
-    union_skewness_ratio: dict[int, Estimate]  # of the sum over all ranks
-    shares: tuple[float, ...] = ()  # of the finest partitions 2^j, in what one rank touches
-    union_shares: tuple[float, ...] = ()
+    union_density: dict[int, Estimate]  # d^k for k = 1, 2, 4, ... and all ranks; mean over groups of k adjacent ranks
+    densification_ratio: dict[int, Estimate]  # gamma^k, by k
+    overlap_ratio: Range | None  # over pairs of ranks of which both touch some place
+    overlap_histogram: tuple[float, ...] = ()  # share of pairs in each of HISTOGRAM_BINS bins of the overlap ratio
+    skewness_ratio: dict[int, Estimate]  # s^n of one rank's gradient, by n; mean over ranks
+    union_skewness_ratio: dict[int, Estimate]  # s^n of the sum over all ranks, by n
+    shares: tuple[float, ...] = ()  # each partition's share of touched places, for the largest n = 2^j; sums over ranks
+    union_shares: tuple[float, ...] = ()  # the same for the union of what all ranks touch
 
 
 @dataclass(frozen=True)
 class TouchedPlaces:
-    """Which places, elements or rows, of one tensor the ranks touch, among those looked at."""
+    """The places (elements or rows) of one tensor that each rank touches, within the sample."""
 
     size: int
-    run: int  # places of a sampled unit
+    run: int  # places in a sampled unit: a row's length for elements, else 1
     sampling: Sampling
-    places: Tensor  # (u,) int64 ascending: what any rank touches
-    touched: Tensor  # bool (ranks, u)
+    places: Tensor  # (u,) int64, ascending: places that at least one rank touches
+    touched: Tensor  # bool (ranks, u): which of `places` each rank touches
 
     @cached_property
     def units_looked_at(self) -> int:
@@ -81,13 +82,16 @@ class TouchedPlaces:
 
     @property
     def weight(self) -> float:
-        """Places that one place looked at stands for."""
+        """How many places of the tensor one sampled place stands for."""
         return self.size / self.run / max(self.units_looked_at, 1)
 
     def variance(self, terms: Tensor) -> float:
-        """Of the sum of `terms`, (u,) double, over the places looked at, as an estimate; 0 where all were.
+        """Returns an estimate of the variance of the sum of `terms` over sampled places; 0 where all places were read.
 
-        Units are drawn, and their places come along: what varies is the sum of a unit.
+        Whole units are drawn, so the variance is that of sums over a unit's places.
+
+        Args:
+            terms: (u,) float64, one for each of `places`.
         """
         if self.sampling.step == 1:
             return 0.0
@@ -98,7 +102,7 @@ class TouchedPlaces:
 
 
 def elements_of(footprints: Sequence[Footprint]) -> TouchedPlaces:
-    """All ranks' elements of one tensor."""
+    """Returns which elements of one tensor each rank touches."""
     first = footprints[0]
     run = first.shape.dim if first.shape.numel else 1
     if all(f.elements is None for f in footprints):  # whole rows: no need to sort their elements
@@ -110,7 +114,7 @@ def elements_of(footprints: Sequence[Footprint]) -> TouchedPlaces:
 
 
 def rows_of(footprints: Sequence[Footprint]) -> TouchedPlaces:
-    """All ranks' rows of one tensor."""
+    """Returns which rows of one tensor each rank touches."""
     first = footprints[0]
     return _part(first.shape.units, 1, first.sampling, [f.units for f in footprints])
 
@@ -124,7 +128,12 @@ def _part(size: int, run: int, sampling: Sampling, index_sets: Sequence[Tensor])
 
 
 def sparsity_of(parts: Sequence[TouchedPlaces], partitions: int | None) -> Sparsity:
-    """Of parts laid end to end."""
+    """Returns the figures of several tensors laid end to end.
+
+    Args:
+        parts: the touched places of each tensor, with the same ranks in all.
+        partitions: one more number of partitions for skewness ratios.
+    """
     size = sum(part.size for part in parts)
     common = _common(parts)
     counts = common.diagonal()
@@ -169,19 +178,22 @@ def sparsity_of(parts: Sequence[TouchedPlaces], partitions: int | None) -> Spars
 
 
 def _powers_and(ranks: int) -> list[int]:
-    """1, 2, 4, ... up to `ranks`, and `ranks`."""
+    """Returns 1, 2, 4, ... up to `ranks`, and `ranks`."""
     return sorted({2**j for j in range(32) if 2**j <= ranks} | {ranks})
 
 
 def _union(touched: Tensor, k: int) -> Tensor:
-    """(u,) double: the share of the groups of k adjacent ranks that touch each place; ranks left over are left out."""
+    """Returns the share of groups of k adjacent ranks that touch each place, (u,) float64.
+
+    Ranks left over after the last full group are not counted.
+    """
     groups = len(touched) // k
     grouped = touched[: groups * k].view(groups, k, -1).any(dim=1) if k > 1 else touched
     return grouped.sum(dim=0).double() / groups
 
 
 def _common(parts: Sequence[TouchedPlaces]) -> Tensor:
-    """(ranks, ranks) double: how many places two ranks both touch, estimated where only some were looked at."""
+    """Returns how many places each pair of ranks both touch, (ranks, ranks) float64, extrapolated from samples."""
     ranks = len(parts[0].touched)
     common = torch.zeros(ranks, ranks, dtype=torch.float64)
     for part in parts:
@@ -192,7 +204,7 @@ def _common(parts: Sequence[TouchedPlaces]) -> Tensor:
 
 
 def _overlap(parts: Sequence[TouchedPlaces], common: Tensor) -> tuple[Range | None, tuple[float, ...]]:
-    """Over all pairs of ranks that both touch something; and the histogram."""
+    """Returns the overlap ratio over all pairs of ranks of which both touch some place, and its histogram."""
     counts = common.diagonal()
     pairs = [(a, b) for a in range(len(counts)) for b in range(a) if min(counts[a], counts[b]) > 0]
     if not pairs:
@@ -217,20 +229,23 @@ def _overlap(parts: Sequence[TouchedPlaces], common: Tensor) -> tuple[Range | No
 
 
 def _partition_numbers(size: int, more: int | None) -> list[int]:
-    """2, 4, ... 128 and what the caller asks for; no more partitions than places."""
+    """Returns 2, 4, ... 128 and `more`, without numbers above `size`."""
     wanted = {2**j for j in range(1, MOST_PARTITIONS.bit_length())} | ({more} if more is not None else set())
     return sorted(n for n in wanted if n <= size)
 
 
 class _PartitionCounts:
-    """How what is touched is spread over n even contiguous partitions of all parts laid end to end."""
+    """Counts of touched places in n even contiguous partitions of all tensors laid end to end."""
 
     def __init__(self, parts: Sequence[TouchedPlaces], size: int) -> None:
         self._parts, self._size = parts, size
         self._known: dict[tuple[int, bool], Tensor] = {}
 
     def counts(self, n: int, *, union: bool) -> Tensor:
-        """(ranks, n) double, or (1, n) of the union."""
+        """Returns the number of touched places in each of n partitions, float64.
+
+        Shape (ranks, n), or (1, n) for the union of all ranks.
+        """
         if (n, union) not in self._known:
             halves = 2 * n in {k for k, of_union in self._known if of_union is union}
             # floor(2 i n / size / 2) = floor(i n / size): of 2 n even partitions, two neighbours are one of n.
@@ -250,21 +265,24 @@ class _PartitionCounts:
         return total
 
     def _starts(self, n: int) -> list[int]:
-        """Where partitions start, and the end: place i is in partition floor(i n / size)."""
+        """Returns where each of n partitions starts, and the end; place i is in partition floor(i n / size)."""
         return [-(-i * self._size // n) for i in range(n + 1)]
 
     def shares(self, n: int, *, union: bool) -> tuple[float, ...]:
-        """Of each partition in what all ranks touch, each rank's counted by itself."""
+        """Returns each partition's share of touched places: of the sum over ranks, or of the union of all ranks."""
         total = self.counts(n, union=union).sum(dim=0)
         return tuple((total / total.sum()).tolist())
 
     def skewness_ratios(self, numbers: Sequence[int], *, union: bool) -> dict[int, Estimate]:
-        """By number of partitions, ascending as `numbers` are."""
+        """Returns the skewness ratio for each number of partitions; `numbers` ascend."""
         found = {n: self.skewness(n, union=union) for n in reversed(numbers)}  # fine ones first: coarse ones are sums
         return {n: found[n] for n in numbers}
 
     def skewness(self, n: int, *, union: bool) -> Estimate:
-        """Mean over the ranks that touch something; the density of a partition is over its own number of places."""
+        """Returns the skewness ratio for n partitions, as a mean over the ranks that touch any place.
+
+        Partitions differ in size by one place; each density is over the partition's own size.
+        """
         sizes = torch.tensor(self._starts(n), dtype=torch.float64).diff()
         counts = self.counts(n, union=union)
         counts = counts[counts.sum(dim=1) > 0]
@@ -274,7 +292,7 @@ class _PartitionCounts:
         step = max(part.sampling.step for part in self._parts)
         if step == 1:
             return Estimate(value=ratio)
-        # Of the share of one partition, binomial over units: the ranks are not taken as independent.
+        # The standard error of one partition's share is binomial over units; ranks do not count as independent.
         inside = counts.gather(1, partition[:, None]).squeeze(1)
         share = inside / counts.sum(dim=1)
         looked_at = inside / max(part.weight * part.run for part in self._parts)
@@ -283,7 +301,7 @@ class _PartitionCounts:
 
 
 def full_sparsity(size: int, ranks: int, partitions: int | None) -> Sparsity:
-    """Of a tensor without zeros on any rank."""
+    """Returns the figures of a tensor without zeros on any rank."""
     one = Estimate(value=1.0)
     everywhere = Range(mean=1.0, least=1.0, most=1.0)
     ks, numbers = _powers_and(ranks), _partition_numbers(size, partitions)
@@ -300,7 +318,10 @@ def full_sparsity(size: int, ranks: int, partitions: int | None) -> Sparsity:
 
 
 def mean_over_steps(steps: Sequence[Sparsity]) -> Sparsity:
-    """Means of all figures (least and most: over all steps). The sample is the same in all, so errors do not shrink."""
+    """Returns the mean of each figure over steps; `least` and `most` are over all steps.
+
+    Standard errors are averaged: all steps read the same sample, so more steps do not shrink them.
+    """
     if len(steps) == 1:
         return steps[0]
     overlaps = [s.overlap_ratio for s in steps if s.overlap_ratio is not None]

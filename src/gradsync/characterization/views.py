@@ -1,4 +1,4 @@
-"""A characterization for people: a table for the terminal, and a page of plots."""
+"""Shows a characterization to people: as a table for the terminal, and as an HTML page of plots."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOTHING = "-"
 
 
 def views(found: Characterization) -> dict[str, tuple[str, Sparsity]]:
-    """What is sparse: label -> (rows or elements, figures); all tensors together last."""
+    """Returns label -> ("rows" or "elements", figures) of each sparse tensor, and of all tensors together last."""
     named = {
         name: ("rows" if tensor.view() is tensor.rows else "elements", tensor.view())
         for name, tensor in found.tensors.items()
@@ -31,7 +31,7 @@ def views(found: Characterization) -> dict[str, tuple[str, Sparsity]]:
 
 
 def summary(found: Characterization) -> str:
-    """What was looked at, and what the table leaves out."""
+    """Returns a sentence on what was measured, and which dense tensors the table leaves out."""
     dense = [n for n, t in found.tensors.items() if t.view().density.mean > MOST_FOUND]
     looked = "from samples of rows (+-: standard error)" if found.sampled else "everything counted"
     text = f"{found.ranks} ranks, mean over {found.steps} steps, {looked}."
@@ -42,10 +42,10 @@ def summary(found: Characterization) -> str:
 
 
 def sparsity_table(found: Characterization, *, compact: bool = False) -> Table:
-    """Density on one rank and of the sum, growth, overlap, skew of one rank / of the sum; errors where sampled.
+    """Returns a table of densities, growth, overlap and skewness, with a row for each sparse tensor.
 
-    `compact`, for narrow terminals: the density of one rank and of the sum over all only, one number of partitions, and
-    no errors.
+    Densities are of one rank's gradient and of sums over ranks; sampled figures carry a standard error. `compact`, for
+    narrow terminals, shows the density of one rank and of the sum over all, one number of partitions, and no errors.
     """
     from rich.table import Table
     from rich.text import Text
@@ -75,7 +75,7 @@ def sparsity_table(found: Characterization, *, compact: bool = False) -> Table:
 
 
 def _estimate(estimate: Estimate | None, scale: float, *, errors: bool) -> str:
-    """`2.64`, or `2.61 +-0.04` of a sample."""
+    """Formats a figure, as `2.64`, or `2.61 +-0.04` where it comes from a sample."""
     if estimate is None:
         return NOTHING
     error = f" +-{estimate.error * scale:.2f}" if estimate.error and errors else ""
@@ -88,7 +88,7 @@ def _skews(view: Sparsity, n: int) -> str:
 
 
 def figures(found: Characterization) -> list[tuple[str, str, go.Figure]]:
-    """(title, what to look for, figure)."""
+    """Returns (title, what to look for, plot) of each plot."""
     shown = views(found)
     return [
         ("Density of the sum", "Flat: the ranks touch the same places. A straight rise: different ones.", _sums(shown)),
@@ -137,11 +137,11 @@ def _skew(shown: dict[str, tuple[str, Sparsity]]) -> go.Figure:
 
 
 def write_sparsity_page(found: Characterization, path: str | Path) -> None:
-    """One self-contained page with the plots.
+    """Writes one self-contained HTML page with the plots.
 
     Raises:
-        ImportError: without plotly, naming what to install.
-        ValueError: where no tensor is sparse: there is nothing to draw.
+        ImportError: if plotly is missing; the message says what to install.
+        ValueError: if no tensor is sparse, so that there is nothing to draw.
     """
     if not views(found):
         raise ValueError("no gradient is sparse (more than half of the elements of each are not zero): nothing to plot")

@@ -1,4 +1,4 @@
-"""The command line: parse, call, print. All work is the library's, which is imported once a command is called."""
+"""The command line: parses arguments, calls the library, prints results. A command is imported when it is called."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .extensions import extension
 
 
 class Command(NamedTuple):
-    """A command of the core by its place, `module:object` with a Typer app or a function, and its line of help."""
+    """A command: where its object is, as `module:object` (a Typer app or a function), and its line of help."""
 
-    place: str | None  # None: gradsync-lab names it by an entry point
+    place: str | None  # None: the command belongs to gradsync-lab and is found by an entry point
     line: str
 
 
@@ -28,18 +28,18 @@ COMMANDS = {
     ),
     "characterize": Command(
         ".characterize:characterize",
-        "How sparse gradients are, how much the ranks overlap, how their sum fills up, how skewed they are.",
+        "Show how sparse gradients are, how much ranks overlap, how their sum fills up, and how skewed it is.",
     ),
     "measure": Command(
         ".measure:measure",
-        "Measure training: ready times of gradients, costs of kernels and links, and what overlap costs.",
+        "Measure a job: when gradients are ready, what kernels and links cost, and how much overlap slows both.",
     ),
     "plan": Command(
         ".plan:plan",
-        "The best plan that is found for a measured job: what to merge, what to compress, and by which exchange.",
+        "Find a plan for a measured job: which gradients to merge, which to compress, and how to exchange them.",
     ),
     "explain": Command(
-        ".plan:explain", "Why a plan is as it is: each bucket's best alternatives, and whether plain DDP would do."
+        ".plan:explain", "Explain a plan: the best other schemes for each bucket, and whether plain DDP is as fast."
     ),
     "bench": Command(None, "Measure methods beside each other and keep the records."),
     "lab": Command(None, "An emulated cluster on this machine: namespaces joined by shaped links."),
@@ -47,7 +47,7 @@ COMMANDS = {
 
 
 class Commands(TyperGroup):
-    """A group whose commands are imported when they are called: help for all of them imports none."""
+    """A group of commands that imports a command's module only when the command is called, not for help on all."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -65,10 +65,10 @@ class Commands(TyperGroup):
 
 
 def loaded(name: str) -> Any:
-    """Imports a command and returns it as the group calls it.
+    """Imports a command and returns it as a click command.
 
     Raises:
-        ImportError: the command belongs to gradsync-lab, which is not installed.
+        ImportError: if the command belongs to gradsync-lab, which is not installed.
     """
     place = COMMANDS[name].place
     if place is None:
@@ -103,6 +103,6 @@ def gradsync(
 
 
 def main() -> None:
-    """Entry point of the `gradsync` command."""
+    """Runs the `gradsync` command."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     app()

@@ -1,4 +1,4 @@
-"""`gradsync characterize`: how sparse gradients are, of a workload, of a recording, or of one's own script."""
+"""`gradsync characterize`: shows how sparse gradients are, from a workload, a recording, or the user's script."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ def characterize(
     script: Script = None,
     workload: NamedWorkload = None,
     option: WorkloadOptions = None,
-    recorded: Annotated[Path | None, typer.Option(help="A folder that a script's run has left.")] = None,
-    ranks: Annotated[int, typer.Option(min=1, help="Ranks of a workload, computed one after the other.")] = 16,
-    steps: Annotated[int, typer.Option(min=1, help="Steps; figures are means over them.")] = 3,
-    every: Annotated[int, typer.Option(min=1, help="Of a script one step in so many is looked at.")] = 1,
-    seed: Annotated[int, typer.Option(min=0, help="Of a workload's weights and batches.")] = 0,
+    recorded: Annotated[Path | None, typer.Option(help="Folder of an earlier recording of a script.")] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="Number of ranks of a workload; one process runs them all.")] = 16,
+    steps: Annotated[int, typer.Option(min=1, help="Number of steps; figures are means over steps.")] = 3,
+    every: Annotated[int, typer.Option(min=1, help="Record one of so many steps of a script.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of a workload's weights and batches.")] = 0,
     sample: Annotated[
         int | None,
         typer.Option(
             min=0,
-            help="Rows looked at in each tensor, 0: all. "
-            f"By default all of a workload's, {DEFAULT_SAMPLE} of a script's.",
+            help="Most rows to read of each tensor; 0 reads all. "
+            f"By default all for a workload, {DEFAULT_SAMPLE} for a script.",
         ),
     ] = None,
-    partitions: Annotated[int | None, typer.Option(min=1, help="Also the skew over so many partitions.")] = None,
-    out: Annotated[Path, typer.Option(help="Where a script's recording goes, a file a rank.")] = Path("recorded"),
-    json: Annotated[str | None, typer.Option("--json", help="File for all figures; - prints them.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="HTML page of the plots.")] = None,
+    partitions: Annotated[int | None, typer.Option(min=1, help="One more number of partitions for skewness.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for a script's recording, one file per rank.")] = Path("recorded"),
+    json: Annotated[str | None, typer.Option("--json", help="JSON file for all figures; - prints them.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="HTML file for plots.")] = None,
 ) -> None:
-    """How sparse gradients are, how much the ranks overlap, how their sum fills up, how skewed they are."""
+    """Show how sparse gradients are, how much ranks overlap, how their sum fills up, and how skewed it is."""
     if sum((bool(script), workload is not None, recorded is not None)) != 1:
         raise typer.BadParameter("give one of --workload NAME, --recorded FOLDER, or -- SCRIPT ARGUMENTS")
     if plot is not None and plot.suffix != ".html":
@@ -65,13 +65,13 @@ def characterize(
 
 
 def _record(script: Sequence[str], recorder: Recorder, out: Path) -> bool:
-    """Runs this rank's script and leaves its recording; True on rank 0, once all ranks have left theirs."""
+    """Runs the user's script on this rank and writes its recording; True on rank 0, once all files are there."""
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     discard_recording(out, rank=rank, ranks=ranks)
     with recording(recorder):
         run_as_main(script)
     if not recorder.footprints:
-        raise RuntimeError(f"{script[0]} has shown no gradients: does it call gradsync.attach(model) and backward()?")
+        raise RuntimeError(f"{script[0]} showed no gradients: does it call gradsync.attach(model) and backward()?")
     save_recording(out, recorder.footprints, rank=rank, ranks=ranks)
     if rank == 0:
         await_recording(out, ranks, OTHER_RANKS_TIMEOUT_S)

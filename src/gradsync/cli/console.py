@@ -1,4 +1,4 @@
-"""Where commands print, and how what a user can mend is told."""
+"""Consoles that commands print to, and the handling of errors that a user can fix."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rich.console import Console
 WIDE = 130  # columns of a terminal that shows whole tables
 
 console = Console()
-beside = Console(stderr=True)  # what is not the result, so that a result can be piped
+beside = Console(stderr=True)  # for everything but results, so that results can be piped
 
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """What a user can mend is a message, not a traceback: wrong settings end with code 2, a failed run with 1."""
+    """Turns errors that a user can fix into messages; exits with 2 for wrong arguments, with 1 for a failed run."""
     try:
         yield
     except (ValueError, ImportError) as error:

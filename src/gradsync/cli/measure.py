@@ -1,4 +1,4 @@
-"""`gradsync measure`: what planners need to know of one's own script, or of a workload, as a profile on disk."""
+"""`gradsync measure`: writes a profile of a script or workload, from which planners make plans."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def measure(
     script: Script = None,
     workload: NamedWorkload = None,
     option: WorkloadOptions = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps that ready times are of; as many show overlap.")] = 10,
-    warmup: Annotated[int, typer.Option(min=2, help="Steps before that, as usual.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to time gradients in; as many more to time overlap.")] = 10,
+    warmup: Annotated[int, typer.Option(min=2, help="Steps before the first timed one.")] = 5,
     compressor: Annotated[
         list[str] | None,
-        typer.Option(help=f"A compressor whose kernels are measured too; repeatable. {NAMES_IN_WORDS}."),
+        typer.Option(help=f"A compressor to measure the kernels of; repeatable. {NAMES_IN_WORDS}."),
     ] = None,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Where rank 0 leaves the profile.")] = Path("profile.json"),
+    out: Annotated[Path, typer.Option("--out", "-o", help="File that rank 0 writes.")] = Path("profile.json"),
 ) -> None:
-    """Measure training: ready times of gradients, costs of kernels and links, and what overlap costs."""
+    """Measure a job: when gradients are ready, what kernels and links cost, and how much overlap slows both."""
     if bool(script) == (workload is not None):
         raise typer.BadParameter("give one of --workload NAME, or -- SCRIPT ARGUMENTS")
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -50,14 +50,14 @@ def measure(
 
 
 def _of_script(script: Sequence[str], measured: Measurement) -> Profile:
-    """Runs this rank's script until it has been measured."""
+    """Runs the user's script on this rank until it has been measured, and returns the profile."""
     with measured.active():
         run_as_main(script)
     if measured.profile is not None:
         return measured.profile
     if not measured.steps_taken:
         raise RuntimeError(
-            f"{script[0]} has synchronised no gradients: does it call gradsync.attach(model) and backward()?"
+            f"{script[0]} synchronised no gradients: does it call gradsync.attach(model) and backward()?"
         )
     raise RuntimeError(
         f"{script[0]} ended after {measured.steps_taken} of the {measured.steps_needed} steps that measuring takes: "

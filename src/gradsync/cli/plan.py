@@ -1,4 +1,4 @@
-"""`gradsync plan` and `gradsync explain`: from a measured job to a plan, and why it is as it is."""
+"""`gradsync plan` finds a plan for a measured job; `gradsync explain` says why a plan is as it is."""
 
 from __future__ import annotations
 
@@ -21,44 +21,44 @@ from ..plans.profile import Profile
 from ..schemes import LeafConstraints
 from .console import beside, console, plain_errors
 
-Measured = Annotated[Path, typer.Option("--profile", help="What `gradsync measure` wrote of the job.")]
+Measured = Annotated[Path, typer.Option("--profile", help="Profile of the job, as `gradsync measure` writes it.")]
 OnCluster = Annotated[
-    Path | None, typer.Option("--cluster", help="Plan for this cluster (TOML) instead of the one it was measured on.")
+    Path | None, typer.Option("--cluster", help="Plan for this cluster (TOML file), not the one of the measurement.")
 ]
 Allow = Annotated[
     str,
     typer.Option(
-        help=f"What dense gradients may be lost by, comma-separated: {SCHEMES_IN_WORDS}; and compressors: "
-        f"{compressors.NAMES_IN_WORDS}. By default nothing is lost."
+        help=f"Lossy schemes allowed for dense gradients, comma-separated: {SCHEMES_IN_WORDS}; and compressors: "
+        f"{compressors.NAMES_IN_WORDS}. By default all gradients stay exact."
     ),
 ]
-Exact = Annotated[list[str] | None, typer.Option(help="Name or pattern of parameters that lose nothing; repeatable.")]
-MatricesOnly = Annotated[bool, typer.Option(help="Tensors of one dimension, as biases, lose nothing.")]
+Exact = Annotated[list[str] | None, typer.Option(help="Name or pattern of parameters that stay exact; repeatable.")]
+MatricesOnly = Annotated[bool, typer.Option(help="Tensors of one dimension, such as biases, stay exact.")]
 MostError = Annotated[
     float | None,
-    typer.Option(min=0.0, help="Most relative error of a step's gradient, of each parameter, as it was measured."),
+    typer.Option(min=0.0, help="Largest relative error of each parameter's gradient in one step, as measured."),
 ]
 MostDelay = Annotated[
     float | None,
-    typer.Option(min=0.0, help="Instead of that, with error feedback: of how many steps' gradients it may hold back."),
+    typer.Option(min=0.0, help="Instead, with error feedback: most steps' worth of gradient that a residual holds."),
 ]
 MostDelayFrozen = Annotated[
     float | None,
-    typer.Option(min=0.0, help="The same of chunks, where optimisers leave alone what did not arrive."),
+    typer.Option(min=0.0, help="The same for schemes that freeze optimiser state of chunks that were not sent."),
 ]
 MostCompressions = Annotated[
     int | None,
-    typer.Option(min=0, help="Lossy steps of a compressed gradient on its way, at the most; 1 by default."),
+    typer.Option(min=0, help="Most times that one gradient is compressed on its way; 1 by default."),
 ]
 Without = Annotated[
     list[str] | None,
-    typer.Option(help="A collective or device that no compressed gradient may take (all_to_all, offload); repeatable."),
+    typer.Option(help="A collective or device barred from compressed gradients (all_to_all, offload); repeatable."),
 ]
-FlatOnly = Annotated[bool, typer.Option(help="No compressed gradient goes by nodes first.")]
+FlatOnly = Annotated[bool, typer.Option(help="No stages inside nodes for compressed gradients.")]
 
 
 def plan(
-    profile: Annotated[Path, typer.Argument(help="What `gradsync measure` wrote of the job.")] = Path("profile.json"),
+    profile: Annotated[Path, typer.Argument(help="Profile that `gradsync measure` wrote.")] = Path("profile.json"),
     cluster: OnCluster = None,
     allow: Allow = "",
     exact: Exact = None,
@@ -69,9 +69,9 @@ def plan(
     most_compressions: MostCompressions = None,
     without: Without = None,
     flat_only: FlatOnly = False,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Where the plan goes.")] = Path("plan.json"),
+    out: Annotated[Path, typer.Option("--out", "-o", help="File for the plan.")] = Path("plan.json"),
 ) -> None:
-    """The best plan that is found for a measured job: what to merge, what to compress, and by which exchange."""
+    """Find a plan for a measured job: which gradients to merge, which to compress, and how to exchange them."""
     with plain_errors():
         job = _job(profile, cluster)
         leaves = _leaves(most_compressions, without, flat_only)
@@ -80,8 +80,8 @@ def plan(
         found.plan.save(out)
         _print(describe(explained(found.plan, job, found.ways)))
         gap = found.certificate().gap
-    model = "its model, with half of the latencies," if found.hiding else "its model"
-    console.print(f"The search is at most {gap:.1%} above the best that {model} allows.", highlight=False)
+    model = "the search's model with halved latencies" if found.hiding else "the search's model"
+    console.print(f"By {model}, it takes at most {gap:.1%} longer than the best plan.", highlight=False)
     beside.print(f"Plan: {out}")
 
 
@@ -99,7 +99,7 @@ def explain(
     without: Without = None,
     flat_only: FlatOnly = False,
 ) -> None:
-    """Why a plan is as it is: each bucket's best alternatives, and whether plain DDP would do."""
+    """Explain a plan: the best other schemes for each bucket, and whether plain DDP is as fast."""
     with plain_errors():
         job = _job(profile, cluster)
         leaves = _leaves(most_compressions, without, flat_only)

@@ -1,4 +1,4 @@
-"""The training that a command looks at: a user's own script, run in this process, or a named workload."""
+"""The training that a command runs: the user's script, in this process, or a named workload."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 Script = Annotated[
     list[str] | None,
     typer.Argument(
-        help="Your script and its arguments, after --; started by torchrun --no-python, and ended after the steps."
+        help="Your script and its arguments, after --; start it by torchrun --no-python; it ends after the steps."
     ),
 ]
 NamedWorkload = Annotated[
@@ -29,7 +29,7 @@ WorkloadOptions = Annotated[
 
 
 def run_as_main(script: Sequence[str]) -> None:
-    """As `python SCRIPT ARGUMENTS` runs it, `sys.argv` and `sys.path` included."""
+    """Runs the script as `python SCRIPT ARGUMENTS` does, with its `sys.argv` and `sys.path`, and restores both."""
     before = sys.argv, sys.path
     sys.argv, sys.path = list(script), [str(Path(script[0]).resolve().parent), *sys.path]
     try:

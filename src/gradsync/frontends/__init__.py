@@ -1,1 +1,1 @@
-"""Ways into the engine: attach, the drop-in class, the communication hook of DDP, averages of parameters."""
+"""Frontends: the code between autograd and the engine, as `attach`, the class in DDP's place, and DDP's hook."""

@@ -1,7 +1,7 @@
-"""Before anything is synchronised: every rank examines its model, and all agree on it or all raise.
+"""Agreement of ranks before training: every rank examines its model, and all agree on it or all raise.
 
-No rank may find out alone that something is wrong, or the others would wait for it; so findings are exchanged first, as
-digests and text (never pickled objects), and raised together.
+No rank may find out alone that something is wrong, or the others would wait for it. So ranks first exchange their
+findings, as digests and text (never pickled objects), and then raise together.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ T = TypeVar("T")
 DEFAULT_TIMEOUT_S = 600.0
 
 _attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-_attached_parameters = WeakIdKeyDictionary()  # two engines that write one gradient would race
+_attached_parameters = WeakIdKeyDictionary()  # keys only; two engines that write one gradient would race
 
 
 def agreed_engine(
@@ -53,14 +53,17 @@ def agreed_engine(
     in_backward: bool = False,
     verification: Verification,
 ) -> tuple[Engine, dict[str, nn.Parameter]]:
-    """An engine for the model's parameters, on all ranks or on none; and these parameters by name.
+    """Returns an engine for the model's parameters, and these by name, on all ranks; or raises on all. Collective.
 
-    `settings` are the caller's, in words; they must be the same on all ranks. `refusal`: what is wrong with them here.
-    `also`: what else the engine has, by other names. `verification`: how ranks compare parameters, from then on.
-    `in_backward`: all ranks are inside one, as DDP's hook is.
+    Args:
+        settings: the caller's settings as text, which must be equal on all ranks.
+        refusal: what is wrong with the settings on this rank, or "".
+        also: further tensors that the engine synchronises, by name.
+        in_backward: all ranks call this inside a backward, as DDP's hook does.
+        verification: how ranks compare parameters during training.
 
     Raises:
-        RuntimeError, ValueError: as `gradsync.attach` says.
+        RuntimeError, ValueError: as `gradsync.attach`.
     """
     group = group_of(process_group, timeout_s)
     warn_if_alone(process_group)
@@ -100,7 +103,11 @@ def agreed_engine(
 
 
 def group_of(process_group: dist.ProcessGroup | None, timeout_s: float) -> Group:
-    """The ranks to agree with, and to talk to from then on."""
+    """Returns the group of ranks to agree and communicate with.
+
+    Raises:
+        RuntimeError: if torch.distributed is not initialised, or this rank is no member of `process_group`.
+    """
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "torch.distributed is not initialised; call torch.distributed.init_process_group() first "
@@ -115,7 +122,7 @@ def group_of(process_group: dist.ProcessGroup | None, timeout_s: float) -> Group
 
 
 def forget(modules: Iterable[nn.Module], parameters: Iterable[Tensor]) -> None:
-    """The model may be attached again."""
+    """Allows modules and parameters to be attached again."""
     for module in modules:
         _attached.discard(module)
     for parameter in parameters:
@@ -123,7 +130,7 @@ def forget(modules: Iterable[nn.Module], parameters: Iterable[Tensor]) -> None:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's own model: inside of DistributedDataParallel, else the model itself."""
+    """Returns the user's own model: the module inside DistributedDataParallel, else the model itself."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
@@ -136,7 +143,7 @@ def _examine(
     also: Mapping[str, Tensor],
     in_backward: bool,
 ) -> dict[str, nn.Parameter]:
-    """The parameters to synchronise; raises for whatever is wrong on this rank."""
+    """Returns the parameters to synchronise; raises for anything wrong on this rank."""
     if refusal:
         raise ValueError(refusal)
     if any(module in _attached for module in model.modules()):
@@ -177,7 +184,7 @@ def _examine(
 
 
 def _require_values(model: nn.Module, exclude: Sequence[str]) -> None:
-    """Raises for parameters, frozen ones among them, that have no values to synchronise, or are sparse themselves."""
+    """Raises for parameters, frozen or not, without values, or of a sparse layout."""
     for name, parameter in model.named_parameters():
         if matches(name, exclude):
             continue
@@ -199,16 +206,16 @@ def _require_values(model: nn.Module, exclude: Sequence[str]) -> None:
 
 
 def buffers_of(model: nn.Module, exclude: Sequence[str]) -> dict[str, Tensor]:
-    """The buffers that gradsync makes rank 0's on all ranks, by name; DDP sends its own."""
+    """Returns the buffers that gradsync broadcasts, by name; none for DDP models, as DDP broadcasts its own."""
     if isinstance(model, DistributedDataParallel):
         return {}
     return {name: buffer for name, buffer in model.named_buffers() if not matches(name, exclude)}
 
 
 def exclusions(model: nn.Module, exclude: Sequence[str], *, has_buffers: bool = True) -> tuple[str, ...]:
-    """The names and patterns of `exclude`, and the names that DDP is told to ignore (torch's own API for it).
+    """Returns `exclude` and the names that DDP is told to ignore (by torch's own API).
 
-    Unless `has_buffers`, the names of all buffers, too.
+    With `has_buffers=False` also the names of all buffers.
     """
     if isinstance(model, DistributedDataParallel):
         # DDP compares the name "." + key with those of parameters that belong to the outermost module itself.
@@ -229,7 +236,7 @@ def _texts(
     settings: str,
     parameters: dict[str, nn.Parameter],
 ) -> dict[str, str]:
-    """What the ranks compare before anything is built, in words."""
+    """Returns what ranks compare before anything is built, as text by subject."""
     inner = unwrapped(model)
     others = {n: p for n, p in inner.named_parameters() if n not in parameters and not matches(n, exclude)}
     lines = describe_specs({name: TensorSpec.of(p) for name, p in parameters.items()})
@@ -242,7 +249,7 @@ def _texts(
 
 
 def _agree(group: Group, make: Callable[[], T], describe: Callable[[T], dict[str, str]], timeout_s: float) -> T:
-    """`make()` on every rank; returns it if all succeeded and describe it alike, else raises on every rank."""
+    """Runs `make` on every rank; returns its result if all succeed and describe it alike, else raises on all."""
     problem: Exception | None = None
     words: dict[str, str] = {}
     try:
@@ -264,12 +271,12 @@ def _agree(group: Group, make: Callable[[], T], describe: Callable[[T], dict[str
 
 
 def gather_texts(group: Group, text: str, timeout_s: float) -> list[str]:
-    """Every rank's text, by rank."""
+    """Returns every rank's text, by rank. Collective."""
     return [content.decode() for content in gather_bytes(group, text.encode() or b" ", timeout_s)]
 
 
 def _first_difference(everyone: dict[str, list[str]]) -> str:
-    """Which two ranks differ first, in what: the same text on every rank."""
+    """Returns which two ranks differ first, and in what; the text is the same on every rank."""
     what = next(what for what, texts in everyone.items() if len(set(texts)) > 1)
     texts = everyone[what]
     rank = next(rank for rank, text in enumerate(texts) if text != texts[0])
@@ -283,7 +290,7 @@ def _first_difference(everyone: dict[str, list[str]]) -> str:
 
 
 def _planner_name(planner: Planner) -> str:
-    """The same on every rank, unlike a `repr` with an address."""
+    """Returns a planner's name, the same on every rank, unlike a `repr` with an address."""
     function = planner.func if isinstance(planner, partial) else planner
     return str(getattr(function, "__qualname__", type(function).__qualname__))
 
@@ -293,7 +300,7 @@ def _classes(model: nn.Module) -> set[type]:
 
 
 def _sparse_tables(model: nn.Module) -> frozenset[str]:
-    """Names of embedding tables that announce sparse gradients."""
+    """Returns the names of embedding tables that announce sparse gradients."""
     return frozenset(
         f"{prefix}.weight" if prefix else "weight"
         for prefix, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""`attach`: looks at a model, makes all ranks agree, and puts the right frontend on it."""
+"""`attach`: checks a model, makes all ranks agree on the settings, and puts the right frontend on the model."""
 
 from __future__ import annotations
 
@@ -49,24 +49,24 @@ DROP_IN = (
     "gradsync.DistributedDataParallel synchronises its model itself: there is nothing to attach; after "
     "model.attachment.detach(), attach to model.module"
 )
-NO_JOIN = "join() is of averaged gradients; a plan of parameters exchanges them behind optimizer.step()"
+NO_JOIN = "join() needs averaged gradients, but this plan averages parameters after optimizer.step(): use another plan"
 
-# A caller need not keep what `attach` returns: it lives as long as any module of the model, as a wrapper (of
+# A caller need not keep the Attachment: it lives as long as any module of the model, as a wrapper (of
 # torch.compile, say) may be dropped while the model inside goes on.
 _attachments: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
-# DDP takes one hook for life: who attaches again follows the state that was registered first.
+# DDP takes one hook for life: the state registered first points to the state of a later `attach`.
 _registered: weakref.WeakKeyDictionary[nn.Module, DDPState] = weakref.WeakKeyDictionary()
 
 
 class Attachment:
-    """What `attach` returns: the synchronisation of one model's gradients, or parameters, until `detach`."""
+    """The synchronisation of one model's gradients, or parameters, until `detach`; `attach` returns one."""
 
     def __init__(self, switch: FrontendSwitch, model: nn.Module) -> None:
         self._switch = switch
         modules = weakref.WeakSet(model.modules())
         for module in modules:
             _attachments[module] = self
-        # A model that is dropped takes its thread and communicator along; at exit the process' end does.
+        # A deleted model takes its thread and communicator along; at exit the end of the process does.
         self._release = weakref.finalize(self, _release, modules, switch)
         self._release.atexit = False
         self._modules = modules
@@ -90,52 +90,52 @@ class Attachment:
 
     @property
     def settled(self) -> bool:
-        """Whether the plan in force stays: what the first steps show was seen, and what they should try was tried."""
+        """Whether the plan in force stays, as trials are over."""
         return self._engine.settled and (self._switch.choice is None or self._switch.choice.made)
 
     @property
     def profile(self) -> Profile | None:
-        """What `plan="auto"` measured of the job, and made its plans by; None before, and with other plans."""
+        """The job's measurements by which `plan="auto"` made its plans; None before, and with other plans."""
         return self._engine.profile
 
     def explain(self) -> list[str]:
-        """The plan in words, a line a bucket."""
+        """Returns the plan in words, one line per bucket."""
         return self._engine.words()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, gradients accumulate locally; forward *and* backward belong inside, as with DDP."""
+        """Lets gradients accumulate locally inside; forward *and* backward belong inside, as with DDP."""
         with self._switch.present.no_sync():
             yield
 
     def wait(self) -> None:
-        """Waits for averages of parameters that are under way, and has them in the model; else there are none.
+        """Waits until averages of parameters under way are in the model; returns at once if there are none.
 
-        By a plan of parameters an exchange goes on behind `optimizer.step()`. Modules wait for their own parameters
-        when their forward begins; evaluation for all, as do `state_dict()` and `load_state_dict()` of the model, parts
-        of it and the optimiser. Who reads or writes parameters otherwise waits here.
+        With a plan of parameters an exchange goes on after `optimizer.step()`. Modules wait for their own parameters
+        when their forward begins; evaluation waits for all, as do `state_dict()` and `load_state_dict()` of the model,
+        of its parts and of the optimiser. Call `wait` before any other reads or writes of parameters.
         """
         if self._averaging is not None:
             self._averaging.land()
 
-    @torch.inference_mode(False)  # what is made here is trained on
+    @torch.inference_mode(False)  # tensors made here take part in training
     def consensus(self) -> None:
-        """Makes the ranks' models one: parameters are their mean, the same bits, variances of normalisation are pooled.
+        """Makes the ranks' models one: all parameters become their mean, bit for bit alike. Collective.
 
-        Where the plan averages parameters; with gradients averaged the models are one already. On all ranks at once,
-        between two steps; training goes on from there, by other groups where an `AveragingPlanner` finds that links
-        have changed, or is to hold the ranks together.
+        Variances of normalisation are pooled. Call it on all ranks, between two steps, if the plan averages parameters;
+        with averaged gradients the models are one already. Training goes on from there: with other groups, where an
+        `AveragingPlanner` finds that links have changed, or is to keep the ranks close together.
         """
         self._switch.consensus()
 
     def state_dict(self) -> dict[str, Any]:
-        """Plan, step and scheme state by parameter; belongs into a checkpoint of this rank.
+        """Returns plan, step and scheme state by parameter, for this rank's checkpoint.
 
-        It says whose it is: `rank`, `world` and a digest of the parameters. Of tensors, numbers and text only, so that
+        The dict also has `rank`, `world` and a digest of the parameters. It holds tensors, numbers and text only, so
         `torch.load(..., weights_only=True)` reads it; for safetensors there is `gradsync.state.save_file`.
 
         Raises:
-            RuntimeError: after `detach`: what was left to be sent is gone; and after a load that has failed midway.
+            RuntimeError: after `detach`, when residuals are gone, and after a load that failed midway.
         """
         self.wait()
         state = self._engine.state_dict()
@@ -144,15 +144,15 @@ class Attachment:
         return state if self._averaging is None else {**state, **self._averaging.state_dict()}
 
     def checkpoint(self, *, gather: bool = False) -> Checkpoint:
-        """An object with `state_dict` and `load_state_dict` that checkpointing libraries take: all ranks' state in one.
+        """Returns all ranks' state as one object with `state_dict` and `load_state_dict`, for checkpointing libraries.
 
-        Each rank's part has an entry of its own, so that nothing is taken for a copy of another rank's. Loaded on
-        another number of ranks, what was left to be sent is handed over, see `gradsync.state.redistribute`.
+        Each rank's part is an entry of its own, so no library takes it for a copy of another rank's. On another number
+        of ranks, residuals are redistributed at loading, see `gradsync.state.redistribute`.
 
         Args:
-            gather: `state_dict()` brings all ranks' parts to each rank, for libraries that let rank 0 alone write
-                (Accelerate, Lightning): collective, and so many times the memory. Else each rank has its own part, for
-                `torch.distributed.checkpoint`, where all write.
+            gather: True: `state_dict()` returns all ranks' parts on each rank, for libraries in which only rank 0
+                writes (Accelerate, Lightning); it is collective, and takes that much more memory. False: each rank has
+                its own part, for `torch.distributed.checkpoint`, where all ranks write.
 
         Example:
             >>> dcp.save({"model": model.state_dict(), "gradsync": handle.checkpoint()}, ...)  # doctest: +SKIP
@@ -161,36 +161,35 @@ class Attachment:
         return Checkpoint(lambda: self._engine, self.state_dict, self._load, gather=gather)
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Takes over what this rank's `state_dict` gave; on all ranks at once, between two steps.
+        """Loads what this rank's `state_dict` returned; call it on all ranks, between two steps.
 
-        State follows parameters, whatever plan is in force now; under `plan="auto"` the plan comes along, if it had
-        settled, under the same constraints and for the same job: model, ranks, their nodes, torch. So does that of an
-        `AveragingPlanner` of the same settings that may change groups, for ranks on the same nodes. What nothing was
-        saved for begins anew. What was left to be sent of gradients that are not compressed now goes with the next
-        ones. Other state that has no place here would be lost: of unknown parameters, or the momentum of a compressor
-        that the plan does not name. What goes with a matrix as a whole begins anew where the plan cuts elsewhere.
+        State goes by parameter, whatever plan is in force now. With `plan="auto"` the plan is loaded, too, if it had
+        settled under the same constraints and for the same job: model, ranks, their nodes, torch. So is the plan of an
+        `AveragingPlanner` with the same settings that may change groups, for ranks on the same nodes. State that was
+        not saved begins anew. Residuals of gradients that are no longer compressed are sent with the next gradients.
+        Other state without a place is refused, as it would be lost: of unknown parameters, or the momentum of a
+        compressor that the plan does not have. State of a matrix as a whole begins anew where the plan cuts elsewhere.
 
         Where ranks keep state of their own, each loads its own, on as many ranks as saved; else any rank's will do.
 
         Args:
-            strict: False drops state that has no place, another rank's, and that of parameters of other sizes, and
-                takes other element types.
+            strict: False drops state without a place, of another rank, and of parameters of other sizes, and accepts
+                other dtypes.
 
         Raises:
-            TypeError, ValueError: on all ranks, before anything has changed, for state of another version, another
-                rank, another number of ranks or another model; that is not finite, has elements twice or another
-                element type; or that has no place here. And for one rank's whose model was apart from the others', if
-                now there is another number of ranks, or gradients are averaged: save at a consensus.
-            RuntimeError: where another rank raises, inside a step, and after `detach`.
-            GroupError: on all ranks, where only some load and the others train, gather, or have left.
-
-        State of different steps, or with different plans to go on with, is refused like what has no place.
+            TypeError, ValueError: on all ranks, before anything has changed, for state of another version, rank, number
+                of ranks or model, of different steps on different ranks, or with different plans to go on with; that is
+                not finite, has elements twice or another dtype; or that has no place. Also for the state of a rank
+                whose model was apart from the others', if the number of ranks has changed, or gradients are averaged:
+                save at a consensus.
+            RuntimeError: if another rank raises, inside a step, and after `detach`.
+            GroupError: on all ranks, if only some load and the others train, gather, or have left.
         """
         self._load(lambda: state, strict=strict)
 
-    @torch.inference_mode(False)  # what is made here is trained on
+    @torch.inference_mode(False)  # tensors made here take part in training
     def _load(self, find: Callable[[], object], *, strict: bool = True, what: str = LOADING) -> None:
-        """Loads what `find` returns, behind a barrier; for the same `what` it says the same to all ranks."""
+        """Loads what `find` returns, behind a barrier of all ranks that compares `what`."""
         self.wait()
         engine, averaging = self._engine, self._averaging
         with engine.at_barrier(what):
@@ -205,11 +204,13 @@ class Attachment:
                     averaging.load_state_dict(state)
 
     def arrived(self, parameter: Tensor) -> Sections | None:
-        """Which elements of the parameter's gradient the last step brought; None: all of them.
+        """Returns which elements of the parameter's gradient the last step synchronised; None: all of them.
 
-        Sections [start, stop) of its elements as `parameter.reshape(-1)` counts them, ascending. The gradient is 0
-        elsewhere: a scheme such as `CoarseGrained` sent other chunks in that step. None also for parameters that are
-        not synchronised here.
+        Returns:
+            Sections [start, stop) of indices into `parameter.reshape(-1)`, ascending. The gradient is 0 elsewhere, as a
+                scheme
+            such as `CoarseGrained` sent other chunks in that step. None also for parameters that are not synchronised
+                here.
         """
         for name, ours in self._engine.parameters.items():
             if ours is parameter:
@@ -217,15 +218,15 @@ class Attachment:
         return None
 
     def statistics(self) -> list[BucketStatistics]:
-        """Bytes, time and overlap of each bucket since attach, or since the plan changed."""
+        """Returns bytes, seconds and overlap of each bucket since attach, or since the plan changed."""
         return self._engine.statistics()
 
     def timeline(self) -> list[Task]:
-        """What happened when in the last step."""
+        """Returns the timeline of the last step: what ran when, in seconds."""
         return self._engine.timeline()
 
     def predicted_timeline(self) -> list[Task]:
-        """The last step as predicted from the plan and the measured network; empty where that is not known."""
+        """Returns the last step as predicted from plan and measured network; empty if the network was not measured."""
         return self._engine.predicted_timeline()
 
     def join(
@@ -234,29 +235,30 @@ class Attachment:
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Join:
-        """A context manager for a training loop in which ranks have different numbers of steps, as DDP's `join`.
+        """Returns a context manager for training with uneven inputs: ranks may have different numbers of steps.
 
-        A rank that is through contributes zeros to the others' gradients until all are; then all have the model of a
-        rank that was last. Each forward with gradients on is followed by its backward before the next one.
+        As with DDP's `join`, a rank without further inputs contributes zeros to the others' gradients until no rank has
+        inputs; then all get the model of a rank that was last. Each forward with gradients on must be followed by its
+        backward before the next one.
 
         Args:
-            divide_by_initial_world_size: sums of gradients are divided by the number of all ranks, else by that of the
-                ranks that still have inputs.
-            enable: False: the context manager does nothing.
-            throw_on_early_termination: all ranks raise when the first one is through.
+            divide_by_initial_world_size: True divides sums of gradients by the number of all ranks, False by the number
+                of ranks that still have inputs.
+            enable: False makes the context manager do nothing.
+            throw_on_early_termination: True makes all ranks raise when the first one has no further inputs.
 
         Raises:
-            RuntimeError: by a plan of parameters.
+            RuntimeError: with a plan of parameters.
         """
         settings = {"divide_by_initial_world_size": divide_by_initial_world_size}
         return Join([self.joinable], enable, throw_on_early_termination, **settings)
 
     @property
     def joinable(self) -> Joinable:
-        """Stands for the model in `torch.distributed.algorithms.Join([...])`, beside other models.
+        """The object to give to `torch.distributed.algorithms.Join([...])`, beside other models.
 
         Raises:
-            RuntimeError: by a plan of parameters.
+            RuntimeError: with a plan of parameters.
         """
         joinable = self._switch.present.joinable()
         if joinable is None:
@@ -264,7 +266,7 @@ class Attachment:
         return joinable
 
     def detach(self) -> None:
-        """Takes gradsync off the model on this rank; gradients and parameters stay. A second call does nothing."""
+        """Removes gradsync from the model on this rank; gradients and parameters stay. A second call does nothing."""
         for module in self._modules:
             if _attachments.get(module) is self:
                 del _attachments[module]
@@ -291,52 +293,54 @@ def attach(
     verify_every: int = VERIFY_EVERY,
     verify_tolerance: float | None = None,
 ) -> Attachment:
-    """Makes `loss.backward()` return with gradients averaged over the ranks; nothing else of a training loop changes.
+    """Makes `loss.backward()` return with gradients averaged over the ranks; nothing else of the loop changes.
 
-    Or, by a plan of parameters, `optimizer.step()` with parameters averaged within a group of them.
+    With a plan of parameters, makes `optimizer.step()` average parameters within a group of ranks instead.
 
-    Works in place, on every rank alike. Parameters and buffers are broadcast from rank 0. A model wrapped in
+    Call it on every rank; it works in place and broadcasts parameters and buffers from rank 0. A model wrapped in
     DistributedDataParallel gets gradsync as its communication hook.
 
     Args:
-        optimizer: the optimiser of the parameters, if it is known already: momentum that a compressor has too is then
-            refused here, not only before each step.
+        optimizer: the optimiser of the parameters, if it exists already: momentum in both the optimiser and a
+            compressor is then refused at once, not only before a step.
         plan: what to synchronise how. None: all-reduce for dense and a sparse scheme for sparse gradients, decided from
-            what all ranks see in the first step, and logged; models with some MiB of dense gradients, or sparse ones,
-            then try bucket sizes, orders and schemes for 20 to 90 steps (not if `torch.use_deterministic_algorithms` is
-            on now: timing decides, and bucket sizes change rounding). Or a function of (profiles, world size) that
-            returns a plan, or several to be tried; `gradsync.planner.CompressingPlanner` is one, for a compressor.
-            "auto": the first steps are measured, a search finds a plan, and the best ones are tried (see `AutoPlanner`,
-            which also takes what gradients may lose). By a plan of parameters (`what`) gradients stay each rank's own,
-            and parameters are averaged after each step of `optimizer`, which it needs; `planner.AveragingPlanner` makes
-            such plans for the links it finds.
+            the first step's gradients on all ranks, and logged; models with some MiB of dense gradients, or sparse
+            ones, then try bucket sizes, orders and schemes for 20 to 90 steps (not under
+            `torch.use_deterministic_algorithms`: timing decides, and bucket sizes change rounding). A function of
+            (profiles, world size) that returns a plan, or several to try; `gradsync.planner.CompressingPlanner` is one,
+            for a compressor. "auto": measures the first steps, searches for plans, and tries the best ones (see
+            `AutoPlanner`, which also takes limits on lossy gradients). With a plan of parameters (`what`) gradients
+            stay each rank's own, and parameters are averaged after each step of `optimizer`, which is then required;
+            `planner.AveragingPlanner` makes such plans for the links it finds.
         process_group: the ranks that share the model; None: all.
         timeout: seconds (or a timedelta) after which a rank that waits for the others raises.
-        exclude: names or shell patterns (`"encoder.*"`) of parameters and buffers that are left alone. So are those
-            that DDP is told to ignore (`_set_params_and_buffers_to_ignore_for_model`).
-        broadcast_buffers: rank 0's buffers go to all now and before each training forward, as DDP does. False: each
+        exclude: names or shell patterns (`"encoder.*"`) of parameters and buffers to leave alone, beside those that DDP
+            is told to ignore (`_set_params_and_buffers_to_ignore_for_model`).
+        broadcast_buffers: broadcast rank 0's buffers now and before each training forward, as DDP does. False: each
             rank keeps its own from the start.
-        grad_scaler: what scales the loss, if anything does: what compressors left of earlier gradients follows when the
-            scale changes. Overflows need no help: a step in which some rank saw one is skipped on all.
+        grad_scaler: the scaler of the loss, if there is one: residuals of compressors are rescaled with it. Overflows
+            need no help: if any rank has one, all skip the step.
         init_sync: False: parameters and buffers are not broadcast, as they are alike on all ranks already.
-        static_graph: each parameter's gradient is added to as often in each backward as in the first synchronised one,
-            as with DDP's argument of this name. Gradients may then become ready in nested backwards, of re-entrant
+        static_graph: each backward adds to each parameter's gradient as often as the first synchronised one did, as
+            with DDP's argument of this name. Gradients may then become ready in nested backwards, as of re-entrant
             activation checkpointing.
-        find_unused_parameters: False: a forward raises where the backward before it brought some parameter nothing, as
+        find_unused_parameters: False: a forward raises if the backward before it gave some parameter no gradient, as
             with DDP's argument of this name.
-        verify_every: steps from one comparison of the ranks' parameters to the next (the first one comes soon after the
-            plan has settled); 0: never. Each takes 24 bytes and two reads of the parameters. Where these differ, as
-            after a write on one rank only, all ranks warn or raise, naming parameter and ranks. They may differ after
-            optimiser steps that followed no synchronised backward, as in local SGD by hand.
-        verify_tolerance: the difference, relative to the parameter's largest magnitude, up to which that is a warning,
-            as processors that are not alike differ in last bits. None: 0.001, or 4 units in the last place of types of
-            16 bits.
+        verify_every: steps between two comparisons of the ranks' parameters (the first comes soon after the plan has
+            settled); 0: never. Each takes 24 bytes and two reads of the parameters. If parameters differ, as after a
+            write on one rank only, all ranks warn or raise, naming parameter and ranks. They may differ after optimiser
+            steps without a synchronised backward, as in hand-written local SGD.
+        verify_tolerance: the difference, relative to the parameter's largest magnitude, up to which ranks only warn, as
+            different processors differ in last bits. None: 0.001, or 4 units in the last place for 16-bit dtypes.
+
+    Returns:
+        The attachment: plan, statistics, state for checkpoints, `no_sync`, `detach`. It need not be kept.
 
     Raises:
-        RuntimeError: without a process group, when attached already, inside a backward, for FSDP, or when another rank
+        RuntimeError: without a process group, if attached already, inside a backward, for FSDP, or if another rank
             failed to attach.
         ValueError: for a plan that does not fit the model or the optimiser, complex parameters, or models or plans that
-            differ between the ranks; on every rank, naming both digests and the first difference.
+            differ between ranks; on every rank, naming both digests and the first difference.
 
     Example:
         >>> handle = gradsync.attach(model)  # doctest: +SKIP
@@ -408,7 +412,7 @@ def attach(
 def _averaging_switch(
     attached: Attached, plan: Plan | AveragingPlanner, grad_scaler: torch.amp.GradScaler | None
 ) -> FrontendSwitch:
-    """Makes the frontend of a plan of parameters."""
+    """Returns the frontend of a plan of parameters."""
     switch = FrontendSwitch(averaging_frontend(attached, plan, grad_scaler))
     if isinstance(plan, AveragingPlanner):
         try:
@@ -422,10 +426,12 @@ def _averaging_switch(
 
 @contextmanager
 def consensus(model: nn.Module) -> Iterator[None]:
-    """Inside, and from there on, the ranks' models are one, see `Attachment.consensus`: to evaluate and to save.
+    """Makes the ranks' models one, to evaluate or save them inside; see `Attachment.consensus`. Collective.
+
+    The models are one from there on, not only inside.
 
     Raises:
-        RuntimeError: where gradsync is not attached to the model.
+        RuntimeError: if gradsync is not attached to the model.
 
     Example:
         >>> with gradsync.consensus(model):  # doctest: +SKIP
@@ -439,7 +445,7 @@ def consensus(model: nn.Module) -> Iterator[None]:
 
 
 def _register(model: DistributedDataParallel, state: DDPState) -> None:
-    """Makes `state` the one that DDP's hook follows; raises, and takes it back, where DDP has a hook of its own."""
+    """Makes DDP's hook follow `state`; detaches it and raises if DDP has another hook."""
     if model in _registered:
         _registered[model].successor = state
         return

@@ -1,9 +1,9 @@
-"""Our own autograd frontend: `loss.backward()` returns with synchronised gradients.
+"""The autograd frontend: `loss.backward()` returns with synchronised gradients.
 
-A hook on every parameter's accumulation node, which runs behind all hooks that users put on the parameter, tells the
-engine that the gradient is ready; a callback that autograd runs at the end of backward waits for the rest and puts the
-results into `param.grad`. Semantics are DDP's with `find_unused_parameters=True`: a gradient that no rank produced is
-left as it is, one that only this rank lacks counts as zero here.
+A hook on every parameter's accumulation node, which runs after all hooks of users on the parameter, tells the engine
+that the gradient is ready; a callback that autograd runs at the end of backward waits for the rest and puts the results
+into `param.grad`. Semantics are DDP's with `find_unused_parameters=True`: a gradient that no rank produced stays as it
+is, and one that only this rank lacks counts as zero.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from .torch_hooks import (
 )
 from .uneven import UnevenInputs, broadcast_from
 
-OwnGradients = tuple[dict[str, Tensor | None], set[str]]  # by name, and those that were accumulated locally
+OwnGradients = tuple[dict[str, Tensor | None], set[str]]  # gradients by name, and names that local backwards used
 
 UNUSED = (
     "Expected to have finished reduction in the prior iteration before starting a new one: the module has parameters "
@@ -58,7 +58,7 @@ UNUSED = (
 
 
 class AutogradHooks:
-    """Ties an engine to the parameters of one model, until `remove`."""
+    """The hooks that connect an engine with the parameters of one model, until `remove`."""
 
     def __init__(
         self,
@@ -74,37 +74,38 @@ class AutogradHooks:
     ) -> None:
         self._model = weakref.ref(model)
         self._exclude = exclude
-        self.uneven: UnevenInputs | None = None  # tells ranks that are through with their inputs of each forward
-        self.factor = 1.0  # of the mean over the ranks, where only some have inputs
-        # With a static graph: how often each gradient is added to in a backward, and how often it still will be.
+        self.uneven: UnevenInputs | None = None  # tells each forward to ranks that have no more inputs
+        self.factor = 1.0  # scales the mean over all ranks, where only some still have inputs
+        # With a static graph: how often a backward adds to each gradient, and how often it still will in this one.
         self._additions: Counter[str] | None = Counter() if static_graph else None
         self._additions_left: Counter[str] = Counter()
         self._all_are_used = not find_unused_parameters
-        self._reached: set[str] = set()  # parameters that backwards since the last forward brought a gradient
-        self._undefined: set[str] = set()  # parameters that backward reached with an undefined one, since the last step
+        self._reached: set[str] = set()  # parameters that got gradients in backwards since the last forward
+        self._undefined: set[str] = set()  # parameters that got undefined gradients since the last synchronisation
         self._changes = Changes(model, parameters.values(), exclude)
         self._parameters = dict(parameters)
         self._ids = {id(p) for p in self._parameters.values()}
         self._engine = engine
         self._buffers = Buffers(model, engine, exclude, is_active=broadcast_buffers)
         self._sync = True
-        self._armed: bool | None = None  # the last forward's wish to synchronise; None once it was fulfilled
-        self._synchronizations = 0  # since attach
-        self._used: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # that at its last step
-        self._rounds = OptimizerRounds()  # since attach; ranks that count differently must not average
+        self._armed: bool | None = None  # whether the last forward's backward is to synchronise; None once it did
+        self._synchronizations = 0  # number of synchronised backwards since attach
+        # The value of `_synchronizations` at each optimiser's last step.
+        self._used: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._rounds = OptimizerRounds()  # since attach; ranks whose numbers differ must not average
         self._momentum = OneMomentum(self._parameters)
         self._freezing = Freezing(self._parameters, lambda: engine.arrivals)
-        self._versions: dict[str, int] | None = None  # of the gradients, when they must not be changed before the step
-        self._task = -1  # autograd's number of the backward under way
-        self._accumulated: set[str] = set()  # parameters that local backwards used since the last synchronised one
-        self._arrived: set[str] = set()  # parameters whose gradient this backward brought
-        self._plan: Plan | None = None  # the plan by which gradients live where they do
+        self._versions: dict[str, int] | None = None  # versions of gradients that must not change before the step
+        self._task = -1  # autograd's id of the backward under way
+        self._accumulated: set[str] = set()  # parameters used by local backwards since the last synchronised one
+        self._arrived: set[str] = set()  # parameters that this backward gave gradients
+        self._plan: Plan | None = None  # the plan that the present views belong to
         self._views = GradientViews()
-        self._tables: set[str] = set()  # parameters in buckets of tables: a dense gradient stays where autograd made it
-        self._groups: list[_ReadyGroup] = []  # a bucket's gradients each
-        self._groups_of: dict[str, list[_ReadyGroup]] = {}  # by parameter: those of its buckets
-        self._ready_group: dict[str, _ReadyGroup] = {}  # of gradients that need nothing but to be told of
-        self._due: Sized = ()  # work of schemes that waits for the next gradient to be told of
+        self._tables: set[str] = set()  # parameters in buckets of tables: dense gradients keep autograd's memory
+        self._groups: list[_ReadyGroup] = []  # one per bucket
+        self._groups_of: dict[str, list[_ReadyGroup]] = {}  # by parameter: the groups of its buckets
+        self._ready_group: dict[str, _ReadyGroup] = {}  # by parameter, for gradients that need no copy into the bucket
+        self._due: Sized = ()  # work of schemes that is done when the engine next gets a gradient
         self._accumulations = [
             AccumulationHook(parameter, _GradientHook(self, name)) for name, parameter in self._parameters.items()
         ]
@@ -120,7 +121,7 @@ class AutogradHooks:
         self._handles.append(after_optimizer_steps(self, AutogradHooks._after_optimizer_step, optimizer))
 
     def remove(self) -> None:
-        """Takes the hooks off; gradients stay where they are."""
+        """Removes the hooks; gradients stay where they are."""
         for handle in self._handles:
             handle.remove()
         for accumulation in self._accumulations:
@@ -128,12 +129,12 @@ class AutogradHooks:
         self._handles.clear()
         self._accumulations.clear()
         self._freezing.give_up()
-        # The attachment may live on, the buckets' memory need not.
+        # The attachment may live on, but the buckets' memory is released.
         self._views, self._groups, self._groups_of, self._due = GradientViews(), [], {}, ()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients of forwards inside accumulate locally, as with DDP; the next one outside synchronises the sum."""
+        """Lets gradients accumulate locally in the `with` block, as with DDP; the next step outside synchronises."""
         before, self._sync = self._sync, False
         try:
             yield
@@ -141,15 +142,18 @@ class AutogradHooks:
             self._sync, self._armed = before, None
 
     def rest(self) -> None:
-        """Until `go_on`: gradients are each rank's own, whatever it is told to synchronise."""
+        """Stops synchronising until `go_on`: gradients stay each rank's own."""
         self._sync, self._armed = False, None
 
     def go_on(self) -> None:
-        """From the next forward on; what gradients have gathered meanwhile was used."""
+        """Synchronises gradients again from the next forward on.
+
+        Local gradients accumulated meanwhile no longer count, as optimiser steps have used them.
+        """
         self._sync, self._armed = True, None
         self._accumulated.clear()
 
-    # What autograd and the model call.
+    # Callbacks of autograd and the model.
 
     def _before_forward(self, model: nn.Module) -> None:
         if not torch.is_grad_enabled() or is_backward():  # inside backward, checkpointing repeats a forward
@@ -174,7 +178,7 @@ class AutogradHooks:
             self.broadcast_buffers(source)
 
     def _why_unused(self) -> str:
-        """Returns DDP's words for parameters that backwards left out, where all are to be used; else nothing."""
+        """Returns DDP's error text if backwards left out parameters although all are to be used; else ""."""
         if not (self._all_are_used and self._reached):
             return ""
         places = enumerate(self._parameters.items())
@@ -185,7 +189,7 @@ class AutogradHooks:
         return f"{UNUSED} Parameters which did not receive grad for rank {self._engine.group.rank}: {names}"
 
     def _after_forward(self, model: nn.Module, output: Any) -> None:
-        """Begins the step of a static graph where backward reaches the model's output, in the outermost backward."""
+        """Makes a static graph's step begin where backward reaches the model's output, in the outermost backward."""
         if torch.is_grad_enabled() and not is_backward():
             for tensor in tree_leaves(output):
                 if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
@@ -195,16 +199,16 @@ class AutogradHooks:
         if self._syncing and not self._engine.in_step:
             self._begin_in_backward()
 
-    # For ranks that are through with their inputs, see `uneven.Shadowed`.
+    # Methods for ranks without further inputs, see `uneven.Shadowed`.
 
     @property
     def awaits_backward(self) -> bool:
-        """Whether a forward said that its backward would synchronise, and none has yet."""
+        """Whether a forward announced a synchronised backward that has not come yet."""
         return bool(self._armed)
 
     @property
     def rounds(self) -> int:
-        """The rounds of optimiser steps that this rank has made."""
+        """The number of rounds of optimiser steps that this rank has made."""
         return self._rounds.number
 
     @rounds.setter
@@ -212,14 +216,14 @@ class AutogradHooks:
         self._rounds.number = number
 
     def state_to_level(self) -> list[Tensor]:
-        """Parameters and buffers that are the same on all ranks."""
+        """Returns the parameters and buffers that are the same on all ranks."""
         model = self._model()
         named = () if model is None else model.named_parameters()
         buffers = self._buffers.present(self._changes.generation).values()
         return [*(p for n, p in named if not matches(n, self._exclude)), *buffers]
 
     def take_gradients(self) -> OwnGradients:
-        """Takes this rank's own gradients from the parameters, for `put_gradients`."""
+        """Removes this rank's own gradients from the parameters and returns them, for `put_gradients`."""
         own = {name: parameter.grad for name, parameter in self._parameters.items()}, self._accumulated
         for parameter in self._parameters.values():
             parameter.grad = None
@@ -227,29 +231,32 @@ class AutogradHooks:
         return own
 
     def put_gradients(self, own: OwnGradients) -> None:
-        """Gives back what `take_gradients` took."""
+        """Puts back what `take_gradients` returned."""
         gradients, self._accumulated = own
         for name, parameter in self._parameters.items():
             parameter.grad = gradients[name]
 
     @torch.no_grad()
     def shadow_step(self) -> None:
-        """Makes the exchanges of a step, with nothing of this rank's own, and has the parameters' gradients of it."""
-        self._engine.stepped_alone = True  # the others' parameters go on without this rank's
+        """Takes part in the exchanges of a step with zeros; the parameters get the synchronised gradients."""
+        self._engine.stepped_alone = True  # the other ranks step their parameters, this one does not
         for parameter in self._parameters.values():
             parameter.grad = None
         self._begin()
         self._finish()
 
     def broadcast_buffers(self, source: int = 0) -> None:
-        """Gives the buffers of the rank `source` to all ranks."""
+        """Broadcasts the buffers of the rank `source`."""
         if source == 0:
             self._buffers.broadcast(self._changes.generation)
         else:
             self._buffers.broadcast(self._changes.generation, partial(broadcast_from, source=source))
 
     def _follow_moved_parameters(self, *, anew: bool = False) -> None:
-        """Looks at parameters whose memory was replaced, as by `Module.to`; `anew`: or whose modules have changed."""
+        """Moves hooks and views to parameters whose memory was replaced, as by `Module.to`.
+
+        `anew`: or whose modules have changed.
+        """
         addresses = list(map(Tensor.data_ptr, self._parameters.values()))
         if anew or addresses != self._addresses:
             self._addresses = addresses
@@ -259,8 +266,8 @@ class AutogradHooks:
             self._views.refit()
 
     def _on_gradient(self, name: str, produced: Tensor) -> None:
-        # Between kernels of backward the caches hold nothing of ours: what is done here for every gradient costs five
-        # times what it does in a loop. So little is.
+        # Between kernels of backward the caches hold nothing of this code: work for every gradient costs five
+        # times what it does in a loop. So there is little of it.
         if self._additions is not None and self._engine.in_step and not self._is_complete(name, self._additions):
             return
         if torch._C._current_graph_task_id() == self._task:
@@ -283,10 +290,10 @@ class AutogradHooks:
         self._on_gradient(name, produced)
 
     def _is_complete(self, name: str, additions: Counter[str]) -> bool:
-        """Returns, for a static graph, whether a gradient was added to now as often as in the first backward.
+        """Returns, for a static graph, whether the gradient was added to as often now as in the first backward.
 
         Raises:
-            RuntimeError: where it was added to more often.
+            RuntimeError: if it was added to more often.
         """
         self._additions_left[name] -= 1
         if additions and self._additions_left[name] < 0:
@@ -297,11 +304,11 @@ class AutogradHooks:
             )
             self._engine.fail(why)
             raise RuntimeError(why)
-        self._task = torch._C._current_graph_task_id()  # perhaps of a nested backward
+        self._task = torch._C._current_graph_task_id()  # may be the id of a nested backward
         return self._additions_left[name] == 0
 
     def _end_additions(self, additions: Counter[str]) -> None:
-        """Takes what gradients a static graph gave otherwise; the first backward shows how it is."""
+        """Hands over gradients that a static graph added to less often; the first backward sets the counts."""
         given = {name: additions[name] - left for name, left in self._additions_left.items() if left < additions[name]}
         for name in given.keys() & set(self._engine.missing()):
             self._take(name)
@@ -314,7 +321,7 @@ class AutogradHooks:
             self._take(name)
 
     def _take(self, name: str, produced: Tensor | None = None) -> None:
-        """Hands the engine a gradient that backward brought; `produced`: what autograd accumulated just now."""
+        """Hands the engine a gradient that backward made ready; `produced`: what autograd accumulated just now."""
         parameter = self._parameters[name]
         gradient = parameter.grad
         if gradient is None:
@@ -329,20 +336,20 @@ class AutogradHooks:
             return
         is_dense = gradient.layout is torch.strided
         if name in self._tables and is_dense and self._views.may_move(name):
-            parameter.grad = gradient = gradient.detach().clone()  # of an earlier plan's bucket, which can go now
+            parameter.grad = gradient = gradient.detach().clone()  # frees the memory of an earlier plan's bucket
         self._engine.load(name, gradient.detach() if gradient.requires_grad else gradient)
         if view is not None and is_dense:
             del gradient
             self._views.settle(view, produced)
         elif is_dense and name not in self._tables and gradient.requires_grad:
-            parameter.grad = None  # cut by the plan: the averaged values come without a graph
+            parameter.grad = None  # the plan cuts the tensor: averaged values come without a graph
 
     def _before_optimizer_step(self, step: OptimizerStep) -> None:
-        """The other ranks may wait for a rank whose backward reached no parameter."""
+        """Makes this rank join the step's exchange late if its backward reached no parameter, as others may wait."""
         optimizer = step.optimizer
         if not step.concerns(self._ids):
             return
-        # An optimiser whose gradients are newer than its last step owes nothing, whatever forwards came after them.
+        # Gradients newer than the optimiser's last step are synchronised, whatever forwards came after them.
         nothing_new = self._used.get(optimizer, 0) == self._synchronizations
         if is_backward() and (self._engine.in_step or self._armed or (self._sync and nothing_new)):
             why = (
@@ -361,7 +368,7 @@ class AutogradHooks:
             self._momentum.check(self._engine.plan, optimizer)
             self._freezing.before(optimizer, has_closure=step.has_closure, is_watched=step.is_watched)
         except ValueError as error:
-            self._engine.fail(str(error))  # settings may differ by rank: the others would wait for this one
+            self._engine.fail(str(error))  # settings may differ by rank: the other ranks would wait for this one
             raise
         self._used[optimizer] = self._synchronizations
         self._rounds.stepped(step, has_local_gradients=bool(self._accumulated))
@@ -374,7 +381,7 @@ class AutogradHooks:
             self._engine.stepped()
 
     def _require_untouched(self, versions: Mapping[str, int]) -> None:
-        """A rank that came late has not clipped or unscaled, so no rank may have."""
+        """Raises if gradients were changed before the step, which a rank that takes part late cannot have done."""
         changed = [n for n, p in self._parameters.items() if p.grad is not None and p.grad._version != versions.get(n)]
         if changed:
             why = (
@@ -414,11 +421,11 @@ class AutogradHooks:
             if not one_by_one:
                 self._ready_group |= dict.fromkeys(borrowed, group)
         for name, parameter in self._parameters.items():
-            if not parameter.requires_grad:  # frozen since attach: nothing will come
+            if not parameter.requires_grad:  # frozen since attach: gets no gradient
                 self._load_leftover(name)
 
     def _move_in(self) -> None:
-        """Under a new plan: which gradients live in which bucket's memory."""
+        """Moves gradients into the memory of a new plan's buckets."""
         engine = self._engine
         self._plan = engine.plan
         self._views.move_in((run.gradients for run in engine.bucket_runs), self._parameters)
@@ -433,7 +440,7 @@ class AutogradHooks:
                 self._groups_of[name].append(group)
 
     def _load_leftover(self, name: str) -> None:
-        """This backward brings the parameter no gradient; what local ones accumulated counts nevertheless."""
+        """Hands over a parameter without gradient in this backward; local gradients accumulated before count."""
         gradient = self._parameters[name].grad
         used = gradient is not None and name in self._accumulated
         if not used:
@@ -478,7 +485,7 @@ class AutogradHooks:
             self._versions = {n: p.grad._version for n, p in self._parameters.items() if p.grad is not None}
 
     def _deliver(self, name: str, parameter: nn.Parameter) -> None:
-        """Puts the synchronised gradient where the parameter's is; what no rank used stays as it was."""
+        """Puts the synchronised gradient into the parameter's; a gradient that no rank used stays as it was."""
         engine = self._engine
         if not engine.used(name):
             self._views.restore(name)
@@ -491,20 +498,20 @@ class AutogradHooks:
         result = engine.unload(name, before, sparse=sparse)
         if sparse or before is None or before.layout is not torch.strided or before.requires_grad:
             parameter.grad = result
-        elif result is not before:  # somebody may refer to its memory
+        elif result is not before:  # other code may hold the old gradient's memory
             before.copy_(result)
 
 
 class _ReadyGroup:
-    """The gradients of one bucket that live in it already: the engine is told of them when no other is missing."""
+    """The gradients of one bucket that already live in its memory; the engine gets them when the last one is ready."""
 
     __slots__ = ("ready", "waiting")
 
     ready: list[str]
-    waiting: Set[str]  # the parameters that the bucket waits for, these included
+    waiting: Set[str]  # all parameters that the bucket waits for
 
     def begin(self, waiting: Set[str]) -> None:
-        """A new step."""
+        """Begins a new step."""
         self.ready, self.waiting = [], waiting
 
     @property
@@ -513,7 +520,7 @@ class _ReadyGroup:
 
 
 class _GradientHook(Hook):
-    """The hook of one parameter's accumulation; runs for every gradient, so nothing lies between it and its owner."""
+    """The hook on one parameter's accumulation node; it runs for every gradient, so it calls its owner directly."""
 
     def __init__(self, owner: AutogradHooks, name: str) -> None:
         super().__init__(owner, AutogradHooks._on_gradient)

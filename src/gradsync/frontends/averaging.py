@@ -1,12 +1,13 @@
-"""The frontend for plans of parameters: after `optimizer.step()` parameters are averaged over this round's groups.
+"""The frontend for plans of parameters: after `optimizer.step()` parameters are averaged in this round's groups.
 
-Each rank steps by its own gradients; then parameters travel as the plan says, by `Shuffled` with others in each round
-(DS-Sync). So the ranks' models differ a little: `consensus` makes them one, for evaluation, checkpoints, and the end.
+Each rank steps by its own gradients; then parameters are exchanged as the plan says, by `Shuffled` with other ranks in
+each round (DS-Sync). So the ranks' models differ a little: `consensus` makes them one, for evaluation, checkpoints, and
+the end of training.
 
-The exchange goes on behind what comes after the step: a module waits for its own parameters when its forward begins.
-By a plan of early parameters it begins in backward, bucket by bucket, as each is stepped as soon as it has gradients.
-A plan may name more than parameters: buffers of floats, which are averaged alike (variances of normalisation are
-pooled), and what the optimiser keeps of a parameter, as its momentum, by `plan.state_name`.
+The exchange goes on while later code runs: a module waits for its own parameters when its forward begins. With a plan
+of early parameters the exchange begins in backward, bucket by bucket, as each is stepped as soon as it has gradients. A
+plan may also name floating-point buffers, which are averaged alike (variances of normalisation are pooled), and an
+optimiser's state of a parameter, such as its momentum, by `plan.state_name`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from .torch_hooks import (
 
 logger = logging.getLogger(__name__)
 
-APART = "apart"  # of a checkpoint: how many ranks have models that differ
+APART = "apart"  # key of a checkpoint: the number of ranks whose models differ
 CLOSURE = (
     "optimizer.step(closure) computes gradients itself; by a plan of early parameters they were stepped in backward: "
     "call step() without a closure, or let the plan say what='parameter'"
@@ -63,13 +64,14 @@ SECOND_BACKWARD = (
 def check_saved(
     engine: Engine, state: object, references: Mapping[str, TensorSpec] | None, *, strict: bool
 ) -> Mapping[str, Any]:
-    """The state, if training may go on by what one rank saved. Collective.
+    """Returns the state, if training may go on from what one rank saved. Collective.
 
-    `references`: what differences of parameters are taken from; None where gradients are averaged.
+    Args:
+        references: tensors from which differences of parameters are taken; None where gradients are averaged.
 
     Raises:
-        TypeError, ValueError, RuntimeError: on all ranks, for what is no state; and if `strict`, where the models of
-            its ranks were apart, and there are others now, or gradients are averaged.
+        TypeError, ValueError, RuntimeError: on all ranks, if it is no state; or with `strict`, if the saved models
+            differed between ranks, and the number of ranks is another, or gradients are averaged.
     """
     problem: Exception | None = None
     try:
@@ -110,9 +112,9 @@ def _check_saved(size: int, state: object, references: Mapping[str, TensorSpec] 
 
 
 def companions(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
-    """What the plan names beside parameters, by name: buffers, and of states of the optimiser what has their shape.
+    """Returns the tensors that the plan names beside parameters: buffers, and parameters for their optimiser state.
 
-    A plan's digest depends on the order of what it is for: parameters as the model has them, then these, sorted.
+    The order matters for a plan's digest: parameters in model order, then these, sorted by name.
     """
     parameters = trainable_parameters(model)
     buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
@@ -125,7 +127,7 @@ def companions(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
 
 
 class Averaging:
-    """Runs an engine on parameters after each step of their optimiser."""
+    """Runs an engine on a model's parameters after each step of their optimiser."""
 
     def __init__(self, model: nn.Module, engine: Engine, optimizer: Optimizer, exclude: Sequence[str] = ()) -> None:
         self._model = weakref.ref(model)
@@ -133,11 +135,11 @@ class Averaging:
         self._engine = engine
         self._optimizer = weakref.ref(optimizer)
         self._sync = True
-        self.steps = 0  # of the optimiser since attach; ranks that count differently are out of step
-        self.are_apart = False  # the ranks' models differ
+        self.steps = 0  # optimiser steps since attach; must be equal on all ranks
+        self.are_apart = False  # whether the ranks' models differ
         is_exact = all(run.scheme.traits.exact for run in engine.bucket_runs)
-        self._go_apart = engine.group.size > 1 and not is_exact  # by steps that are averaged
-        self._has_stepped = False  # since the last training forward
+        self._go_apart = engine.group.size > 1 and not is_exact  # whether models differ after a step with averages
+        self._has_stepped = False  # whether the optimiser has stepped since the last training forward
         self._parameters = {n: p for n, p in trainable_parameters(model).items() if n in engine.specs}
         self._changes = Changes(model, self._parameters.values(), exclude)
         buffers = {n: b for n, b in model.named_buffers() if n in engine.specs}
@@ -154,15 +156,15 @@ class Averaging:
             self._states_of.setdefault(parameter, []).append(name)
         self._means = _means_of_variances(model, buffers)
         self._references = self._taken_references()
-        self._sent: dict[str, Stamp | None] = {}  # what is under way, by name; None: it may change meanwhile
-        self._is_open = False  # a round was begun, and not all of it is sent
-        self._fired: set[str] = set()  # names whose module's forward was seen to begin
-        self._waits: bool | None = None  # whether exchanges end with `optimizer.step()`; None before the first forward
+        self._sent: dict[str, Stamp | None] = {}  # tensors being averaged, by name; None: these may change meanwhile
+        self._is_open = False  # whether a round has begun of which not all tensors are sent
+        self._fired: set[str] = set()  # tensors whose module has begun a forward
+        self._waits: bool | None = None  # whether `optimizer.step()` waits for averages; None before the first forward
         owners = _owners(model, {id(t): n for n, t in (self._parameters | buffers).items()})
         self._moving = {name for m, names in owners if isinstance(m, nn.RNNBase) for name in names}
         hook, model_hook = uncompiled(Hook), uncompiled(ModelHook)
         landing = hook(self, Averaging._before_states)
-        # Before the hooks of others: these may prepare weights for a forward, as those of spectral_norm do.
+        # Before other code's hooks, which may prepare weights for a forward, as spectral_norm's do.
         self._handles = [
             after_optimizer_steps(self, Averaging._after_optimizer_step, optimizer),
             before_optimizer_steps(self, Averaging._before_optimizer_step, optimizer),
@@ -173,8 +175,8 @@ class Averaging:
             *(m.register_forward_pre_hook(hook(self, _ForModule(names)), prepend=True) for m, names in owners),
             model.register_forward_pre_hook(model_hook(self, Averaging._before_forward), prepend=True),
         ]
-        self.watch: Callable[[Tensor, Tensor], None] | None = None  # gets parameters, and what they are about to be
-        # Behind steps, before the next forward: where it is set, errors of the exchange are left to it, see `give_up`.
+        self.watch: Callable[[Tensor, Tensor], None] | None = None  # gets each parameter, and its average before a copy
+        # Called after steps, before the next forward. If it is set, errors of the exchange do not raise: see `give_up`.
         self.recover: Callable[[], None] | None = None
         self.gave_up = False
         self._early: EarlyExchange | None = None
@@ -186,7 +188,7 @@ class Averaging:
             ]
 
     def remove(self) -> None:
-        """Takes the hooks off; parameters stay as they are, and differ between the ranks."""
+        """Removes the hooks; parameters stay as they are, and differ between ranks."""
         for handle in (*self._handles, *self._accumulations):
             handle.remove()
         self._handles.clear()
@@ -198,7 +200,7 @@ class Averaging:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Steps inside are each rank's own; the next one outside averages what came of them."""
+        """Keeps steps inside local; the next step outside averages what came of them."""
         before, self._sync = self._sync, False
         try:
             yield
@@ -216,17 +218,17 @@ class Averaging:
                     self._put(name)
 
     def give_up(self) -> None:
-        """From now on steps are this rank's own; of a round under way it has what has arrived."""
+        """Makes all further steps local; averages of a round under way that have arrived are kept."""
         self._sent.clear()
         self.gave_up = True
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def consensus(self) -> None:
-        """All ranks have the mean of their parameters, the same bits, and of what normalisation saw. Collective.
+        """Makes all ranks' parameters their mean, bit for bit alike, and likewise buffers of normalisation. Collective.
 
-        Variances are pooled: of the samples of all ranks together. Counters, and other buffers of whole numbers, are
-        the largest of any rank's.
+        Variances are pooled, as if of the samples of all ranks together. Counters and other integer buffers become the
+        maximum over ranks.
         """
         self.land()
         model, parameters = self._model(), list(self._parameters.values())
@@ -237,18 +239,21 @@ class Averaging:
         self.are_apart = False
 
     def state_dict(self) -> dict[str, Any]:
-        """What differences are taken from, by name, and how many ranks' models are apart, if they are."""
+        """Returns the tensors from which differences are taken, by name, and how many ranks' models differ, or 0."""
         self.land()
         references = {name: reference.clone() for name, reference in self._references.items()}
         return {"references": references, APART: self._engine.group.size if self.are_apart else 0}
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
-        """The tensors that differences are taken from, by name."""
+        """The specs of the tensors from which differences are taken, by name."""
         return {name: TensorSpec.of(reference) for name, reference in self._references.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Collective. Of what there is none, that of now: load the model first. Whose differ, those of rank 0 count."""
+        """Loads what `state_dict` returned; load the model first. Collective.
+
+        Tensors without an entry are taken from the present model. If ranks load different ones, rank 0's are used.
+        """
         self.land()
         references = state.get("references", {})
         self.are_apart = bool(state.get(APART))
@@ -260,12 +265,12 @@ class Averaging:
         if taken:
             self._engine.call("references", lambda group: broadcast_tensors(group, taken, timeout_s))
 
-    # What modules and the optimiser call.
+    # Callbacks of modules and the optimiser.
 
     def _before_forward(self, model: nn.Module) -> None:
         if is_backward():  # checkpointing repeats a forward
             return
-        if not torch.is_grad_enabled():  # evaluation may take other ways, as those of fused layers
+        if not torch.is_grad_enabled():  # evaluation may bypass modules' hooks, as fused layers do
             if self._sent:
                 self.land()
             return
@@ -282,14 +287,14 @@ class Averaging:
         self._has_stepped = False
 
     def _before_forward_of(self, names: tuple[str, ...]) -> None:
-        if self._is_open and is_backward():  # checkpointing repeats a forward: of what was not stepped yet
+        if self._is_open and is_backward():  # checkpointing repeats a forward of parameters not stepped yet
             return
         self._fired.update(names)
         if self._sent:
             self._deliver(names)
 
     def _before_states(self, *_: Any) -> None:
-        """They are saved, or loaded."""
+        """Waits for averages before state is saved or loaded."""
         if self._sent:
             self.land()
 
@@ -310,7 +315,7 @@ class Averaging:
         early.steps.put_back()  # after a step that has failed
         if not early.is_open:
             self.land()
-            if self._exchanges:  # the others may wait for a rank whose backward reached no parameter
+            if self._exchanges:  # other ranks may wait for this one, whose backward reached no parameter
                 self._begin_early()
                 self._end_of_backward()
         if why := early.steps.check({p: name for name, p in self._parameters.items()}):
@@ -335,7 +340,7 @@ class Averaging:
 
     @torch.no_grad()
     def _on_gradient(self, name: str) -> None:
-        """Of a plan of early parameters: the bucket is stepped and sent when its last gradient has come."""
+        """Steps and sends a bucket of early parameters when its last gradient is ready."""
         if not self._exchanges:
             return
         early = self._early
@@ -343,7 +348,7 @@ class Averaging:
         if early.task != torch._C._current_graph_task_id():
             if is_nested_backward():
                 self._refuse(REENTRANT)
-            if early.is_open and not self._is_open:  # else the one before has failed, as the engine says
+            if early.is_open and not self._is_open:  # else the backward before has failed, which the engine reports
                 self._refuse(SECOND_BACKWARD)
             early.task = torch._C._current_graph_task_id()
             at_end_of_backward(self._end_of_backward, self._engine)
@@ -372,7 +377,7 @@ class Averaging:
         for name in names:
             self._send(name)
 
-    # Below here: how.
+    # Implementation.
 
     @property
     def _exchanges(self) -> bool:
@@ -380,7 +385,7 @@ class Averaging:
 
     @contextmanager
     def _giving_up(self) -> Iterator[None]:
-        """Errors of the exchange end the round, where somebody is to go on behind them."""
+        """Gives the round up on errors of the exchange inside, if `recover` is set; else they raise."""
         try:
             yield
         except GroupError:
@@ -389,11 +394,11 @@ class Averaging:
             self.give_up()
 
     def _undelivered(self) -> list[str]:
-        """Parameters under way that no forward has waited for."""
+        """Returns the parameters being averaged that no forward has waited for."""
         return [name for name in self._sent if name in self._parameters]
 
     def _found_unseen_use(self, name: str) -> None:
-        """A forward took the parameter's values while they were averaged."""
+        """Makes `optimizer.step()` wait from now on, after a forward has used a parameter while it was averaged."""
         if not self._waits:
             logger.warning(
                 "%r was used while it was averaged, in no forward of the model or of its own module: from now on "
@@ -409,17 +414,17 @@ class Averaging:
         self._early.begin()
 
     def _begin(self) -> None:
-        """A round; buffers are what they will be until the next forward."""
+        """Begins a round, and sends buffers, which do not change until the next forward."""
         self._engine.begin(rounds=self.steps)
         self._is_open = True
         for name in self._buffers:
             buffer = self._buffer(name)
-            # Within an early backward checkpointing repeats forwards, which change what normalisation has seen.
+            # In a backward with early parameters, checkpointing repeats forwards, which change running statistics.
             self._sent[name] = Stamp.of(buffer, self._goes_on_behind) if self._early is None else None
             self._engine.load(name, self._outgoing(name, buffer))
 
     def _send(self, name: str) -> None:
-        """A parameter that was stepped, and what the optimiser keeps of it."""
+        """Sends a parameter that was stepped, and its optimiser state."""
         parameter = self._parameters[name]
         self._sent[name] = self._stamp(name, with_values=self._goes_on_behind)
         self._engine.load(name, self._outgoing(name, parameter.detach()))
@@ -429,7 +434,7 @@ class Averaging:
             self._engine.load(state, kept, used=kept is not None)
 
     def _end(self) -> None:
-        """All is sent."""
+        """Ends the sending of a round; waits for averages unless the exchange goes on in the background."""
         self._is_open = False
         if self._goes_on_behind:
             self._engine.go_on()
@@ -444,10 +449,10 @@ class Averaging:
     def _stamp(self, name: str, *, with_values: bool) -> Stamp:
         parameter = self._parameters[name]
         stamp = Stamp.of(parameter.detach(), with_values)
-        return stamp._replace(address=0) if name in self._moving else stamp  # their modules move them
+        return stamp._replace(address=0) if name in self._moving else stamp  # RNN modules move their parameters
 
     def _buffer(self, name: str) -> Tensor:
-        """As it is now."""
+        """Returns the present buffer; refuses one that was removed or has another shape or dtype."""
         table, key = self._buffers[name]
         buffer: Tensor | None = table.get(key)
         before = self._engine.specs[name]
@@ -478,7 +483,7 @@ class Averaging:
     @torch.inference_mode(False)
     @torch.no_grad()
     def _deliver(self, names: Sequence[str] | set[str]) -> None:
-        """Waits for these, as far as they are under way, and puts the averages in their places."""
+        """Waits for the averages of these tensors, if under way, and copies them in."""
         with self._giving_up():
             for name in names:
                 if name in self._sent:
@@ -494,7 +499,7 @@ class Averaging:
             buffer, average = self._buffer(name), self._incoming(name)
             if sent is not None and sent != Stamp.of(buffer, sent.has_values):
                 self._refuse_change(name)
-            # Masks have infinities for good, of which sums with other signs make what is no number.
+            # Masks contain infinities, whose sums with other signs are NaN.
             buffer.copy_(torch.where(buffer.isfinite(), average, buffer))
         else:
             parameter = self._parameters[name]
@@ -508,7 +513,7 @@ class Averaging:
             self._engine.finish()
 
     def _state(self, name: str) -> Tensor | None:
-        """The optimiser's, None where it has none yet."""
+        """Returns the optimiser's state tensor, or None if the optimiser has none yet."""
         parameter, key = self._states[name]
         optimizer = self._optimizer()
         kept = None if optimizer is None else optimizer.state.get(self._parameters[parameter], {}).get(key)
@@ -519,7 +524,7 @@ class Averaging:
         return kept
 
     def _put_state(self, name: str, mean: Tensor) -> None:
-        """Where the optimiser has none yet, it begins all that it keeps of the parameter, as it would miss the rest."""
+        """Copies an average into the optimiser's state; begins all of the parameter's state if there is none yet."""
         optimizer, parameter = self._optimizer(), self._parameters[self._states[name][0]]
         if optimizer is not None and self._state(name) is None:
             begin_state(optimizer, parameter)
@@ -527,9 +532,9 @@ class Averaging:
             kept.copy_(mean)
 
     def _taken_references(self) -> dict[str, Tensor]:
-        """From where differences are counted, the same bits on all ranks.
+        """Returns copies of the tensors from which differences are taken, bit for bit alike on all ranks.
 
-        Of parameters that travel rounded, and of means beside variances: their squares are to be small.
+        These are parameters that are sent rounded, and means beside variances, whose squares should be small.
         """
         rounded = {name for run in self._engine.bucket_runs if run.scheme.traits.lossy for name in run.bucket.names}
         taken = {name: p.detach().clone() for name, p in self._parameters.items() if name in rounded}
@@ -542,14 +547,14 @@ class Averaging:
         )
 
     def _refuse(self, why: str) -> NoReturn:
-        """The round under way is given up, and the other ranks are told."""
+        """Abandons the round under way, tells the other ranks, and raises."""
         self._engine.abandon(why)
         self._engine.fail(why)
         raise RuntimeError(why)
 
 
 class _ForGradient:
-    """The call of the hook on one parameter's accumulation."""
+    """The callback for one parameter's gradient."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -560,7 +565,7 @@ class _ForGradient:
 
 
 class _ForModule:
-    """What the hook of one module calls."""
+    """The callback for one module's forward."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self._names = names
@@ -570,12 +575,15 @@ class _ForModule:
 
 
 def _has_come(gradient: Tensor | None) -> bool:
-    """Whether a backward brought it; zeros are what zero_grad(set_to_none=False) leaves. The host must know: rare."""
+    """Whether a backward brought the gradient; zeros do not count, as zero_grad(set_to_none=False) leaves them.
+
+    It reads the gradient on the host, which is rare.
+    """
     return gradient is not None and (gradient.layout is not torch.strided or bool(gradient.any()))
 
 
 def _owners(model: nn.Module, names: Mapping[int, str]) -> list[tuple[nn.Module, tuple[str, ...]]]:
-    """Modules with these tensors, by their id; tied ones belong to each that has them."""
+    """Returns the modules that own these tensors, given by id, with names; a tied tensor has several owners."""
     found = []
     for module in model.modules():
         tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
@@ -586,7 +594,7 @@ def _owners(model: nn.Module, names: Mapping[int, str]) -> list[tuple[nn.Module,
 
 
 def _means_of_variances(model: nn.Module, buffers: Mapping[str, Tensor]) -> dict[str, str]:
-    """Of running variances among the buffers, by name: the running mean, if it is among them too."""
+    """Returns, for each running variance among the buffers, the running mean beside it, by name."""
     names = {id(buffer): name for name, buffer in buffers.items()}
     pairs = [found for m in model.modules() if (found := statistics_of(m)) is not None]
     return {names[id(v)]: names[id(m)] for m, v in pairs if id(v) in names and id(m) in names}

@@ -1,4 +1,4 @@
-"""The buffers of an attached model: rank 0's are given to all ranks before a forward in training mode, as DDP does."""
+"""Buffers of an attached model: rank 0's are broadcast before each forward in training mode, as with DDP."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ Send = Callable[[Group, list[Tensor], float], None]
 
 
 class Buffers:
-    """Broadcasts the buffers of one model, as they are at each call.
+    """Broadcasts the buffers that a model has at each call.
 
-    Nothing but the values travels while names, shapes and element types stay as they were. Where they change, the
-    ranks compare them at a barrier of the store first, so that no rank reads a message of another size. A model that
-    has no buffers when it is attached is left alone for good, as by DDP.
+    Only values are sent while names, shapes and dtypes stay the same. When these change, ranks compare them at a
+    barrier of the store first, so that no rank reads a message of another size. A model without buffers at attach is
+    left alone for good, as with DDP.
 
     Args:
         exclude: names or shell patterns of buffers that are left alone.
-        is_active: False: all buffers are.
+        is_active: False leaves all buffers alone.
     """
 
     def __init__(self, model: nn.Module, engine: Engine, exclude: Sequence[str], *, is_active: bool = True) -> None:
@@ -41,21 +41,25 @@ class Buffers:
         self._exclude = exclude
         self._is_excluded: dict[str, bool] = {}
         self._tables: list[tuple[str, Mapping[str, Tensor | None]]] = []  # name and buffers of each module
-        self._modules: list[weakref.ref[nn.Module]] = []  # that have buffers
-        self._generation = -1  # of the model's modules, when their tables were found
-        self._specs: list[tuple[Any, ...]] = []  # the same on all ranks
+        self._modules: list[weakref.ref[nn.Module]] = []  # modules with buffers
+        self._generation = -1  # the generation of modules (see `present`) that the tables belong to
+        self._specs: list[tuple[Any, ...]] = []  # specs of the buffers, equal on all ranks
         self._is_active = is_active and engine.group.size > 1
         if self._is_active:
             self._specs = [_spec(name, buffer) for name, buffer in self.present().items()]
             self._is_active = bool(self._specs)
 
     def are_in_training(self) -> bool:
-        """Returns whether a module that has buffers is in training mode, as a part of a model that is not may be."""
+        """Whether a module with buffers is in training mode, as a part of a model in evaluation mode may be."""
         modules = (ref() for ref in self._modules)
         return any(module.training for module in modules if module is not None)
 
     def present(self, generation: int = 0) -> dict[str, Tensor]:
-        """The buffers that are not excluded, by name, each once; `generation`: another number once modules changed."""
+        """Returns the buffers that are not excluded, by name, each once.
+
+        Args:
+            generation: a number that changes whenever modules have changed.
+        """
         if generation != self._generation:
             self._find_tables()
             self._generation = generation
@@ -72,15 +76,15 @@ class Buffers:
         return dict(found.values())
 
     def broadcast(self, generation: int = 0, send: Send = broadcast_tensors) -> None:
-        """Overwrites this rank's buffers with rank 0's; on all ranks at once. Collective.
+        """Overwrites this rank's buffers with rank 0's. Collective.
 
-        Version counters stay, as with DDP: what an earlier forward saved for its backward was not changed by training.
+        Version counters stay, as with DDP: to autograd, tensors that an earlier forward saved have not changed.
 
         Args:
-            send: what sends them, if not `broadcast_tensors`.
+            send: the function that broadcasts; `broadcast_tensors` or one with its signature.
 
         Raises:
-            ValueError, GroupError: where buffers have changed on some ranks only, or not alike.
+            ValueError, GroupError: if buffers changed on some ranks only, or differently.
         """
         if not self._is_active:
             return
@@ -107,14 +111,14 @@ class Buffers:
         return found
 
     def _find_tables(self) -> None:
-        """The modules' own dicts, as a module may replace its buffers; to walk the modules costs more than a step."""
+        """Records the modules' own dicts, as modules may replace buffers; walking modules costs more than a step."""
         model = self._model()
         modules = [] if model is None else list(model.named_modules())
         self._tables = [(name, module._buffers) for name, module in modules]
         self._modules = [weakref.ref(module) for _, module in modules if module._buffers]
 
     def _agree(self, buffers: Mapping[str, Tensor], specs: list[tuple[Any, ...]]) -> None:
-        """The buffers have changed on this rank: goes on if they have on all ranks alike, else raises."""
+        """Accepts buffers that changed on this rank if all ranks changed alike, else raises."""
         for name, buffer in buffers.items():
             if why := why_not_broadcast(name, buffer):
                 self._engine.fail(why)
@@ -126,7 +130,7 @@ class Buffers:
 
 
 def why_not_broadcast(name: str, buffer: Tensor) -> str:
-    """Why rank 0's buffer cannot be given to all, and what to do; or nothing."""
+    """Returns why a buffer cannot be broadcast and what to do, or ""."""
     kind = ""
     if isinstance(buffer, UninitializedTensorMixin):
         kind = "is not initialised yet: run a forward on every rank before attach(), or"
@@ -141,12 +145,12 @@ def why_not_broadcast(name: str, buffer: Tensor) -> str:
 
 
 def describe_buffers(buffers: Mapping[str, Tensor]) -> list[str]:
-    """One line a buffer, `name: shape dtype`, and of sparse ones how many elements they store."""
+    """Returns one line per buffer, `name: shape dtype`, with the number of stored elements for sparse ones."""
     return _lines([_spec(name, buffer) for name, buffer in buffers.items()])
 
 
 def _spec(name: str, buffer: Tensor) -> tuple[Any, ...]:
-    """Returns what must be the same on all ranks for a broadcast; compared before each one, so it is made of little."""
+    """Returns the properties that must agree on all ranks; few, as they are compared before each broadcast."""
     if buffer.layout is torch.strided:
         return name, buffer.shape, buffer.dtype
     return name, buffer.shape, buffer.dtype, buffer.layout, *(part.shape for part in dense_parts(buffer))
@@ -164,7 +168,7 @@ def _line(
 
 
 def _require_alike(group: Group, was: str, is_now: str, lines: list[str], engine: Engine) -> None:
-    """Raises unless all ranks have these lines; `was`, `is_now`: the first that changed on this rank."""
+    """Raises unless all ranks have equal lines; `was`, `is_now`: the first line that changed on this rank."""
     remedy = REMEDY.format(name=(is_now or was).partition(":")[0])
     text = "\n".join(lines)
     change = f"{was or 'nothing'!r} became {is_now or 'nothing'!r}"
@@ -183,6 +187,6 @@ def _require_alike(group: Group, was: str, is_now: str, lines: list[str], engine
 
 
 def _keeping_versions(tensors: list[Tensor], write: Callable[[], None]) -> None:
-    """Runs `write`, which autograd is not to know of: the tensors' version counters are afterwards as they were."""
+    """Runs `write` without a trace for autograd: the tensors' version counters stay as they were."""
     with _unsafe_preserve_version_counter(tuple(tensors)) if tensors else nullcontext():
         write()

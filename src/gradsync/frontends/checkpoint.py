@@ -1,9 +1,9 @@
-"""State of all ranks as one object that libraries for checkpoints take: an entry for each rank, by its name.
+"""State of all ranks as one object for checkpointing libraries, with an entry for each rank.
 
-`torch.distributed.checkpoint` writes an entry that several ranks name once, as if they were copies; and it reads only
-entries that the reader names, who does not know how many ranks have written. So there are entries for as many ranks as
-there may be, each named by one rank: of n ranks, rank r names those of r, r + n, r + 2 n, and so on. Where n ranks
-write, entries from n on are None; where n ranks read what more have written, these are what each takes over.
+`torch.distributed.checkpoint` writes an entry that several ranks name only once, as if these were copies; and it reads
+only entries that the reader names, who does not know how many ranks have written. So there are entries for as many
+ranks as there may be, each named by one rank: of n ranks, rank r names entries r, r + n, r + 2 n, and so on. If n ranks
+write, entries from n on are None; if n ranks read what more have written, these are the parts that each takes over.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ..comm import gather_bytes
 from ..engine.engine import LOADING, Engine
 from ..state import Origin, from_bytes, handed_over, to_bytes
 
-MOST_RANKS = 1024  # whose parts one checkpoint has; an entry without one takes a kilobyte
+MOST_RANKS = 1024  # entries of a checkpoint; an empty one takes a kilobyte
 GATHERING, LOADING_PARTS = "gathering of state", "loading of a checkpoint"
-HEAD = {"references"}  # what a rank that takes over from nobody goes without
+HEAD = {"references"}  # keys that are left out for ranks that take over no part
 
 
 class Load(Protocol):
-    """Loads what a function returns, which is called behind a barrier of all ranks."""
+    """A function that loads what `find` returns, which it calls behind a barrier of all ranks."""
 
     def __call__(self, find: Callable[[], object], *, strict: bool = True, what: str = LOADING) -> None: ...
 
@@ -33,8 +33,8 @@ class Load(Protocol):
 class RankBytes(bytes):
     """The state of one rank, as `gradsync.state.to_bytes` makes it, for libraries that take text, bytes and tensors.
 
-    `torch.save` writes bytes as text, half as long again and slowly: so it is given a tensor of uint8, which is what
-    comes back. It alone pickles by protocol 2; whoever copies objects gets bytes.
+    `torch.save` stores bytes as text, half as long again and slowly, so it gets a tensor of uint8, which loading
+    returns. It alone pickles by protocol 2; code that copies objects gets bytes.
     """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -44,7 +44,7 @@ class RankBytes(bytes):
 
 
 class Checkpoint:
-    """A checkpoint gives and takes the state of all ranks, in entries by rank; `Attachment.checkpoint` makes one."""
+    """The state of all ranks, in entries by rank, to save and load; `Attachment.checkpoint` makes one."""
 
     def __init__(
         self, engine: Callable[[], Engine], state_dict: Callable[[], dict[str, Any]], load: Load, *, gather: bool
@@ -52,14 +52,14 @@ class Checkpoint:
         self._engine, self._state_dict, self._load, self._gather = engine, state_dict, load, gather
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part by its name, `rank 0` for example, and None for ranks that are not there.
+        """Returns this rank's part as entry "rank 0" (or its number), with None entries for ranks that do not exist.
 
-        With `gather` all ranks' parts, as tensors of bytes, (nbytes,) uint8; collective.
+        With `gather` returns all ranks' parts as tensors of bytes, (nbytes,) uint8; collective.
 
         Raises:
             RuntimeError: after `detach`, and with `gather` inside a step.
             ValueError: for more ranks than a checkpoint has entries for.
-            GroupError: with `gather`, on all ranks, where only some gather.
+            GroupError: with `gather`, on all ranks, if only some gather.
         """
         engine = self._engine()
         rank, size = engine.group.rank, engine.group.size
@@ -77,19 +77,19 @@ class Checkpoint:
         return {_entry(r): RankBytes(mine) if r == rank else None for r in range(rank, MOST_RANKS, size)}
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Takes over what `state_dict` gave on these ranks, or on another number of them; on all ranks at once.
+        """Loads what `state_dict` returned on these ranks, or on another number of ranks; call it on all ranks.
 
         Args:
-            strict: as of `Attachment.load_state_dict`.
+            strict: as in `Attachment.load_state_dict`.
 
         Raises:
             TypeError, ValueError, RuntimeError, GroupError: on all ranks, before anything has changed: as
-                `Attachment.load_state_dict`, and where parts of ranks are missing.
+                `Attachment.load_state_dict`, and if parts of ranks are missing.
         """
         self._load(lambda: self._own_state(state), strict=strict, what=LOADING_PARTS)
 
     def _own_state(self, saved: object) -> Mapping[str, Any]:
-        """The state for this rank; raises on all ranks where the parts are not all there."""
+        """Returns the state for this rank; raises on all ranks if parts are missing."""
         engine = self._engine()
         rank, size = engine.group.rank, engine.group.size
         parts: dict[int, dict[str, Any]] = {}
@@ -130,7 +130,7 @@ def _entry(rank: int) -> str:
 
 
 def _parts(saved: object, rank: int, size: int) -> dict[int, dict[str, Any]]:
-    """The parts that a rank takes over, by the rank that wrote them."""
+    """Returns the parts that this rank takes over, by the rank that wrote them."""
     if not isinstance(saved, Mapping):
         raise TypeError(f"expected the dict that checkpoint().state_dict() gave, got {type(saved).__name__}")
     parts: dict[int, dict[str, Any]] = {}
@@ -160,10 +160,10 @@ def _content(name: str, part: object) -> bytes:
 
 
 def _world_of(held: Sequence[tuple[int, int]]) -> int:
-    """How many ranks have written the parts `held`, by (rank, world) of each.
+    """Returns how many ranks wrote the parts, given (rank, world) of each.
 
     Raises:
-        ValueError: when they are not the parts of all ranks of one job.
+        ValueError: unless these are the parts of all ranks of one job.
     """
     worlds = {world for _, world in held}
     ranks = sorted(rank for rank, _ in held)

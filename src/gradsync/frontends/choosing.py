@@ -1,8 +1,8 @@
-"""Gradients or parameters: both ways are tried on real steps of a job, and the faster one stays.
+"""Gradients or parameters: both ways to average are tried on real steps, and the faster one stays.
 
 Gradients are averaged first, until their plan has settled. Then a block of steps is timed, and another one in which
-parameters are averaged in groups; the ranks see the times of the slowest, and all go on by the same way. Averages in
-groups lose something of each step, so they must be clearly faster.
+parameters are averaged in groups; ranks compare the times of the slowest one, so all decide alike. Averaging in groups
+loses something of each step, so it must be clearly faster.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from .torch_hooks import ModelHook, OptimizerStep, after_optimizer_steps, is_bac
 
 logger = logging.getLogger(__name__)
 
-BLOCK_STEPS = 12  # of each way at least, that are timed
+BLOCK_STEPS = 12  # least number of steps to time, of each way
 
-Steps = Generator[None, float, float]  # goes on once a step, told when it ended; returns seconds
+Steps = Generator[None, float, float]  # resumed after each step with the time when it ended; returns seconds
 
 
 class Parameters(Protocol):
-    """The way by averages of parameters, which takes the place of averaged gradients from `begin` to `end`."""
+    """Averaging of parameters, which replaces averaging of gradients from `begin` to `end`."""
 
     def prepare(self, most_s: float) -> int:
-        """Makes its plan: the rounds of a cycle; 0 where there is none, or none expected to exchange within `most_s`.
+        """Makes a plan, and returns its rounds per cycle; 0 if no plan is expected to exchange within `most_s` seconds.
 
         Collective, and the same on all ranks.
         """
@@ -42,19 +42,20 @@ class Parameters(Protocol):
     def begin(self) -> None: ...
 
     def wait(self) -> None:
-        """Until no exchange is under way."""
+        """Waits until no exchange is under way."""
 
     def end(self) -> None:
-        """Makes the ranks' models one; gradients are averaged again."""
+        """Makes the ranks' models one, and goes back to averaged gradients."""
 
     def keep(self) -> None:
-        """Gives averaged gradients up."""
+        """Drops the averaging of gradients for good."""
 
 
 class GradientsOrParameters:
-    """Follows the steps of an optimiser until the way is chosen. `engine` is that of gradients.
+    """The choice between averaged gradients and averaged parameters, made over the steps of an optimiser.
 
-    What is to be done after a step is done when the next forward begins: hooks of an optimiser cannot add others to it.
+    `engine` is the engine of gradients. Changes due after a step are made when the next forward begins, as an
+    optimiser's hooks cannot add hooks to it.
     """
 
     def __init__(self, engine: Engine, model: nn.Module, optimizer: Optimizer, parameters: Parameters) -> None:
@@ -63,16 +64,16 @@ class GradientsOrParameters:
         self._parameters = parameters
         self._trial = self._tried()
         next(self._trial)
-        self._stepped_s: float | None = None  # when the last step ended, until it is taken into account
+        self._stepped_s: float | None = None  # when the last step ended; None once it was taken into account
         self.made = False
         hook = uncompiled(ModelHook)(self, GradientsOrParameters._before_forward)
         self._handles = [
             after_optimizer_steps(self, GradientsOrParameters._after_optimizer_step, optimizer),
-            model.register_forward_pre_hook(hook, prepend=True),  # who synchronises this forward may change in it
+            model.register_forward_pre_hook(hook, prepend=True),  # first: the hook may change the frontend
         ]
 
     def remove(self) -> None:
-        """It stays as it is."""
+        """Ends the choice: the present way stays."""
         self.made = True
         for handle in self._handles:
             handle.remove()
@@ -92,7 +93,7 @@ class GradientsOrParameters:
         self._stepped_s = None
 
     def _tried(self) -> Generator[None, float, None]:
-        """One step goes by at each yield, which is told when it ended."""
+        """Runs the trial; each yield waits for one step and receives the time when it ended."""
         engine, parameters = self._engine, self._parameters
         while True:
             while not engine.settled:
@@ -106,13 +107,11 @@ class GradientsOrParameters:
             logger.info("averaged gradients stay: no groups are expected to be faster")
             return
         plan = engine.plan
-        if any(
-            run.scheme.traits.lossy for run in engine.bucket_runs
-        ):  # what is left to be sent goes with one exact step
+        if any(run.scheme.traits.lossy for run in engine.bucket_runs):  # residuals are sent in one exact step
             engine.propose([default_plan(list(engine.profiles.values()), engine.group.size)])
             yield
         parameters.begin()
-        for _ in range(cycle + 1):  # groups and memory are new
+        for _ in range(cycle + 1):  # warm-up, as groups and memory are new
             yield
         parameters_s = yield from _timed(cycle * -(-BLOCK_STEPS // cycle))
         parameters.wait()
@@ -127,7 +126,7 @@ class GradientsOrParameters:
             engine.propose([plan])
 
     def _slowest(self, seconds: float) -> float:
-        """Of all ranks, as all of them know it."""
+        """Returns the largest value of all ranks, on all ranks."""
         mine = torch.tensor([seconds], dtype=torch.float64, device=self._engine.device)
         timeout_s = self._engine.timeout_s
         parts = self._engine.call("times of steps", lambda group: group.all_gather(mine).wait(timeout_s))
@@ -135,7 +134,7 @@ class GradientsOrParameters:
 
 
 def _timed(steps: int) -> Steps:
-    """The mean step of so many: what is rare and slow, as another's traffic, counts as often as it comes."""
+    """Returns the mean seconds of a step; the mean, as rare slow steps (other traffic) count, too."""
     ends_s = []
     for _ in range(steps + 1):
         ends_s.append((yield))

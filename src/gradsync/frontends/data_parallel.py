@@ -38,40 +38,39 @@ NO_REDUCER = (
     "DistributedDataParallel and call gradsync.attach(ddp_model)"
 )
 NOT_NEEDED = "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
-# Of a model the wrapper that synchronises it: that of who wrapped it last.
+# By model: its newest wrapper, which synchronises it.
 _wrappers: weakref.WeakKeyDictionary[nn.Module, weakref.ref[DistributedDataParallel]] = weakref.WeakKeyDictionary()
 
 
 class DistributedDataParallel(TorchDistributedDataParallel):
-    """torch's DistributedDataParallel, with gradients averaged by gradsync: a script changes one import.
+    """torch's DistributedDataParallel with gradients averaged by gradsync: a script changes one import.
 
-    `isinstance` takes it for torch's class, and the model is its `module`, so frameworks and checkpoints unwrap it; it
-    has no Reducer. A model that is wrapped again is synchronised by its newest wrapper only. A copy, by `copy.deepcopy`
-    or pickle, attaches in its first forward with gradients on, which therefore all ranks make; one whose parameters are
-    all frozen, as a teacher's, never does.
+    It is a subclass of torch's class, and the model is its `module`, so frameworks and checkpoints unwrap it; it has no
+    Reducer. A model that is wrapped again is synchronised by its newest wrapper only. A copy, by `copy.deepcopy` or
+    pickle, attaches in its first forward with gradients on, which all ranks must make; a copy with all parameters
+    frozen, such as a teacher, never attaches.
 
     Args:
         module: the model, on one device.
-        device_ids: None, or the one CUDA device that the model is on; inputs are moved there.
-        init_sync: parameters and buffers begin as rank 0's. Else they must be alike on all ranks already.
+        device_ids: None, or the one CUDA device of the model; inputs are moved there.
+        init_sync: parameters and buffers start as rank 0's. False: they must be alike on all ranks already.
         process_group, device_mesh: the ranks that share the model; None: all.
-        forward_sync_buffers: rank 0's buffers go to all before each training forward; `broadcast_buffers` is its former
+        forward_sync_buffers: broadcast rank 0's buffers before each training forward. `broadcast_buffers` is its former
             name, and False for that leaves buffers alone from the start.
-        static_graph: each parameter's gradient is added to as often in each backward as in the first, which allows
-            re-entrant activation checkpointing.
-        delay_all_reduce_named_params, param_to_hook_all_reduce: parameters that are averaged like all others here.
-        plan, timeout, exclude, optimizer, grad_scaler, verify_every, verify_tolerance: as of `gradsync.attach`.
-        find_unused_parameters: parameters that the backwards of a forward leave out count as zero; else the next
-            forward raises on all ranks.
+        static_graph: each backward adds to each parameter's gradient as often as the first did, which allows re-entrant
+            activation checkpointing.
+        delay_all_reduce_named_params, param_to_hook_all_reduce: these parameters are averaged like all others.
+        plan, timeout, exclude, optimizer, grad_scaler, verify_every, verify_tolerance: as in `gradsync.attach`.
+        find_unused_parameters: True: parameters without gradient in the backwards of a forward count as zero. False:
+            the next forward raises on all ranks.
         output_device, dim, bucket_cap_mb, bucket_cap_mb_list, gradient_as_bucket_view, skip_all_reduce_unused_params,
-            batched_grad_copy: taken, and without effect on values: the plan decides on buckets, in which gradients
-            live.
+            batched_grad_copy: accepted without effect on values: the plan decides on buckets, and gradients are views.
 
     Attributes:
         attachment: what `gradsync.attach` returns: plan, statistics, state for checkpoints.
 
     Raises:
-        RuntimeError, ValueError: as `gradsync.attach` does, and for `mixed_precision`, which torch.autocast is for.
+        RuntimeError, ValueError: as `gradsync.attach`, and for `mixed_precision`, which torch.autocast replaces.
 
     Example:
         >>> from gradsync import DistributedDataParallel as DDP  # doctest: +SKIP
@@ -123,19 +122,19 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self.device_ids, self.output_device = _devices_of(module, device_ids, output_device)
         self.dim, self.module, self.static_graph, self.mixed_precision = dim, module, static_graph, None
         self.find_unused_parameters, self.gradient_as_bucket_view = find_unused_parameters, gradient_as_bucket_view
-        self.logger = None  # a Reducer's
-        self.require_forward_param_sync = True  # frameworks set it; no_sync() decides on buffers as on gradients
+        self.logger = None  # torch's class has its Reducer's logger here
+        self.require_forward_param_sync = True  # frameworks set it; no effect, as no_sync() decides on buffers, too
         self._module_parameters = [p for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
-        self.bucket_bytes_cap_list = [int(mb * 2**20) for mb in bucket_cap_mb_list or ()]  # asked for; the plan decides
+        self.bucket_bytes_cap_list = [int(mb * 2**20) for mb in bucket_cap_mb_list or ()]  # no effect: the plan decides
         keeps_buffers_apart = forward_sync_buffers is None and broadcast_buffers is False
         self.forward_sync_buffers = not keeps_buffers_apart and forward_sync_buffers is not False
         self._settings: dict[str, Any] = {"plan": plan, "timeout": timeout, "exclude": tuple(exclude)}
         self._settings |= {"verify_every": verify_every, "verify_tolerance": verify_tolerance}
-        self._hints: dict[str, Any] = {"optimizer": optimizer, "grad_scaler": grad_scaler}  # not for copies
+        self._hints: dict[str, Any] = {"optimizer": optimizer, "grad_scaler": grad_scaler}  # left out of copies
         self._attachment: Attachment | None = None
         self._synchronizes, self._local = True, ExitStack()
         if isinstance(module, DistributedDataParallel):
-            self._attachment = module.attachment  # the mean of means is the mean
+            self._attachment = module.attachment  # the inner wrapper averages; once is enough
             return
         earlier = _wrappers.get(module, lambda: None)()
         if earlier is not None and earlier._attachment is not None:
@@ -143,7 +142,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self._attach(init_sync=init_sync, buffers=not keeps_buffers_apart)
 
     def _attach(self, *, init_sync: bool, buffers: bool) -> None:
-        """Attaches to the module, on all ranks at once; `buffers` begin alike, too."""
+        """Attaches to the module, on all ranks at once; `buffers`: buffers start as rank 0's."""
         self._attachment = attach(
             self.module,
             process_group=self.process_group,
@@ -183,11 +182,11 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     @property
     def device_type(self) -> str:
-        """The kind of the model's device."""
+        """The type of the model's device, as "cuda"."""
         return self.device.type
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The model's own, with inputs on its device."""
+        """Calls the model, with inputs moved to its device."""
         if torch.is_grad_enabled():
             self._require_attached()
         if self.device_ids:
@@ -215,7 +214,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             self._local.enter_context(self._attachment.no_sync())
 
     def _set_static_graph(self) -> None:
-        """Does as `static_graph=True` of the constructor; on all ranks at once, before the first backward."""
+        """Does as `static_graph=True` in the constructor; call it on all ranks, before the first backward."""
         self.static_graph = True
         self.attachment.detach()
         self._attach(init_sync=False, buffers=False)
@@ -225,17 +224,17 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self.attachment.detach()
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Returns the hook for `torch.distributed.algorithms.Join`: a rank that is through contributes zeros."""
+        """Returns the hook for `torch.distributed.algorithms.Join`: a rank without further inputs contributes zeros."""
         self._require_attached()
         joinable = self.attachment.joinable
         assert isinstance(joinable, UnevenInputs)
         return joinable.hook_of(self, **kwargs)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> NoReturn:
-        """Raises, as a communication hook is not supported.
+        """Raises, as communication hooks are not supported.
 
         Raises:
-            RuntimeError: always, and says what to do in its place.
+            RuntimeError: always; the message says what to do instead.
         """
         raise RuntimeError(NO_HOOKS.format(what="communication hooks"))
 
@@ -246,7 +245,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         raise RuntimeError(NO_HOOKS.format(what="hooks for buffers"))
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Nothing: the data are a Reducer's. Lightning's DDPStrategy asks for them when training ends."""
+        """Returns an empty dict, as there is no Reducer; Lightning's DDPStrategy asks for it when training ends."""
         return {}
 
     def _register_fused_optim(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -258,17 +257,17 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         return super().__getattr__(name)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but what belongs to this process: the attachment and the process group, the default one.
+        """Returns everything except what belongs to this process: the attachment and the process group.
 
         Raises:
-            RuntimeError: with another process group, as with torch's class, or a plan of parameters.
+            RuntimeError: with another process group than the default one, as torch's class, or a plan of parameters.
         """
         if self.process_group != dist.group.WORLD:
             raise RuntimeError(
                 "DDP Pickling/Unpickling are only supported when using DDP with the default process group"
             )
         if self._attachment is not None and self._attachment.plan.what is not What.GRADIENT:
-            raise RuntimeError("a plan of parameters is of one optimiser: copy the module, and wrap it")
+            raise RuntimeError("a plan of parameters belongs to one optimiser: copy the module, then wrap the copy")
         left_out = {"process_group", "device_mesh", "_attachment", "_local", "_hints", "_join_config"}
         return {key: value for key, value in self.__dict__.items() if key not in left_out}
 
@@ -282,7 +281,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 def _warn_of_deprecated(
     check_reduction: bool, broadcast_buffers: bool | None, forward_sync_buffers: bool | None
 ) -> None:
-    """Warns of arguments as torch does."""
+    """Warns of deprecated arguments as torch does."""
     if check_reduction:
         warnings.warn("check_reduction is deprecated and has no effect", FutureWarning, stacklevel=3)
     if broadcast_buffers is None:
@@ -309,7 +308,7 @@ def _group_of(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh |
 def _devices_of(
     module: nn.Module, device_ids: Sequence[int | torch.device] | None, output_device: int | torch.device | None
 ) -> tuple[list[int] | None, Any]:
-    """The device that inputs are moved to, if any, and that of the output."""
+    """Returns the device that inputs are moved to, or None, and the device of the output."""
     if device_ids is not None and len(device_ids) > 1:
         raise ValueError(f"device_ids can only be None or contain a single element, got {list(device_ids)}")
     kinds = {parameter.device.type for parameter in module.parameters()}

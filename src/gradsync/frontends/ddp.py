@@ -1,8 +1,8 @@
-"""The same engine behind DDP's communication hook: DDP's buckets are readiness events, nothing more.
+"""The engine behind DDP's communication hook: DDP's buckets only tell which gradients are ready.
 
 DDP hands over a bucket when its gradients are ready. They are loaded into the plan's buckets, which may cut across
-DDP's; the future given back completes when all of its parameters are synchronised, however late. State is keyed by
-parameter name, so DDP may re-bucket after its first step.
+DDP's; the returned future completes when all of the bucket's parameters are synchronised. State is kept by parameter
+name, so DDP may rebuild its buckets after the first step.
 """
 
 # No `from __future__ import annotations`: DDP compares the annotations of a hook with the types themselves.
@@ -40,7 +40,7 @@ from .torch_hooks import (
     never_compiled,
 )
 
-# Of each model inside of a DistributedDataParallel: it may be wrapped again, and is synchronised by the newest wrapper.
+# By model inside DistributedDataParallel: it may be wrapped again, and the newest wrapper synchronises it.
 _exchanges: weakref.WeakKeyDictionary[nn.Module, weakref.ref["_Exchange"]] = weakref.WeakKeyDictionary()
 
 
@@ -48,11 +48,11 @@ class DDPState:
     """The state of gradsync as a communication hook of one DDP model.
 
     `ddp_model.register_comm_hook(gradsync.DDPState(), gradsync.ddp_hook)` is all there is to do; frameworks that make
-    the DDP model themselves (Lightning's `DDPStrategy(ddp_comm_state=..., ddp_comm_hook=...)`) take the two before.
-    Without a `model` the ranks agree on it in the first backward, else here. `gradsync.attach(ddp_model)` does both.
-    Arguments and errors are those of `attach`, `timeout_s` in seconds; a parameter that `exclude` names stays
-    unsynchronised, as DDP does not average behind a hook. In a copy of a DDP model, by `copy.deepcopy` or pickle, DDP
-    registers no hooks: attach to it again.
+    the DDP model themselves take the two arguments (Lightning: `DDPStrategy(ddp_comm_state=..., ddp_comm_hook=...)`).
+    Ranks agree on the model in the first backward, or at once if `model` is given. `gradsync.attach(ddp_model)` does
+    both. Arguments and errors are those of `attach`, `timeout_s` in seconds. A parameter that `exclude` names stays
+    unsynchronised, as DDP does not average behind a hook. Copies of a DDP model, by `copy.deepcopy` or pickle, have no
+    hooks: attach to them again.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class DDPState:
         self._optimizer, self._grad_scaler = optimizer, grad_scaler
         self._verification = Verification(verify_every, verify_tolerance)
         self._exchange: _Exchange | None = None
-        self.successor: DDPState | None = None  # attached after this one was detached: a hook is registered only once
+        self.successor: DDPState | None = None  # the state attached after this one: DDP takes only one hook
         if model is not None:
             self._bind(model)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The settings; neither what belongs to one model on one rank, nor the optimiser and what scales the loss."""
+        """Returns the settings, without anything of one model on one rank, and without optimiser and grad_scaler."""
         guard = {"verify_every": self._verification.every, "verify_tolerance": self._verification.tolerance}
         return {"plan": self._plan, "timeout_s": self._timeout_s, "exclude": self._exclude, **guard}
 
@@ -88,31 +88,31 @@ class DDPState:
         """The engine of the DDP model.
 
         Raises:
-            RuntimeError: before the first backward of a model that was not named.
+            RuntimeError: before the first backward, if no model was given.
         """
         if self._exchange is None:
             raise RuntimeError("this DDPState has no model yet: it gets one in the first backward of a DDP model")
         return self._exchange.engine
 
     def detach(self) -> None:
-        """Makes the hook DDP's own all-reduce from now on: torch cannot take a hook off."""
+        """Makes the hook do DDP's own all-reduce from now on, as torch cannot remove a hook."""
         if self._exchange is not None:
             self._exchange.detach()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """The DDP model's own `no_sync`."""
+        """Returns the DDP model's own `no_sync`."""
         return nullcontext() if self.model is None else self.model.no_sync()
 
     @property
     def model(self) -> DistributedDataParallel | None:
-        """The DDP model, once it is known and while it lives."""
+        """The DDP model; None before it is known and after it was deleted."""
         return None if self._exchange is None else self._exchange.model
 
     def synchronize(self, bucket: GradBucket) -> Future[Tensor]:
-        """Takes a bucket of DDP's; the future has the same bucket with averaged gradients."""
+        """Takes one of DDP's buckets; the future holds its buffer with averaged gradients."""
         if self._exchange is None:
             model = _model_with(self)
-            if _is_nested(model):  # the mean of means is the mean
+            if _is_nested(model):  # the other DDP model has gradsync; the mean of equal values is itself
                 return allreduce_hook(model.process_group, bucket)
             self._bind(model)
         assert self._exchange is not None
@@ -167,10 +167,11 @@ class _Exchange:
         self._detached = False
         self._names = {id(p): name for name, p in parameters.items()}
         self._left_alone = {id(p) for p in inner.parameters()} - self._names.keys()
-        self._synchronizations = 0  # backwards since attach
-        self._used: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # that when it stepped last
+        self._synchronizations = 0  # number of backwards since attach
+        # The value of `_synchronizations` at each optimiser's last step.
+        self._used: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._given: list[tuple[GradBucket, Future[Tensor]]] = []
-        self._factor = 1.0  # of the mean over the ranks, where some are through with their inputs
+        self._factor = 1.0  # scales the mean over all ranks, where only some still have inputs
         self._modules = weakref.WeakSet(model.modules())
         self._additions = Additions(inner, exclude)
         self._momentum = OneMomentum(parameters)
@@ -180,7 +181,7 @@ class _Exchange:
             before_optimizer_steps(self, _Exchange._before_optimizer_step, optimizer),
             after_optimizer_steps(self, _Exchange._after_optimizer_step, optimizer),
         ]
-        # DDP holds its state: a model that is dropped takes thread and communicator along.
+        # DDP holds its state, so a deleted model takes thread and communicator along.
         for end in (self.engine.close, *(handle.remove for handle in self._handles)):
             weakref.finalize(self, end).atexit = False
         weakref.finalize(self, forget, self._modules, list(parameters.values())).atexit = False
@@ -188,11 +189,11 @@ class _Exchange:
 
     @property
     def model(self) -> DistributedDataParallel | None:
-        """The DDP model, while it lives."""
+        """The DDP model; None after it was deleted."""
         return self._model()
 
     def detach(self) -> None:
-        """See `DDPState.detach`."""
+        """Does as `DDPState.detach` says."""
         self._detached = True
         self._given.clear()
         for handle in self._handles:
@@ -202,7 +203,7 @@ class _Exchange:
         forget(self._modules, self.engine.parameters.values())
 
     def synchronize(self, bucket: GradBucket) -> Future[Tensor]:
-        """See `DDPState.synchronize`."""
+        """Does as `DDPState.synchronize` says."""
         if self._detached:
             return allreduce_hook(self._process_group, bucket)
         if not self.engine.in_step:
@@ -219,14 +220,14 @@ class _Exchange:
         self._require_no_additions()
         self._given.clear()
         self._factor = self._factor_of_uneven_inputs()
-        has_inputs = is_backward()  # else DDP brings zeros: this rank is through, and the others' parameters go on
+        has_inputs = is_backward()  # else DDP brings zeros, as this rank has no further inputs and others have
         self.engine.stepped_alone |= not has_inputs
         self.engine.begin()
         if has_inputs:
             at_end_of_backward(_nothing, self.engine)
 
     def _finish(self) -> None:
-        """All buckets were given: waits, and completes their futures."""
+        """Waits for the exchange after the last bucket, and completes all futures."""
         for name in self.engine.missing():
             self.engine.load(name, None, used=False)
         self.engine.finish()
@@ -236,7 +237,7 @@ class _Exchange:
         self._given.clear()
 
     def _factor_of_uneven_inputs(self) -> float:
-        """The ranks divided by those that still have inputs, inside `join(divide_by_initial_world_size=False)`."""
+        """Returns ranks / ranks with inputs, inside `join(divide_by_initial_world_size=False)`; else 1."""
         model = self.model
         if model is None or not model._join_config.enable or model._divide_by_initial_world_size:
             return 1.0
@@ -249,7 +250,7 @@ class _Exchange:
             self._momentum.check(self.engine.plan, step.optimizer)
             self._freezing.before(step.optimizer, has_closure=step.has_closure, is_watched=step.is_watched)
         except ValueError as error:
-            self.engine.fail(str(error))  # settings may differ by rank: the others would wait for this one
+            self.engine.fail(str(error))  # settings may differ by rank: the other ranks would wait for this one
             raise
 
     def _after_optimizer_step(self, step: OptimizerStep) -> None:
@@ -259,7 +260,7 @@ class _Exchange:
             self._note_step(step)
 
     def _note_step(self, step: OptimizerStep) -> None:
-        """Tells the engine of a step that followed no synchronised backward."""
+        """Tells the engine of an optimiser step without a synchronised backward before it."""
         if step.is_inner:
             return
         if self._used.get(step.optimizer, 0) == self._synchronizations:
@@ -285,27 +286,25 @@ class _Exchange:
         return buffer
 
     def _named(self, bucket: GradBucket) -> Iterator[tuple[str, Tensor]]:
-        """(name, gradient) of the parameters to synchronise; DDP gives a sparse gradient a bucket of its own."""
+        """Yields (name, gradient) of the parameters to synchronise; a sparse gradient has a DDP bucket of its own."""
         buffer: Any = bucket.buffer()
         gradients = [buffer] if buffer.layout is torch.sparse_coo else bucket.gradients()
         for parameter, gradient in zip(bucket.parameters(), gradients, strict=True):
             if id(parameter) in self._names:
                 yield self._names[id(parameter)], gradient
             elif id(parameter) not in self._left_alone:
-                why = (
-                    "this DDPState is of another model than the bucket it got; each DDP model needs a state of its own"
-                )
+                why = "this DDPState got a bucket of another model than its own; give each DDP model its own DDPState"
                 self.engine.fail(why)
                 raise RuntimeError(why)
 
 
 def has_reducer(model: nn.Module) -> TypeGuard[DistributedDataParallel]:
-    """Whether the model is torch's DistributedDataParallel with its Reducer, which gradsync's own class has not."""
+    """Whether the model is torch's DistributedDataParallel with a Reducer, which gradsync's class does not have."""
     return isinstance(model, DistributedDataParallel) and "reducer" in vars(model)
 
 
 def _is_nested(model: DistributedDataParallel) -> bool:
-    """Whether another DDP model around this one, or inside of it, has gradsync already."""
+    """Whether another DDP model around this one, or inside it, has gradsync already."""
     synchronised = [exchange.model for known in _exchanges.values() if (exchange := known()) is not None]
     return any(
         other is not None and other is not model and (other in set(model.modules()) or model in set(other.modules()))
@@ -314,10 +313,10 @@ def _is_nested(model: DistributedDataParallel) -> bool:
 
 
 def _model_with(state: DDPState) -> DistributedDataParallel:
-    """The DDP model that the state is registered with: a hook gets buckets, and no model to have names of.
+    """Returns the DDP model that the state is registered with; a hook only gets buckets, without parameter names.
 
     Raises:
-        RuntimeError: where there is none, or more than one.
+        RuntimeError: if there is none, or more than one.
     """
     found: list[DistributedDataParallel] = [
         each
@@ -334,15 +333,18 @@ def _model_with(state: DDPState) -> DistributedDataParallel:
 
 
 def _nothing() -> None:
-    """DDP's own callback ends its backward; ours is there to be dropped when backward raises."""
+    """Does nothing: DDP's own callback ends its backward, and this one shows, when dropped, that backward raised."""
 
 
 @never_compiled
 def ddp_hook(state: DDPState, bucket: GradBucket) -> Future[Tensor]:
-    """gradsync as a DDP communication hook: `ddp_model.register_comm_hook(gradsync.DDPState(), gradsync.ddp_hook)`.
+    """Averages a bucket of DDP's over the ranks through gradsync; `DDPState` shows how to register the hook.
+
+    Returns:
+        A future of the bucket's buffer, (numel,) in its dtype, with averaged gradients.
 
     Raises:
-        TypeError: for another state.
+        TypeError: if the state is not a DDPState.
     """
     if not isinstance(state, DDPState):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""The mean of models that differ between ranks, which all of them take."""
+"""Replaces models that differ between ranks by their mean."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def take_mean(
     timeout_s: float,
     exclude: Sequence[str] = (),
 ) -> None:
-    """These parameters and the model's buffers become the mean over the group, the same bits on all ranks. Collective.
+    """Overwrites parameters and the model's buffers with their mean over the group, bit for bit alike. Collective.
 
-    Variances are pooled: of the samples of all ranks together. Counters, and other buffers of whole numbers, are the
-    largest of any rank's. Of a model that is gone there are only parameters.
+    Variances are pooled, as if of the samples of all ranks together. Counters and other integer buffers become the
+    maximum over ranks. A `model` of None, as it was deleted, leaves only parameters.
 
     Args:
         exclude: names or shell patterns of buffers that are left alone.
@@ -40,7 +40,7 @@ def take_mean(
     means = [mean.double() for mean, _ in statistics]
     _average(group, [*parameters, *(buffer for buffer in buffers if buffer.is_floating_point())], timeout_s)
     _average(group, means, timeout_s)
-    # From the mean of all: squares of means far from zero would swallow variances.
+    # Deviations from the mean over ranks, as squares of means far from zero would swallow variances.
     around = [v.double() + (m.double() - mean).square() for (m, v), mean in zip(statistics, means, strict=True)]
     _average(group, around, timeout_s)
     _take_largest(group, counters, timeout_s)
@@ -50,13 +50,13 @@ def take_mean(
 
 
 def statistics_of(module: nn.Module) -> tuple[Tensor, Tensor] | None:
-    """Running means and variances, as normalisation over batches keeps them."""
+    """Returns the running mean and variance of a batch normalisation; None for other modules."""
     mean, variance = (getattr(module, name, None) for name in ("running_mean", "running_var"))
     return (mean, variance) if isinstance(mean, Tensor) and isinstance(variance, Tensor) else None
 
 
 def _average(group: Group, tensors: Sequence[Tensor], timeout_s: float) -> None:
-    """In few messages, in float32 at least."""
+    """Overwrites tensors with their mean over the group, in few messages, computed in float32 or wider."""
     wide = [torch.promote_types(tensor.dtype, torch.float32) for tensor in tensors]
     for dtype in dict.fromkeys(wide):
         alike = [tensor for tensor, kind in zip(tensors, wide, strict=True) if kind is dtype]
@@ -75,7 +75,7 @@ def _take_largest(group: Group, tensors: Sequence[Tensor], timeout_s: float) -> 
 
 
 def _pieces(tensors: Sequence[Tensor], itemsize: int) -> Iterator[list[Tensor]]:
-    """In order, of about so many bytes each."""
+    """Yields the tensors in order, in lists of about MESSAGE_BYTES each."""
     piece: list[Tensor] = []
     filled_bytes = 0
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""What came to a model, or went from it, after gradsync was attached."""
+"""Finds parameters and modules that were added to or removed from a model after `attach`."""
 
 from __future__ import annotations
 
@@ -21,18 +21,21 @@ REPLACED = (
 
 
 class Additions:
-    """Finds parameters that came to a model after `attach`: each rank would keep its own gradients of them."""
+    """Finds parameters that were added to a model after `attach`, whose gradients nobody would synchronise."""
 
     def __init__(self, model: nn.Module, exclude: Sequence[str]) -> None:
         self._exclude = exclude
         self._known = WeakIdKeyDictionary({parameter: True for parameter in model.parameters()})
         named = model.named_parameters()
         self._frozen = [(n, weakref.ref(p)) for n, p in named if not (p.requires_grad or matches(n, exclude))]
-        self.generation = 0  # another number once modules have come or gone
+        self.generation = 0  # changes when modules are added or removed
         self._remember(model)
 
     def check(self, model: nn.Module) -> str:
-        """What is wrong, or nothing; costs next to nothing while no module has changed."""
+        """Returns what is wrong with the model, as an error text; "" if nothing is.
+
+        It costs next to nothing while no module has changed.
+        """
         for name, frozen in self._frozen:
             parameter = frozen()
             if parameter is not None and parameter.requires_grad:
@@ -52,14 +55,14 @@ class Additions:
         return ""
 
     def added(self, model: nn.Module) -> str:
-        """The name of a parameter that nobody synchronises, or nothing."""
+        """Returns the name of a parameter that nobody synchronises, or ""."""
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and parameter not in self._known and not matches(name, self._exclude):
                 return name
         return ""
 
     def _remember(self, model: nn.Module) -> None:
-        """No module, which would live on, and with it what is attached to it."""
+        """Records the model's modules, without references that would keep them alive."""
         modules = list(model.modules())
         self._tables: list[Sized] = [m._parameters for m in modules]
         self._tables += [m._modules for m in modules if not m._modules]
@@ -68,10 +71,11 @@ class Additions:
 
 
 class Changes:
-    """Finds what came to a model, or went from it, after `attach`.
+    """Finds changes of a model's parameters and modules after `attach`.
 
-    A parameter may move to another name or module, as pruning and parametrisations move it, and go away. One that
-    nobody synchronises may not come. What `functional_call` puts in their places for one call is the caller's.
+    A parameter may move to another name or module, as pruning and parametrisations do, or be removed. A new parameter
+    that nobody synchronises is an error. Tensors that `functional_call` puts in their places for one call are the
+    caller's.
     """
 
     def __init__(self, model: nn.Module, parameters: Iterable[nn.Parameter], exclude: Sequence[str]) -> None:
@@ -83,11 +87,11 @@ class Changes:
 
     @property
     def generation(self) -> int:
-        """Another number once modules have come or gone, or parameters moved."""
+        """A number that changes when modules are added or removed, or parameters move."""
         return self._additions.generation + self._moves
 
     def check(self, model: nn.Module) -> str:
-        """Returns what is wrong, or nothing."""
+        """Returns what is wrong with the model, as an error text; "" if nothing is."""
         if why := self._wrapper.check():
             return why
         if self._are_in_place():

@@ -1,8 +1,8 @@
-"""Groups of a plan of parameters, chosen anew at consensus points: there all models are equal, so nothing is lost.
+"""Changes the groups of a plan of parameters at consensus points, where all models are equal, so nothing is lost.
 
-Between consensus points each rank keeps how long its exchanges took, and how much averages changed its values. At one,
-all ranks see all of these figures. Where they say that links have changed, rates are measured again; rank 0 decides on
-the groups to go on with (`planner.regroup`). Rounds go on to be counted by steps, so a checkpoint has all in its plan.
+Between consensus points each rank records how long its exchanges take, and how much averages change its values. At a
+consensus point all ranks exchange these figures. If they show that links have changed, rates are measured again; rank 0
+decides on the new groups (`planner.regroup`). Rounds are still counted by steps, so a checkpoint's plan says it all.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SavedGroups:
-    """What a checkpoint has to go on with."""
+    """The groups of a checkpoint, to go on with."""
 
     plan: Plan
-    young_s: float | None  # what this rank's rounds took
+    young_s: float | None  # seconds of this rank's rounds when the plan was new
 
     def __post_init__(self) -> None:
         if self.young_s is not None and not (isinstance(self.young_s, float) and self.young_s > 0):
@@ -44,7 +44,7 @@ class SavedGroups:
 
 
 class Regrouping:
-    """Watches the rounds of an engine whose plan the planner made for the links of this cluster."""
+    """Watches the rounds of an engine whose plan a planner made for the links of this cluster."""
 
     def __init__(
         self,
@@ -67,11 +67,11 @@ class Regrouping:
             averaging.watch = self._watch
 
     def remove(self) -> None:
-        """Watches no longer."""
+        """Stops watching."""
         self._handle.remove()
 
     def consider(self) -> None:
-        """At a consensus point: goes over to other groups, if they are clearly better now. Collective."""
+        """Changes the groups if others are clearly better now; called at a consensus point. Collective."""
         engine, placement = self._engine, self._engine.group.placement
         figures = [self._rounds.young_s or 0.0, self._rounds.now_s or 0.0, self._removed, self._removed_rounds]
         mine = torch.tensor(figures, dtype=torch.float64, device=engine.device)
@@ -79,7 +79,7 @@ class Regrouping:
         young_s, now_s, removed, rounds = zip(*(part.tolist() for part in parts), strict=True)
         changed = self._planner.remaps(placement) and all(young_s) and all(now_s) and links_changed(young_s, now_s)
         if changed:
-            logger.info("rounds take another time than they did; rates between nodes are measured again")
+            logger.info("times of rounds have changed; rates between nodes are measured again")
             self._cluster = engine.call("rates between nodes", lambda group: measured_cluster(group, engine.timeout_s))
         mean = sum(removed) / sum(rounds) if min(rounds) >= LEAST_ROUNDS else None
         self._count_removed_anew()
@@ -93,11 +93,11 @@ class Regrouping:
             self._rounds.plan_stays()
 
     def state_dict(self) -> dict[str, Any]:
-        """What `saved` takes beside the plan."""
+        """Returns what `saved` needs beside the plan."""
         return {**self._same_job, "young_s": self._rounds.young_s}
 
     def saved(self, state: Mapping[str, Any]) -> SavedGroups | None:
-        """What an attachment's `state_dict` has, where it was of the same settings for the same nodes. Collective.
+        """Returns the groups of an attachment's `state_dict`, or None if it is of other settings or nodes. Collective.
 
         Raises:
             ValueError, RuntimeError: on all ranks, for a plan that does not fit, or other plans on other ranks.
@@ -117,18 +117,18 @@ class Regrouping:
         return found
 
     def go_on(self, saved: SavedGroups | None) -> None:
-        """After a checkpoint was loaded: by its plan, or the present one. Collective."""
+        """Goes on with the plan of a loaded checkpoint, or with the present one. Collective."""
         if saved is not None and saved.plan.digest != self._engine.plan.digest:
             self._engine.replan(saved.plan)
         self._begin(None if saved is None else saved.young_s)
 
     @property
     def _same_job(self) -> dict[str, Any]:
-        """What must be the same for a job that is to go on with the plan of its checkpoint."""
+        """The settings and nodes that must be the same to go on with a checkpoint's plan."""
         return {"settings": repr(self._planner), "nodes": list(self._engine.group.placement.nodes)}
 
     def _begin(self, young_s: float | None = None) -> None:
-        """By a plan whose rounds are not known here."""
+        """Begins to watch the engine's present plan; `young_s`: seconds of its rounds, if known."""
         self._schedule = schedule_of(self._engine.plan)
         self._cycle = self._planner.cycle(self._schedule)
         self._rounds = Rounds(self._cycle, young_s)
@@ -136,23 +136,23 @@ class Regrouping:
         self._count_removed_anew()
 
     def _count_removed_anew(self) -> None:
-        """From a consensus on: rounds of the first cycle have less to remove."""
+        """Begins to count what rounds remove after a consensus, without the first cycle, which has less to remove."""
         self._removed_from = self._engine.step + self._cycle
-        self._removed, self._removed_rounds = 0.0, 0  # in whole cycles
-        self._under_way: list[float] = []  # in the one that is not over
+        self._removed, self._removed_rounds = 0.0, 0  # sums over whole cycles
+        self._under_way: list[float] = []  # rounds of the unfinished cycle
         self._squares = torch.zeros(2, dtype=torch.float64, device=self._engine.device)
 
     def _communication_s(self) -> float:
-        """Since the plan changed."""
+        """Returns the seconds of communication since the plan changed."""
         return sum(run.communication_s for run in self._engine.bucket_runs)
 
     def _watch(self, own: Tensor, average: Tensor) -> None:
-        """Of the round that is ending."""
+        """Adds the squared distance and norm of a bucket in the round that is ending."""
         norms = torch.stack([torch.linalg.vector_norm(own - average), torch.linalg.vector_norm(average)])
         self._squares += norms.double().square()
 
     def _after_optimizer_step(self, step: OptimizerStep) -> None:
-        """A step begins a round; the one before it has ended."""
+        """Records the time of the round before; this step begins a new one."""
         before, before_s = self._seen
         self._seen = rounds, total_s = self._engine.step, self._communication_s()
         for _ in range(before, rounds):
@@ -161,12 +161,12 @@ class Regrouping:
             self._count_removed(rounds - 1)
 
     def _count_removed(self, round: int) -> None:
-        """By a round that has ended."""
+        """Adds what a finished round removed."""
         if round >= self._removed_from:
             placement = self._engine.group.placement
             rank = placement.nodes[self._engine.group.rank]
             relaxation = next(share for group, share in self._schedule.round(round).parts if rank in group)
-            distance, norm = self._squares.tolist()  # the host counts them: two numbers a round
+            distance, norm = self._squares.tolist()  # a host read of two numbers per round
             self._under_way.append(share_removed(distance, norm, relaxation) if norm else 0.0)
         if len(self._under_way) == self._cycle:
             self._removed += sum(self._under_way)
@@ -175,7 +175,10 @@ class Regrouping:
         self._squares.zero_()
 
     def _better_plan(self, group: Group, removed: float | None) -> str:
-        """As rank 0 sees it, as on another processor the same figures may round differently; "" where none is."""
+        """Returns rank 0's better plan as JSON, or "" if there is none.
+
+        Only rank 0 decides, as on other processors the same figures may round differently.
+        """
         model, optimizer = self._model(), self._optimizer()
         found: Plan | None = None
         if group.rank == 0 and model is not None and optimizer is not None:

@@ -1,4 +1,4 @@
-"""Frontends of a model: what averages its gradients or its parameters, and how another one takes its place."""
+"""Frontends of a model, which average its gradients or its parameters, and the switch from one to another."""
 
 from __future__ import annotations
 
@@ -40,14 +40,16 @@ TORCHSCRIPT = (
     "a plan of parameters needs hooks on the model's modules, which TorchScript does not have: average gradients "
     "(no plan, or one of gradients), or attach to the model before it is scripted or traced"
 )
-SURVIVES_NOT = "NCCL ends a job that lost a rank by itself: survives is for gloo"
+SURVIVES_NOT = (
+    "survives=True needs gloo, as NCCL itself ends a job that lost a rank: use another backend, or leave it out"
+)
 
 
 @dataclass(frozen=True)
 class Frontend:
-    """What synchronises a model: gradients before the optimiser's step, or parameters after it.
+    """The object that synchronises a model: gradients before the optimiser's step, or parameters after it.
 
-    Refers to the model weakly, as everything here: the model's modules keep it alive.
+    All references to the model are weak: the model's modules keep the frontend alive.
     """
 
     engine: Engine
@@ -55,10 +57,10 @@ class Frontend:
     remove: Callable[[], None]
     averaging: Averaging | None = None
     regrouping: Regrouping | None = None
-    joinable: Callable[[], Joinable | None] = lambda: None  # what stands for the model among uneven inputs
+    joinable: Callable[[], Joinable | None] = lambda: None  # stands for the model in torch's `Join`
 
     def consensus(self) -> None:
-        """See `Attachment.consensus`."""
+        """Does as `Attachment.consensus` says."""
         if self.averaging is not None:
             self.averaging.consensus()
         if self.regrouping is not None:
@@ -73,9 +75,13 @@ class Frontend:
 
 @dataclass
 class FrontendSwitch:
-    """The one in force; of two that are tried the other one beside it, and how it is chosen, if it is.
+    """The frontend in force, and the means to replace it.
 
-    `surviving`: what makes another one where ranks are lost, if anything does.
+    Attributes:
+        present: the frontend in force.
+        resting: while two are tried, the other one.
+        choice: the trial of the two, if there is one.
+        surviving: builds a new frontend when ranks are lost, if the planner says so.
     """
 
     present: Frontend
@@ -84,7 +90,7 @@ class FrontendSwitch:
     surviving: Surviving | None = None
 
     def consensus(self) -> None:
-        """See `Attachment.consensus`."""
+        """Does as `Attachment.consensus` says."""
         if self.surviving is None:
             self.present.consensus()
         else:
@@ -101,9 +107,9 @@ class FrontendSwitch:
 
 
 class Attached:
-    """A model, its optimiser if it is known, and how its ranks are reached, as `attach` was told.
+    """The arguments of `attach`: a model, its optimiser if known, and how its ranks communicate.
 
-    Refers weakly to the first two.
+    References to model and optimiser are weak.
 
     Args:
         exclude: names or shell patterns of parameters and buffers that are left alone.
@@ -135,12 +141,12 @@ class Attached:
         return None if self._optimizer is None else self._optimizer()
 
     def within(self, process_group: dist.ProcessGroup) -> Attached:
-        """Among the ranks of another group."""
+        """Returns the same arguments for the ranks of another group."""
         return Attached(self.model, self.optimizer, process_group, self.timeout_s, self.exclude, self.verification)
 
 
 class ParametersBeside:
-    """The other way of a model whose gradients are averaged by these hooks, see `choosing.Parameters`."""
+    """Averaging of parameters, to be tried on a model whose gradients are averaged; see `choosing.Parameters`."""
 
     def __init__(
         self, switch: FrontendSwitch, hooks: AutogradHooks, planner: AveragingPlanner, attached: Attached
@@ -201,10 +207,10 @@ class ParametersBeside:
 
 
 class Surviving:
-    """Gives the ranks that are left a frontend of their own, where others are lost whose averages train a model.
+    """Gives the surviving ranks a new frontend when ranks are lost, for models trained by averages of parameters.
 
-    It begins between two steps, where all have made as many. Who is behind makes up for it by steps of its own, while
-    the others wait.
+    The new frontend begins between two steps, when all survivors have made as many; ranks that are behind catch up by
+    local steps while the others wait.
     """
 
     def __init__(self, switch: FrontendSwitch, planner: AveragingPlanner, attached: Attached) -> None:
@@ -217,14 +223,14 @@ class Surviving:
         self._survivors = Survivors(
             f"gradsync survivors {name[0].decode()}", attached.process_group, timeout_s=timeout_s
         )
-        self._survival: Survival | None = None  # on which the present frontend is to end
+        self._survival: Survival | None = None  # what the survivors agreed on; None while the present frontend goes on
         self._follow()
 
     def close(self) -> None:
         self._survivors.close()
 
     def consensus(self) -> None:
-        """That of the frontend, or of those that are left where ranks were lost until then."""
+        """Makes the models of all ranks, or of the survivors, one."""
         averaging = self._present
         averaging.land()
         if not self._is_over:
@@ -244,7 +250,7 @@ class Surviving:
 
     @property
     def _is_over(self) -> bool:
-        """Whether ranks were lost, as far as is known here."""
+        """Whether this rank knows of lost ranks."""
         return self._present.gave_up or self._survivors.called
 
     def _follow(self) -> None:
@@ -255,10 +261,10 @@ class Surviving:
             self._go_on()
 
     def _agree(self) -> Survival:
-        """Who is left: they all come here, as each learns of it at once, and the present frontend is not used again."""
+        """Returns who survives; collective over the survivors, after which the present frontend is not used again."""
         if self._survival is None:
             self._present.land()
-            self._switch.present.engine.fail("ranks were lost, those that are left are to go on without them")
+            self._switch.present.engine.fail("ranks were lost; the surviving ranks go on without them")
             self._present.give_up()
             self._survival = self._survived(self._survivors.ranks)
         return self._survival
@@ -267,12 +273,12 @@ class Surviving:
         found = self._survivors.agree(self._present.steps)
         lost = ", ".join(str(rank) for rank in before if rank not in found.ranks)
         left = ", ".join(map(str, found.ranks))
-        logger.warning("gradsync lost %s; ranks %s go on", f"ranks {lost}" if lost else "a round, and no rank", left)
+        logger.warning("gradsync lost %s; ranks %s go on", f"ranks {lost}" if lost else "a round but no rank", left)
         return found
 
     @torch.inference_mode(False)
     def _go_on(self) -> None:
-        """With those that are left. Collective over them."""
+        """Builds the survivors' frontend. Collective over the survivors."""
         before = self._switch.present
         assert self._survival is not None
         before.engine.close()
@@ -282,7 +288,7 @@ class Surviving:
             try:
                 left = self._attached.within(self._survivors.new_group())
                 made = averaging_frontend(left, self._planner, apart=True)
-            except RuntimeError as error:  # perhaps another rank was lost
+            except RuntimeError as error:  # another rank may have been lost
                 ranks = self._survival.ranks
                 self._survival = self._survived(ranks)
                 if self._survival.ranks == ranks:
@@ -293,13 +299,13 @@ class Surviving:
 
 
 def survive(switch: FrontendSwitch, planner: AveragingPlanner, attached: Attached) -> None:
-    """Has the ranks go on where others are lost, if the planner says so. Collective."""
+    """Prepares the ranks to go on when others are lost, if the planner says so. Collective."""
     if planner.survives and switch.present.engine.group.size > 1:
         switch.surviving = Surviving(switch, planner, attached)
 
 
 def why_not_parameters(model: nn.Module, optimizer: Optimizer | None, grad_scaler: torch.amp.GradScaler | None) -> str:
-    """Why parameters cannot be averaged, or nothing."""
+    """Returns why parameters cannot be averaged, or ""."""
     if optimizer is None:
         return "a plan of parameters averages them after the optimiser's step: attach(..., optimizer=...) must name it"
     if isinstance(model, DistributedDataParallel):
@@ -319,9 +325,11 @@ def averaging_frontend(
     *,
     apart: bool = False,
 ) -> Frontend:
-    """`regroups`: who made the plan for which links, if the groups may change.
+    """Returns a frontend that averages parameters. Collective.
 
-    `apart`: the ranks have models of their own, of which the mean is taken, in place of rank 0's.
+    Args:
+        regroups: the planner that made the plan and the links it was made for, if groups may change.
+        apart: True: the ranks' models differ, and become their mean; False: they become rank 0's.
     """
     model, optimizer, exclude = attached.model, attached.optimizer, attached.exclude
     refusal = why_not_parameters(model, optimizer, grad_scaler)
@@ -338,7 +346,7 @@ def averaging_frontend(
     also = None if made is None else companions(model, made)
     engine, parameters = agreed_engine(
         model,
-        default_plan if made is None else made,  # without a plan there is a refusal, which raises before
+        default_plan if made is None else made,  # never used: without a plan, `refusal` raises first
         attached.process_group,
         attached.timeout_s,
         exclude,
@@ -379,7 +387,10 @@ def averaging_frontend(
 
 
 def _planned(planner: AveragingPlanner, attached: Attached, refusal: str) -> tuple[Plan | None, Cluster | None, str]:
-    """The plan and the links it is for, or none and what is wrong here, if anything is; measured if all can go on."""
+    """Returns (plan, measured or given links, ""), or (None, None, reason) where this rank cannot average parameters.
+
+    Links are measured only if no rank has a reason against it.
+    """
     timeout_s, optimizer = attached.timeout_s, attached.optimizer
     group = group_of(attached.process_group, timeout_s)
     try:
@@ -399,7 +410,7 @@ def _planned(planner: AveragingPlanner, attached: Attached, refusal: str) -> tup
 
 
 def level(engine: Engine, tensors: list[Tensor]) -> None:
-    """Gives rank 0's tensors to all, or raises on all."""
+    """Broadcasts rank 0's tensors, or raises on all ranks."""
     what = "broadcast of the model"
 
     def broadcast(group: Group) -> Exception | None:
@@ -407,7 +418,7 @@ def level(engine: Engine, tensors: list[Tensor]) -> None:
             broadcast_tensors(group, tensors, engine.timeout_s)
         except GroupError:
             raise
-        except Exception as error:  # of this rank alone: the others learn of it below
+        except Exception as error:  # raised on this rank only: the other ranks hear of it below
             return error
         return None
 

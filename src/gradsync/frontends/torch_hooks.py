@@ -1,4 +1,4 @@
-"""Hooks on models, optimisers and the end of backward: they know their owner weakly, and stay out of copies."""
+"""Hooks on models, optimisers and the end of backward, which hold their owners weakly and stay out of copies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ REENTRANT = (
 def before_optimizer_steps(
     owner: T, function: Callable[[T, OptimizerStep], None], optimizer: Optimizer | None = None
 ) -> RemovableHandle:
-    """Runs `function(owner, step)` before each step of the optimiser, or of any, while the owner lives."""
+    """Runs `function(owner, step)` before each step of the optimiser, or of any optimiser, while the owner lives."""
     hook = uncompiled(Hook)(owner, lambda alive, *step: function(alive, OptimizerStep(*step)))
     return register_optimizer_step_pre_hook(hook) if optimizer is None else optimizer.register_step_pre_hook(hook)
 
@@ -37,13 +37,13 @@ def before_optimizer_steps(
 def after_optimizer_steps(
     owner: T, function: Callable[[T, OptimizerStep], None], optimizer: Optimizer | None = None
 ) -> RemovableHandle:
-    """As `before_optimizer_steps`, after each step."""
+    """Runs `function(owner, step)` after each step of the optimiser, or of any optimiser, while the owner lives."""
     hook = uncompiled(Hook)(owner, lambda alive, *step: function(alive, OptimizerStep(*step)))
     return register_optimizer_step_post_hook(hook) if optimizer is None else optimizer.register_step_post_hook(hook)
 
 
 class OptimizerStep(NamedTuple):
-    """A call of an optimiser's `step`, as its hooks get it."""
+    """A call of an optimiser's `step`, with the arguments that torch gives to step hooks."""
 
     optimizer: Optimizer
     args: tuple[Any, ...]  # the first one is the optimiser
@@ -51,11 +51,11 @@ class OptimizerStep(NamedTuple):
 
     @property
     def has_closure(self) -> bool:
-        """Whether it computes its gradients itself."""
+        """Whether the step computes gradients itself, by a closure."""
         return self.kwargs.get("closure", self.args[1] if len(self.args) > 1 else None) is not None
 
     def concerns(self, parameters: Container[int]) -> bool:
-        """Returns whether some of these parameters, by their ids, are the optimiser's."""
+        """Whether the optimiser has some of these parameters, given by id."""
         return any(id(p) in parameters for group in self.optimizer.param_groups for p in group["params"])
 
     @property
@@ -65,35 +65,35 @@ class OptimizerStep(NamedTuple):
 
     @property
     def is_watched(self) -> bool:
-        """Whether hooks of others are to see what it steps."""
+        """Whether the optimiser has step hooks of other code."""
         hooks = (self.optimizer._optimizer_step_pre_hooks, self.optimizer._optimizer_step_post_hooks)
         return any(not isinstance(hook, Hook) for each in hooks for hook in each.values())
 
     @property
     def is_inner(self) -> bool:
-        """Whether it is part of another step of this optimiser, whose class calls the step of the class above."""
+        """Whether the call is part of another step of this optimiser, as of a subclass that calls its base class."""
         within = (f for f in _frames() if f.f_code is _step_code() and f.f_locals.get("self") is self.optimizer)
         return sum(1 for _ in within) > 1
 
     @property
     def is_scaled(self) -> bool:
-        """Whether a GradScaler called it, which leaves steps out as it sees fit."""
+        """Whether a GradScaler made the call, which may skip steps."""
         by = (f.f_locals["self"] for f in _frames() if f.f_code is torch.amp.GradScaler.step.__code__)
         return any(scaler.is_enabled() for scaler in by)
 
 
 class OptimizerRounds:
-    """Counts the rounds of optimiser steps that a rank makes; ranks that are in step make as many.
+    """A counter of rounds of optimiser steps on this rank; ranks that are in step count alike.
 
-    A round begins with the first step behind a synchronised backward, and with each further step of an optimiser that
+    A round begins with the first step after a synchronised backward, and with each further step of an optimiser that
     has stepped in the round already. Several optimisers share a round, as do the outer and the inner step of a sharded
-    one. A step by gradients that hold more than what was synchronised counts as one round more: a rank that closed its
-    window of `no_sync` too early or too late makes such steps.
+    one. A step by gradients that hold more than what was synchronised counts as an additional round: a rank that left
+    `no_sync` too early or too late makes such steps.
     """
 
     def __init__(self) -> None:
         self.number = 0
-        self.alone = False  # the last round was not by synchronised gradients alone
+        self.alone = False  # whether the last round used more than synchronised gradients
         self._is_synchronized = False
         # Optimisers have numbers in the order of their first steps, the same on all ranks, as addresses are not.
         self._numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -101,19 +101,23 @@ class OptimizerRounds:
         self._stepped: set[int] = set()  # optimisers that made a step in this round
 
     def synchronized(self) -> None:
-        """A backward has synchronised gradients: the next step begins a round."""
+        """Records a synchronised backward: the next step begins a round."""
         self._is_synchronized = True
         self._stepped.clear()
 
     def stepped(self, step: OptimizerStep, *, has_local_gradients: bool) -> None:
-        """An optimiser is about to step. `has_local_gradients`: a local backward came since the synchronised one."""
+        """Records that an optimiser is about to step.
+
+        Args:
+            has_local_gradients: whether a local backward came after the synchronised one.
+        """
         optimizer = self._numbers.get(step.optimizer, self._known)
         if optimizer == self._known:
             self._numbers[step.optimizer] = optimizer
             self._known += 1
         if optimizer in self._stepped and step.is_inner:
             return
-        if not self._is_synchronized and not step.has_gradients:  # it changes nothing
+        if not self._is_synchronized and not step.has_gradients:  # the step changes nothing
             return
         if not self._stepped or optimizer in self._stepped:
             self.number += 1 + (self._is_synchronized and has_local_gradients)
@@ -123,7 +127,7 @@ class OptimizerRounds:
 
 
 class Hook:
-    """A hook that knows its owner weakly, does nothing in copies of the model, and never enters a pickle."""
+    """A hook that holds its owner weakly, does nothing in copies of the model, and never enters a pickle."""
 
     def __init__(self, owner: object, function: Callable[..., Any]) -> None:
         self._owner: weakref.ref[Any] = weakref.ref(owner)
@@ -144,9 +148,9 @@ class Hook:
 class AccumulationHook:
     """A hook on the node that accumulates a parameter's gradient.
 
-    It runs behind all hooks on the parameter, whenever these were registered, and so sees what they made of the
-    gradient. It is called with nothing, and with a tuple of what autograd accumulates: a tensor, or None for an
-    undefined gradient.
+    It runs after all hooks on the parameter, whenever these were registered, and so sees the gradient as they changed
+    it. Its arguments are an empty tuple, and a tuple of what autograd accumulates: a tensor, or None for an undefined
+    gradient.
     """
 
     def __init__(self, parameter: nn.Parameter, hook: Callable[[Any, tuple[Tensor | None, ...]], None]) -> None:
@@ -154,10 +158,9 @@ class AccumulationHook:
         self._register(parameter)
 
     def follow(self) -> None:
-        """Moves to the parameter's new node, where torch has made one.
+        """Moves to the parameter's new node, if torch has made one.
 
-        It does where the element type or the device changes, and by `set_` and `resize_`, as parametrisations are
-        registered by.
+        Torch does when dtype or device change, and on `set_` and `resize_`, by which parametrisations are registered.
         """
         parameter = self._parameter()
         if parameter is None or not parameter.requires_grad:
@@ -170,13 +173,13 @@ class AccumulationHook:
         self._handle.remove()
 
     def _register(self, parameter: nn.Parameter) -> None:
-        # A parameter refers to its node weakly: what is registered lives as long as somebody holds the node.
+        # A parameter refers to its node weakly: the hook lives as long as some code holds the node.
         self._node = torch.autograd.graph.get_gradient_edge(parameter).node
         self._handle = self._node.register_hook(self._hook)
 
 
 class ModelHook(Hook):
-    """A forward hook of the attached model itself."""
+    """A forward hook on the attached model itself, not on its copies."""
 
     def __call__(self, model: nn.Module, *args: Any) -> None:
         owner = self._owner()
@@ -186,12 +189,12 @@ class ModelHook(Hook):
 
 @cache
 def _step_code() -> CodeType:
-    """Of what calls the hooks around a step, whatever the optimiser."""
+    """Returns the code of torch's wrapper that calls hooks around a step, for any optimiser."""
     return Optimizer.profile_hook_step(lambda optimizer: None).__code__
 
 
 def _frames() -> Iterator[FrameType]:
-    """From here outwards."""
+    """Yields the frames of this thread's stack, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame
@@ -200,14 +203,15 @@ def _frames() -> Iterator[FrameType]:
 
 @cache
 def uncompiled(hook: type[Hook]) -> type[Hook]:
-    """The kind of hook as `torch.compile` does not look into it; made late, because it imports the compiler."""
+    """Returns the kind of hook such that `torch.compile` does not trace it; called late, as it imports the compiler."""
     return type(f"{hook.__name__}Uncompiled", (hook,), {"__call__": torch.compiler.disable(hook.__call__)})
 
 
 def never_compiled(function: F) -> F:
-    """Has `torch.compile` leave alone what autograd calls, and what that calls, where a whole step was given to it.
+    """Makes `torch.compile` skip a function that autograd calls, and all that it calls, when a whole step is compiled.
 
-    Unlike `uncompiled` it costs nothing a call, and needs no compiler; it is for what no compiled code calls itself.
+    Unlike `uncompiled` it costs nothing per call, and needs no compiler; use it for functions that compiled code does
+    not call itself.
     """
     skip = _eval_frame._FrameAction.SKIP  # here, and further in
     code: CodeType = function.__code__
@@ -216,7 +220,7 @@ def never_compiled(function: F) -> F:
 
 
 def _nothing(*args: Any) -> None:
-    """The hook in a copy of an attached model."""
+    """Replaces the hook in a copy of an attached model."""
 
 
 def _get_nothing() -> Callable[..., None]:
@@ -224,7 +228,7 @@ def _get_nothing() -> Callable[..., None]:
 
 
 class _EndOfBackward:
-    """Calls `finish` when backward ends. Autograd drops it uncalled when backward raises: then the step is given up."""
+    """A callback for the end of backward; if backward raises, autograd drops it, and the step is abandoned."""
 
     def __init__(self, finish: Callable[[], None], engine: Engine) -> None:
         self._finish = finish
@@ -242,7 +246,7 @@ class _EndOfBackward:
 
 
 def at_end_of_backward(finish: Callable[[], None], engine: Engine) -> None:
-    """Inside backward: runs `finish` at its end; if it ends with an error, abandons the engine's step."""
+    """Runs `finish` at the end of the present backward; if backward raises, abandons the engine's step."""
     # Private, but the only way to run code when backward ends; FSDP2 uses it too.
     torch.autograd.Variable._execution_engine.queue_callback(_EndOfBackward(finish, engine))
 
@@ -252,7 +256,7 @@ def is_backward() -> bool:
 
 
 def is_nested_backward() -> bool:
-    """Whether this thread is inside a backward that was started by a backward."""
+    """Whether this thread is inside a backward that a backward started."""
     from torch.utils.checkpoint import CheckpointFunction
 
     run, checkpoint = torch.autograd.graph._engine_run_backward.__code__, CheckpointFunction.backward.__code__
@@ -266,7 +270,7 @@ def is_nested_backward() -> bool:
 
 @contextmanager
 def outside_of_transforms() -> Iterator[bool]:
-    """Runs plain operations, whatever transform of `torch.func` is under way; whether one is."""
+    """Runs plain operations inside, whatever transform of `torch.func` is active; yields whether one is."""
     if torch._C._functorch.peek_interpreter_stack() is None:
         yield False
     else:

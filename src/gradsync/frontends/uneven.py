@@ -1,9 +1,8 @@
-"""Uneven inputs: ranks that are through with theirs take part in the others' steps with gradients of zero.
+"""Uneven inputs: ranks without further inputs take part in the other ranks' steps with zero gradients.
 
-`torch.distributed.algorithms.join.Join` counts, at each forward, which ranks still have inputs; while some have, the
-others call a hook, which is here. It makes the same exchanges as a step does: buffers, gradients. The gradients of a
-step are exchanged on a thread of their own, as with several models in one `Join` their forwards come before the first
-backward.
+`torch.distributed.algorithms.join.Join` finds out, at each forward, which ranks still have inputs; while some do, the
+others call the hook of this module. It makes the exchanges of a step, buffers and gradients. Gradients are exchanged on
+a thread of their own, as with several models in one `Join` all their forwards come before the first backward.
 """
 
 from __future__ import annotations
@@ -22,46 +21,46 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from ..comm import Group, dense_parts, gather_bytes
 from ..engine.engine import Engine
 
-HAS_INPUTS, SYNCHRONIZES, BROADCASTS = 4, 2, 1  # what a rank says at its forward; one that is through says 0
-PIECE_BYTES = 32 << 20  # so many bytes travel in one message
+HAS_INPUTS, SYNCHRONIZES, BROADCASTS = 4, 2, 1  # bits that a rank sends at its forward; 0 from ranks without inputs
+PIECE_BYTES = 32 << 20  # most bytes of one message
 EVERY_BACKWARD = (
     "inside join() each forward of the model with gradients on must be followed by its backward before the next one, "
-    "as ranks that are through with their inputs take part in that; use torch.no_grad() for others, or no_sync()"
+    "as ranks without further inputs take part in each backward; use torch.no_grad() for other forwards, or no_sync()"
 )
 
 
-# What `Join` may call: more than one where several models join together.
+# Hooks that `Join` may call; several where models join together.
 _open: weakref.WeakSet[_Shadow] = weakref.WeakSet()
 
 
 class Shadowed(Protocol):
-    """The work of a model's frontend for ranks that are through with their inputs."""
+    """The work of a model's frontend on ranks without further inputs."""
 
-    factor: float  # of the mean over all ranks, where it is to be that over fewer
-    rounds: int  # of backward and optimiser step
+    factor: float  # scales the mean over all ranks, to get the mean over ranks with inputs
+    rounds: int  # number of rounds of backward and optimiser step
 
     @property
     def awaits_backward(self) -> bool:
-        """Whether a forward said that its backward would synchronise, and none has yet."""
+        """Whether a forward announced a synchronised backward that has not come yet."""
 
     def broadcast_buffers(self, source: int) -> None:
-        """Gives the buffers of the rank `source` to all ranks."""
+        """Broadcasts the buffers of the rank `source`."""
 
     def take_gradients(self) -> Any:
-        """Takes this rank's own gradients from the parameters, for `put_gradients`."""
+        """Removes this rank's own gradients from the parameters and returns them, for `put_gradients`."""
 
     def put_gradients(self, own: Any) -> None:
-        """Gives back what `take_gradients` took."""
+        """Puts back what `take_gradients` returned."""
 
     def shadow_step(self) -> None:
-        """Makes the exchanges of a step, with nothing of this rank's own, and has the parameters' gradients of it."""
+        """Takes part in the exchanges of a step with zeros; the parameters get the synchronised gradients."""
 
     def state_to_level(self) -> list[Tensor]:
-        """Parameters and buffers that are the same on all ranks."""
+        """Returns the parameters and buffers that are the same on all ranks."""
 
 
 class UnevenInputs(Joinable):
-    """Makes an attached model joinable; knows it weakly."""
+    """An attached model as a `Joinable`, held by a weak reference."""
 
     def __init__(
         self, model: nn.Module, frontend: Shadowed, engine: Engine, process_group: dist.ProcessGroup | None
@@ -70,15 +69,15 @@ class UnevenInputs(Joinable):
         self._model = weakref.ref(model)
         self.frontend, self._engine, self._process_group = frontend, engine, process_group
         self._joinable: weakref.ref[Joinable] = weakref.ref(self)
-        self._context: weakref.ref[_Shadow] | None = None  # of the `join` under way, or of one that ended with an error
+        self._context: weakref.ref[_Shadow] | None = None  # the hook of the present `join`, or of one that failed
         self._divide_by_all = True
-        self._expects_backward = False  # a forward of the `join` under way was told to the others as one
+        self._expects_backward = False  # a forward of the present `join` announced a synchronised backward
 
     def join_hook(self, **settings: Any) -> JoinHook:
         return self.hook_of(self, **settings)
 
     def hook_of(self, joinable: Joinable, **settings: Any) -> JoinHook:
-        """The hook for a model that some other object stands for in `Join`, the one whose settings `Join` sets."""
+        """Returns the hook for a `joinable` that stands for the model in `Join`, whose settings are read."""
         self._joinable = weakref.ref(joinable)
         self._divide_by_all = settings.get("divide_by_initial_world_size", True)
         shadow = _Shadow(self)
@@ -94,16 +93,16 @@ class UnevenInputs(Joinable):
         return dist.group.WORLD if self._process_group is None else self._process_group
 
     def forward_begins(self, *, synchronizes: bool, broadcasts: bool) -> int:
-        """Tells the ranks that are through what comes; returns the rank whose buffers go to all.
+        """Tells ranks without inputs what comes; returns the rank whose buffers are broadcast.
 
         Raises:
-            RuntimeError: on all ranks, where `Join` is to end with the first rank that is through, or a forward has had
-                no backward.
+            RuntimeError: on all ranks, if `Join` is to end with the first rank without inputs, or a forward had no
+                backward.
         """
         if not self._notify():
             self.frontend.factor = 1.0
             return 0
-        if self._expects_backward and self.frontend.awaits_backward:  # after what the ranks that are through wait for
+        if self._expects_backward and self.frontend.awaits_backward:  # after the message that other ranks wait for
             self._engine.fail(EVERY_BACKWARD)
             raise RuntimeError(EVERY_BACKWARD)
         told = self.tell(HAS_INPUTS | SYNCHRONIZES * synchronizes | BROADCASTS * broadcasts)
@@ -111,11 +110,11 @@ class UnevenInputs(Joinable):
         return self._last_with_inputs(told)
 
     def forward_fails(self) -> None:
-        """Has the ranks that are through ask what comes, so that they learn of an error that this rank will tell."""
+        """Makes ranks without inputs expect a forward, so that they hear of the error that this rank reports next."""
         self._notify()
 
     def _notify(self) -> bool:
-        """Tells `Join` of a forward; returns whether one is under way, as ranks that are through then ask for more."""
+        """Announces a forward to `Join`; returns whether one is under way, as ranks without inputs then expect more."""
         joinable = self._joinable()
         is_under_way = self._context is not None and self._context() is not None
         if joinable is None or not is_under_way or not joinable._join_config.enable:
@@ -124,13 +123,13 @@ class UnevenInputs(Joinable):
         return True
 
     def _last_with_inputs(self, told: list[int]) -> int:
-        """The last rank of those that still have inputs, by whose number sums of the coming step are divided."""
+        """Returns the last rank that still has inputs, and sets the factor for sums of the coming step."""
         have_inputs = [rank for rank, theirs in enumerate(told) if theirs]
         self.frontend.factor = 1.0 if self._divide_by_all else len(told) / len(have_inputs)
         return have_inputs[-1]
 
     def tell(self, mine: int) -> list[int]:
-        """Returns what every rank says of the coming forward, by rank."""
+        """Exchanges one byte about the coming forward; returns every rank's, by rank. Collective."""
         timeout_s = self._engine.timeout_s
         told: list[bytes] = self._engine.call(
             "who still has inputs", lambda group: gather_bytes(group, bytes([mine]), timeout_s)
@@ -138,7 +137,7 @@ class UnevenInputs(Joinable):
         return [theirs[0] for theirs in told]
 
     def shadow(self) -> Callable[[], None] | None:
-        """Follows the others' next forward; returns what follows their backward, if that synchronises."""
+        """Takes part in the other ranks' next forward; returns a function for their backward if it synchronises."""
         told = self.tell(0)
         source = self._last_with_inputs(told)
         if any(theirs & BROADCASTS for theirs in told):
@@ -146,7 +145,7 @@ class UnevenInputs(Joinable):
         return self.frontend.shadow_step if any(theirs & SYNCHRONIZES for theirs in told) else None
 
     def level(self, *, is_last: bool) -> None:
-        """All ranks are through: the model of one that was last goes to all."""
+        """Ends a `join`: all ranks get the model of a rank that was last."""
         self._context, self.frontend.factor = None, 1.0
         source = max(rank for rank, was_last in enumerate(self.tell(int(is_last))) if was_last)
         rounds = torch.tensor([self.frontend.rounds], device=self._engine.device)
@@ -154,20 +153,20 @@ class UnevenInputs(Joinable):
         self.frontend.rounds = int(rounds)
 
     def spread(self, tensors: list[Tensor], source: int) -> None:
-        """Gives dense tensors of one rank to all."""
+        """Overwrites dense tensors with those of the rank `source`. Collective."""
         timeout_s = self._engine.timeout_s
         self._engine.call("the model of a rank", lambda group: broadcast_from(group, tensors, timeout_s, source))
 
 
 class _Shadow(JoinHook):
-    """The hook that `Join` calls on a rank that is through."""
+    """The hook that `Join` calls on a rank without further inputs."""
 
     def __init__(self, inputs: UnevenInputs) -> None:
         super().__init__()
         self._inputs = inputs
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="gradsync join")
         self._step: Future[None] | None = None
-        self._own: Any = None  # this rank's gradients, while the parameters have those of the others' steps
+        self._own: Any = None  # this rank's gradients, while parameters have gradients of the other ranks' steps
         _open.add(self)
 
     def main_hook(self) -> None:
@@ -176,7 +175,7 @@ class _Shadow(JoinHook):
         if step is not None:
             self._own = self._own or self._inputs.frontend.take_gradients()
             self._step = self._thread.submit(step)
-            if len(_open) == 1:  # no other model's forward comes before this one's backward: errors are seen at once
+            if len(_open) == 1:  # no other model's forward comes in between: errors are raised at once
                 self._end_step()
 
     def post_hook(self, is_last_joiner: bool) -> None:
@@ -195,7 +194,7 @@ class _Shadow(JoinHook):
 
 @torch.no_grad()
 def broadcast_from(group: Group, tensors: list[Tensor], timeout_s: float, source: int) -> None:
-    """Overwrites the tensors with those of the member `source`; shapes and layouts are the same on all members."""
+    """Overwrites tensors with those of the member `source`; shapes and layouts are the same on all members."""
     for tensor in chain.from_iterable(map(dense_parts, tensors)):
         flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
         for piece in flat.split(PIECE_BYTES) if flat.numel() else ():

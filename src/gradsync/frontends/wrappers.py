@@ -1,4 +1,4 @@
-"""DistributedDataParallel around a model, also inside a framework's wrapper: it must not average beside gradsync."""
+"""Finds DistributedDataParallel around or inside a model, which must not average the same gradients as gradsync."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _MARK = "gradsync looked"
 
 
 def why_not_alone(model: nn.Module, parameters: Mapping[str, Tensor]) -> str:
-    """Whether DDP averages gradients of these parameters of the model, too: what to do then, or nothing.
+    """Returns an error text if DDP also averages gradients of these parameters, else "".
 
-    `model` may be DDP itself. Where somebody holds on to accumulation nodes of the parameters, as DDP does, all
-    objects of the process are looked at (some 50 ms for 200,000), else it takes microseconds a parameter.
+    `model` may be DDP itself. If any code holds accumulation nodes of the parameters, as DDP does, all objects of the
+    process are searched (some 50 ms for 200,000); else it takes microseconds per parameter.
     """
     ours = {id(p) for p in parameters.values()}
     if _is_of_torchft(model):
@@ -52,7 +52,7 @@ def why_not_alone(model: nn.Module, parameters: Mapping[str, Tensor]) -> str:
         return ""
     around = [weakref.ref(found) for found in _living() if _reduces(found, ours)]
     if around:
-        gc.collect()  # one that nobody uses any more lives until then
+        gc.collect()  # frees wrappers that nobody uses any more
     found = [ddp for ref in around if (ddp := ref()) is not None]
     if not found:
         return ""
@@ -60,7 +60,7 @@ def why_not_alone(model: nn.Module, parameters: Mapping[str, Tensor]) -> str:
 
 
 class ActiveWrapper:
-    """Notices DDP that was put around a model after `attach`, by the forward that it calls.
+    """Notices DDP that was put around a model after `attach`, when its forward runs.
 
     Args:
         ours: ids of the parameters that gradsync synchronises.
@@ -68,10 +68,10 @@ class ActiveWrapper:
 
     def __init__(self, ours: Collection[int]) -> None:
         self._ours = ours
-        self._harmless: weakref.ref[nn.Module] | None = None  # the last one that averages none of them
+        self._harmless: weakref.ref[nn.Module] | None = None  # the last wrapper that averages none of `ours`
 
     def check(self) -> str:
-        """Returns what is wrong, or nothing."""
+        """Returns what is wrong, as an error text; "" if nothing is."""
         active = DistributedDataParallel._active_ddp_module
         if active is None or (self._harmless is not None and self._harmless() is active):
             return ""
@@ -82,7 +82,7 @@ class ActiveWrapper:
 
 
 def warn_if_alone(process_group: dist.ProcessGroup | None) -> None:
-    """Logs a warning where the process group is this rank's alone although the job has other ranks."""
+    """Logs a warning if the process group has only this rank although the job has others."""
     if dist.get_world_size(process_group) > 1:
         return
     ranks = os.environ.get("WORLD_SIZE", "1")
@@ -96,7 +96,7 @@ def warn_if_alone(process_group: dist.ProcessGroup | None) -> None:
 
 
 def _reduces(ddp: DistributedDataParallel, ours: Collection[int]) -> bool:
-    """Whether torch's Reducer averages gradients of some of these; gradsync's own class has none."""
+    """Whether torch's Reducer in `ddp` averages gradients of some parameters of `ours`; gradsync's class has none."""
     if "reducer" not in vars(ddp):
         return False
     named = ddp.module.named_parameters()
@@ -104,8 +104,8 @@ def _reduces(ddp: DistributedDataParallel, ours: Collection[int]) -> bool:
 
 
 def _is_held(parameter: Tensor) -> bool:
-    """Whether somebody holds the parameter's accumulation node: DDP's Reducer does, and so do graphs."""
-    notes: Any = get_gradient_edge(parameter).node.metadata  # torch declares a method
+    """Whether other code holds the parameter's accumulation node, as DDP's Reducer and graphs do."""
+    notes: Any = get_gradient_edge(parameter).node.metadata  # a dict; torch's stub declares a method
     notes[_MARK] = True
     del notes
     notes = get_gradient_edge(parameter).node.metadata
@@ -113,7 +113,7 @@ def _is_held(parameter: Tensor) -> bool:
 
 
 def _living() -> Iterator[DistributedDataParallel]:
-    """All instances of DDP in this process."""
+    """Returns all instances of DDP in this process."""
     classes = set(_subclasses(DistributedDataParallel))
     return (thing for thing in gc.get_objects() if type(thing) in classes)
 

@@ -1,4 +1,4 @@
-"""Planners, and the searches that make plans from measurements; modules are imported with the first name of theirs."""
+"""Planners: turn measurements of a job into plans; each module is imported with the first name that it defines."""
 
 import lazy_loader as _lazy
 

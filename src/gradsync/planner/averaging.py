@@ -1,4 +1,4 @@
-"""Plans that average parameters in groups which change (after DS-Sync), for a model, its optimiser and the links."""
+"""Plans that average parameters in changing groups (after DS-Sync), made for a model, an optimiser and a network."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from ..tensors.bucket import TensorSpec, matches, trainable_parameters
 from .grouping import Grouping, groupings, judge, step_s
 from .regroup import CLEARLY, ROOM, is_better, spread_for
 
-ABOUT = 1.02  # times as long is about as long
-BUCKET_BYTES = 4 << 20  # what a module's forward waits for at most beside its own; one tensor may be larger
+ABOUT = 1.02  # steps up to so many times the shortest count as equal
+BUCKET_BYTES = 4 << 20  # a module's forward waits for whole buckets, so these are small; one tensor may be larger
 STATES: dict[type[Optimizer], tuple[str, ...]] = {
     SGD: ("momentum_buffer",),
     **dict.fromkeys((Adam, AdamW, NAdam, RAdam), ("exp_avg", "exp_avg_sq")),
@@ -30,47 +30,46 @@ STATES: dict[type[Optimizer], tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class AveragingPlanner:
-    """For `attach(model, optimizer, AveragingPlanner())`: who averages with whom follows from the links of the nodes.
+    """A planner for `attach(model, optimizer, AveragingPlanner())`, which groups nodes by the rates of their links.
 
-    Of the schedules that keep what is asked for, the one with the shortest expected step; of those that are about as
-    quick, the one that keeps nodes closest together. Ranks of a node are averaged in every round, and each has a part
-    of that between nodes.
+    It takes the schedule with the shortest expected step among those within the limits below; among schedules that are
+    about as quick, the one that keeps nodes closest together. Ranks of a node are averaged in every round, and each
+    rank exchanges a part of that average between nodes.
 
     Args:
-        cluster: None: rates between all nodes are measured when attached, for the time of a few MiB each.
-        schedule: of nodes, or of ranks, if it is not to be chosen.
-        largest: nodes of a group at most, but for all of them; None: the square root of all, or all that do not sit
-            out.
-        budget: groups that may cross a rack's uplink in the same round; None: any number.
-        most_spread: how far nodes may be apart for good, in variances of a step's noise, see `GroupSchedule.spread`.
-            All nodes that average after each fourth step are 1.5 apart at most, pairs of a hypercube 1.
-        most_left: share of any disagreement that a cycle may leave.
-        most_local_steps: steps of which only the last may be followed by an average, on all nodes; 1: each one is. How
-            many follows from the links, and from `most_spread`.
-        momentum_every: rounds with averages, of which one averages the optimiser's momenta too, in 16 bits; 0: each
-            rank's stay its own. Ranks are 5 to 12 times as far apart with momenta of their own (momentum 0.9).
-        compressor: what differences to the values of the last consensus travel by; None: values travel as they are.
-            What it leaves out a rank keeps for itself, so it needs no error feedback.
-        early: parameters are stepped inside backward, and their exchange begins there. Not for gradients that are
-            clipped.
-        compute_s: what a step takes beside the exchange; it decides between schedules where nodes are slow, and how
+        cluster: links of the nodes; None: rates between all nodes are measured when attached, with a few MiB each.
+        schedule: a schedule of nodes or ranks, if it is not to be chosen.
+        largest: most nodes of a group, except a group of all; None: the square root of all, or all nodes that do not
+            sit out.
+        budget: most groups that may cross a rack's uplink in the same round; None: any number.
+        most_spread: how far apart nodes may stay, in variances of a step's noise, see `GroupSchedule.spread`. All nodes
+            that average after each fourth step are 1.5 apart at most, pairs of a hypercube 1.
+        most_left: largest share of a disagreement that may be left after a cycle.
+        most_local_steps: most steps per average, on all nodes; 1 averages after each step. The number within this limit
+            follows from the links and `most_spread`.
+        momentum_every: average the optimiser's momenta, too, in one of so many rounds with averages, in 16 bits; 0:
+            each rank keeps its own. Ranks are 5 to 12 times as far apart with momenta of their own (momentum 0.9).
+        compressor: compresses differences to the parameters of the last consensus; None: parameters are sent as they
+            are. A rank keeps for itself what the compressor leaves out, so no error feedback is needed.
+        early: parameters are stepped inside backward, where their exchange begins. Not for clipped gradients.
+        compute_s: seconds of a step without the exchange; it decides between schedules where nodes are slow, and how
             many local steps pay. With 0, nodes make as many as `most_spread` lets them. `AutoPlanner` measures it.
-        remap: where rates were measured, they are again at a consensus point if rounds have come to take clearly more
-            or less time, and other groups are taken if they are expected to be clearly better.
-        most_apart: how far ranks may be apart behind a round, as a share of the norm of their parameters: the root mean
-            square distance to their mean. At consensus points groups become larger, up to all together, where more is
-            expected of what averages have changed since the last one, and smaller where there is room; None: they stay.
-            It takes a pass over the parameters in each round. Distances shrink with the learning rate, and the norm
-            hardly does, so ranks are held together most in the first phase of training, which is where it matters
-            (Kong et al., 2021, "Consensus Control for Decentralized Deep Learning").
-        survives: where a rank dies or stops answering, the others do not raise. They finish the step in their groups,
-            keep their own values of what did not arrive, and agree on who is left; then they make their models one, and
-            go on by a plan for these: `cluster` and `schedule` were for others, so links are measured. Optimisers keep
-            what they have, rounds are counted anew, and samples of the lost rank are nobody's. Its silence is waited
-            for: 15 s, or half of the timeout. A rank that is alive but does not come before the timeout is left behind,
-            and raises. Costs a thread that tells the store of torch.distributed once a second that the rank is alive;
-            where that store ends with its host, all raise. Not with NCCL, which ends such jobs itself. Nodes with
-            different numbers of ranks are averaged all together.
+        remap: where rates were measured, measure them again at a consensus point if rounds have come to take clearly
+            more or less time, and change groups if others are expected to be clearly better.
+        most_apart: how far ranks may be apart after a round, as a share of the norm of their parameters: the root mean
+            square distance to their mean. At consensus points groups become larger, up to all together, where the
+            changes by averages since the last one predict more, and smaller where there is room; None: groups stay. It
+            takes a pass over the parameters in each round. Distances shrink with the learning rate and the norm hardly
+            does, so ranks are held together most in the first phase of training, where it matters (Kong et al., 2021,
+            "Consensus Control for Decentralized Deep Learning").
+        survives: where a rank dies or stops answering, the others go on without an error. They finish the step in their
+            groups, keep their own values of what did not arrive, and agree on who is left; then they make their models
+            one, and go on by a new plan: `cluster` and `schedule` no longer fit, so links are measured. Optimisers keep
+            their state, rounds are counted anew, and samples of the lost rank are dropped. Silence is detected after 15
+            s, or half of the timeout. A rank that is alive but late beyond the timeout is left behind, and raises. It
+            costs a thread that tells the store of torch.distributed once a second that the rank is alive; if that store
+            ends with its host, all raise. Not with NCCL, which ends such jobs itself. Nodes with different numbers of
+            ranks are averaged all together.
     """
 
     cluster: Cluster | None = None
@@ -101,7 +100,7 @@ class AveragingPlanner:
             raise ValueError("most_apart lets groups change, and a schedule was given: give one of the two")
 
     def measures(self, placement: Placement) -> bool:
-        """Whether it needs to know the links."""
+        """Whether the planner needs rates of links between the nodes."""
         given = self.cluster is not None or self.schedule is not None or self._must_sum(placement)
         return not given and placement.num_nodes > 1
 
@@ -121,10 +120,10 @@ class AveragingPlanner:
         cluster: Cluster | None = None,
         exclude: Sequence[str] = (),
     ) -> Plan:
-        """The plan, by this cluster if none was given.
+        """Returns the plan for a model and its optimiser; `cluster` is used if the planner was given none.
 
         Raises:
-            ValueError: for a cluster or schedule of other nodes, nodes with different numbers of ranks, and momenta of
+            ValueError: for a cluster or schedule of other nodes, nodes with different numbers of ranks, or momenta of
                 an optimiser that is not known.
         """
         parameters = _parameters(model, exclude)
@@ -149,13 +148,16 @@ class AveragingPlanner:
         return Plan.make(specs | dict(sorted(beside.items())), placement.size, buckets, what=what)
 
     def of_others(self) -> AveragingPlanner:
-        """The same settings for other ranks than `cluster` and `schedule` were given for."""
+        """Returns the same settings for other ranks, without `cluster` and `schedule`."""
         return replace(self, cluster=None, schedule=None)
 
     def grouping(self, cluster: Cluster, nbytes: float) -> Grouping:
-        """The schedule of nodes that is taken on these links, and what is expected of it.
+        """Returns the schedule of nodes to use on these links, with what is expected of it.
 
-        Of those that are about as quick as the quickest it is the one that keeps nodes closest together.
+        Of schedules that are about as quick as the quickest, it keeps nodes closest together.
+
+        Args:
+            nbytes: bytes that each node averages in a step.
         """
         found = groupings(
             cluster,
@@ -181,10 +183,11 @@ class AveragingPlanner:
         *,
         removed: float | None = None,
     ) -> Plan | None:
-        """A plan by other groups of nodes than these, if they are expected to be clearly better on this cluster.
+        """Returns a plan with other groups than `present`, or None unless they are expected to be clearly better.
 
         Args:
-            removed: what rounds took away of the ranks' distances, see `regroup.spread_for`; None: that is not known.
+            removed: the share of the ranks' squared distances that a round removed, see `regroup.spread_for`; None: not
+                known.
         """
         nbytes = _total_bytes(_parameters(model, exclude))
         judged = judge("present", present, cluster, nbytes, self.compute_s)
@@ -203,12 +206,12 @@ class AveragingPlanner:
     def expected_s(
         self, schedule: GroupSchedule, model: nn.Module, cluster: Cluster, exclude: Sequence[str] = ()
     ) -> float:
-        """What a round of a schedule of nodes takes on these links, with what a step takes beside the exchange."""
+        """Returns the expected seconds of a step with a schedule of nodes on these links, computation included."""
         nbytes = _total_bytes(_parameters(model, exclude))
         return step_s(schedule, cluster, nbytes, self.compute_s)
 
     def cycle(self, schedule: GroupSchedule) -> int:
-        """Rounds until what travels with whom begins again, by a plan of this schedule."""
+        """Returns the number of rounds after which a plan with this schedule repeats."""
         return len(schedule.rounds) * max(self.momentum_every, 1)
 
     def _schedule(self, placement: Placement, cluster: Cluster | None, nbytes: float) -> GroupSchedule:
@@ -216,7 +219,7 @@ class AveragingPlanner:
         if schedule is None:
             if nodes == 1 or self._must_sum(placement):
                 return together(placement.size)
-            assert cluster is not None, "either is given, or the links were measured"
+            assert cluster is not None, "a cluster is given, or its links were measured"
             schedule = self.grouping(cluster, nbytes).schedule
         if schedule.size not in (nodes, placement.size):
             raise ValueError(
@@ -226,11 +229,11 @@ class AveragingPlanner:
         return schedule
 
     def _must_sum(self, placement: Placement) -> bool:
-        """Whether no groups of nodes can be made any more: nodes have different numbers of ranks left."""
+        """Whether nodes cannot form groups, as ranks were lost and nodes have different numbers of ranks left."""
         return self.survives and self.cluster is None and placement.ranks_per_node is None
 
     def _exchange(self, schedule: GroupSchedule) -> Scheme[Any]:
-        """Of a group. Payloads of 16 bits may be summed on their way, which pays from three members on."""
+        """Returns the scheme within a group; 16-bit payloads are summed on their way from three members on."""
         if self.compressor is None:
             return AllReduce()
         if isinstance(self.compressor, Cast) and max(map(len, schedule.distinct), default=1) > 2:
@@ -239,7 +242,7 @@ class AveragingPlanner:
 
 
 def schedule_of(plan: Plan) -> GroupSchedule:
-    """Of nodes, or of ranks: the one by which a plan of this planner averages parameters."""
+    """Returns the schedule, of nodes or ranks, by which a plan of `AveragingPlanner` averages parameters."""
     scheme = plan.buckets[0].make_scheme()
     between = scheme.inter if isinstance(scheme, Hierarchical) else scheme
     assert isinstance(between, Shuffled)
@@ -247,7 +250,7 @@ def schedule_of(plan: Plan) -> GroupSchedule:
 
 
 def filled(names: Sequence[str], specs: Mapping[str, TensorSpec]) -> list[list[str]]:
-    """Buckets of one type each, in this order."""
+    """Returns buckets of one dtype each, of up to BUCKET_BYTES, in this order of names."""
     buckets: list[list[str]] = []
     for dtype in dict.fromkeys(specs[name].dtype for name in names):
         filled_bytes = math.inf
@@ -273,7 +276,7 @@ def _total_bytes(parameters: Mapping[str, Tensor]) -> float:
 
 
 def _of_ranks(between: Scheme[Any], placement: Placement, by_node: bool) -> Scheme[Any]:
-    """`between` nodes, once the ranks of each have summed up."""
+    """Returns `between`, a scheme of nodes, as a scheme of ranks: ranks of a node sum first."""
     if not by_node:
         return between
     per_node = placement.ranks_per_node
@@ -293,5 +296,5 @@ def _states_of(optimizer: Optimizer) -> tuple[str, ...]:
 
 
 def _with_momentum(optimizer: Optimizer) -> set[int]:
-    """Parameters that have momenta."""
+    """Returns the ids of parameters with momentum."""
     return {id(p) for group in optimizer.param_groups if momentum_of(group) for p in group["params"]}

@@ -1,4 +1,4 @@
-"""The plans of a job that are worth a try, by its profile: what the search finds, and what it is held against."""
+"""Finds the plans for a measured job that are worth a trial: plans of the search, and plans to compare them with."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from .turns import with_best_turns
 from .ways import Constraints, exact_ways, ways_of
 
 MOST_TRIED = 5
-UNSURE = 0.05  # share of a step that predictions may be off by
-FAR_LONGER = 1.5
-SMALLEST_PIECE_BYTES, MOST_PIECES = 1 << 18, 64  # of gradients that are cut, and about how many of a job
+UNSURE = 0.05  # relative error of predicted steps
+FAR_LONGER = 1.5  # a plan predicted to take so many times as long is hardly worth a trial
+SMALLEST_PIECE_BYTES, MOST_PIECES = 1 << 18, 64  # large gradients are cut into such pieces, about so many per job
 
-Search = Callable[[Job, Constraints], Sequence[Plan]]  # plans of a measured job that are to be tried, at least one
+Search = Callable[[Job, Constraints], Sequence[Plan]]  # returns at least one plan to be tried on the job
 
 
 @dataclass(frozen=True)
 class Searched:
-    """What a search found for a job among these ways, and the plan made of it.
+    """The result of a search: the ways that it chose from, its problem and solution, and the plan made of it.
 
-    `hiding`: with half of the latencies, as those of one transfer are the other's time.
+    `hiding` means that the search halved latencies, as one transfer's latency is hidden by another transfer.
     """
 
     ways: tuple[Way, ...]
@@ -41,15 +41,15 @@ class Searched:
     hiding: bool = False
 
     def certificate(self) -> Certificate:
-        """How far from the best the search is at most, by the machine of `problem`."""
+        """Returns how far the solution can be from the best one in the machine model of `problem`."""
         return certify(self.formulation.problem, self.found)
 
 
 def searched(job: Job, constraints: Constraints | None = None) -> Searched:
-    """The best plan that is found among the ways that the constraints allow.
+    """Returns the best plan found among the ways that the constraints allow.
 
-    The search's solution, of those that take as long the simplest, polished by what the search does not know. Errors
-    that were measured of the job count where the constraints have none.
+    The plan is the simplest of the search's solutions of equal time, then improved by what only predictions contain.
+    Measured errors of the job are used if the constraints have none.
 
     Raises:
         ValueError: for constraints that leave no way for a gradient.
@@ -59,9 +59,10 @@ def searched(job: Job, constraints: Constraints | None = None) -> Searched:
 
 
 def _searched(job: Job, ways: Sequence[Way]) -> Searched:
-    """Where that is clearly better, with half of the latencies in the search, and with large gradients in pieces.
+    """Searches once as is, once with halved latencies and once with large gradients in pieces; keeps clear gains.
 
-    At the end neighbours are merged, of whose shared latencies and threads the search does not know all.
+    At the end neighbouring buckets are merged, as the search does not contain all latencies and threads that they
+    share.
     """
     best = _solved(job, ways, formulate(job, ways))
     best = _better(best, _solved(job, ways, formulate(job.with_hidden_latencies(), ways), hiding=True), job)
@@ -88,12 +89,12 @@ def _solved(job: Job, ways: Sequence[Way], formulation: Formulation, hiding: boo
 
 
 def candidate_plans(job: Job, constraints: Constraints | None = None) -> list[Plan]:
-    """Plans worth a try on real steps, that with the shortest predicted step first.
+    """Returns plans worth a trial on real steps, the one with the shortest predicted step first.
 
-    The best two of the search's plan and those that it finds for each lossy way alone; the best in fewer buckets, as
-    what a call costs and overlap gains is what predictions know least of; unless plans must be lossy, the one that it
-    finds without losing anything, and the best of those that need no search. Predictions know more than the search, and
-    are as good as what was measured: of plans that take far longer by them one is tried at most.
+    Candidates are the best two among the search's plan and its plans for each lossy way alone; the best plan in fewer
+    buckets, as predictions are least certain about costs of calls and gains of overlap; and unless plans must be lossy,
+    the best exact plan, and the best plans made without a search. Predictions contain more than the search but are only
+    as good as the measurements: at most one plan with a far longer predicted step is tried.
     """
     if job.world_size == 1:
         return default_plans(job.profiles, 1)

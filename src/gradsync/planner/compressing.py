@@ -1,4 +1,4 @@
-"""Plans by a compressor of the user's choice: dense gradients take it, all others travel exactly, as by default."""
+"""Plans with a compressor of the user's choice for dense gradients; all others stay exact, as in the default plan."""
 
 from __future__ import annotations
 
@@ -31,24 +31,26 @@ from .flat import is_dense
 
 logger = logging.getLogger(__name__)
 
-LATE = 1 << 62  # the number of a step after all warm-up
-MOST_LOST = 0.5  # of a gradient's square, without a word about error feedback
+LATE = 1 << 62  # a step number after all warm-up
+MOST_LOST = 0.5  # share of a gradient's squared norm; a compressor that may lose more needs error feedback
 
 
 @dataclass(frozen=True)
 class CompressingPlanner:
-    """A planner for `attach`: dense floating-point gradients travel by one compressor, in buckets as by default.
+    """A planner for `attach`: one compressor for dense floating-point gradients, in buckets as by default.
 
-    A compressor's payloads are carried by `cheapest_way`; a scheme of flat buckets, such as PowerSGD, is taken as it
-    is. What was found to be mostly zero is compressed as well. Tables with sparse gradients, integers, and what the
-    settings leave out are exact and travel as by default. Error feedback is part of the compressor: none is added here,
-    and a warning says once of a compressor that by its law may lose most of a gradient without.
-    A table whose sparse gradients no `nn.Embedding` announces must be in `exact`: its residual would have no place in
-    the plan that follows the first step.
+    `cheapest_way` chooses the scheme that carries the compressor's payloads; a scheme of flat buckets, such as
+    PowerSGD, may be given in place of a compressor. Dense gradients that were found to be mostly zero are compressed,
+    too. Tables with sparse gradients, integers, and parameters that the settings exclude stay exact and travel as by
+    default. The planner adds no error feedback: wrap the compressor. It warns once if a compressor without error
+    feedback may lose most of a gradient by its law.
+
+    List in `exact` any table that gets sparse gradients without an `nn.Embedding(sparse=True)`: the plan that follows
+    the first step would have no place for its residual.
 
     Raises:
         ValueError: when made, for settings out of their range; when asked for a plan, for an `exact` that no parameter
-            matches, and a compressor whose numbers cannot be summed of so many ranks.
+            matches, or a compressor whose numbers cannot be summed over so many ranks.
 
     Example:
         >>> from gradsync.compressors import ErrorFeedback, TopK
@@ -58,11 +60,11 @@ class CompressingPlanner:
 
     way: (
         SchemeOrCompressor | Callable[[int], SchemeOrCompressor]
-    )  # or a function of the number of ranks, for what is made for so many
+    )  # a compressor or scheme, or a function from the number of ranks to one
     exact: tuple[str, ...] = ()  # names or shell patterns of parameters that are not compressed
     matrices_only: bool = False  # tensors of one dimension, as biases and norms, are not compressed
-    fewest_elements: int = 0  # of tensors that are compressed
-    bucket_bytes: int = BUCKET_BYTES  # of dense gradients; the first bucket has 1 MiB at most, tensors are not cut
+    fewest_elements: int = 0  # smaller tensors are not compressed
+    bucket_bytes: int = BUCKET_BYTES  # size of dense buckets; the first has 1 MiB at most, tensors are not cut
 
     def __post_init__(self) -> None:
         if not callable(self.way):
@@ -110,7 +112,7 @@ class CompressingPlanner:
                 )
 
     def _scheme_of(self, world_size: int) -> Callable[[Sequence[ParameterProfile]], Scheme[Any]]:
-        """Of the parameters of a bucket."""
+        """Returns a function that chooses the scheme for the parameters of a bucket."""
         way = self.way(world_size) if callable(self.way) else self.way
         _check_way(way)
         if isinstance(way, Scheme):
@@ -126,21 +128,21 @@ class CompressingPlanner:
 
 
 def cheapest_way(compressor: Compressor[Any], spec: FlatSpec, world_size: int) -> Scheme[Any]:
-    """Of the schemes that may carry a compressor's payloads, that which moves the fewest bytes over the busiest link.
+    """Returns the scheme for a compressor's payloads that moves the fewest bytes over the busiest link.
 
-    Numbers that can be summed go by all-reduce, messages are gathered or, from some number of ranks on, sent to owners
-    who compress their sums; what is left of few elements is gathered or summed as such. Owners do not compress sums of
-    sparsifiers: these would be sparse twice over.
+    Payloads that can be summed go by all-reduce. Others are gathered or, from some number of ranks on, sent to owners,
+    which compress the sums again; sparse payloads are gathered, or summed as sparse vectors. Owners do not compress
+    sums of sparsifiers, which would be made sparse twice.
 
     Raises:
-        ValueError: for a compressor whose numbers cannot be summed of so many ranks.
+        ValueError: for a compressor whose numbers cannot be summed over so many ranks.
     """
     if issubclass(compressor.traits.payload, Summand):
         most = compressor.traits.most_summands
         if most is not None and world_size > most:
             raise ValueError(
                 f"{compressor.title} makes numbers of which {most} can be summed, there are {world_size} ranks: make "
-                "it for as many, or give the planner a function of their number"
+                "it for as many, or give the planner a function of the number of ranks"
             )
         return CompressedAllReduce(compressor)
     sparse = issubclass(compressor.traits.payload, SparseMessage)
@@ -149,9 +151,10 @@ def cheapest_way(compressor: Compressor[Any], spec: FlatSpec, world_size: int) -
 
 
 def _needs_feedback(compressor: Compressor[Any], spec: FlatSpec) -> bool:
-    """Whether it may lose more than half of a gradient, or any share of it, and keeps nothing of that though it could.
+    """Whether the compressor may lose more than half of a gradient, or any share of it, and has no error feedback.
 
-    Signs are meant to lose the magnitudes, a cast loses what is outside of its range, and TernGrad what it clips.
+    Exempt are signs, which are meant to lose magnitudes, casts, which lose values out of range, and TernGrad, which
+    clips.
     """
     if isinstance(compressor, Feedback | Sign | Cast | TernGrad) or not compressor.traits.feeds_back:
         return False
@@ -161,16 +164,16 @@ def _needs_feedback(compressor: Compressor[Any], spec: FlatSpec) -> bool:
 
 @cache
 def _advise_feedback(compressor: str) -> None:
-    """Once for each."""
+    """Logs a warning, once per compressor, that it needs error feedback."""
     logger.warning(
-        "%s is biased and loses what it leaves out of a gradient, which may be most of it: ErrorFeedback around it "
-        "sends that later",
+        "%s is biased and loses what it leaves out of a gradient, which may be most of it: wrap it in ErrorFeedback, "
+        "which sends that later",
         compressor,
     )
 
 
 def busiest_bytes(scheme: Scheme[Any], spec: FlatSpec, world_size: int) -> float:
-    """What a late step of a flat scheme moves over the busiest link, each rank on a node of its own."""
+    """Returns the bytes that a flat scheme moves over the busiest link after warm-up, one rank per node."""
     whole = TensorSpec((spec.numel,), spec.dtype, spec)
     steps = scheme.steps((whole,), (), Placement.one_per_node(world_size), LATE)
     return sum(transfer.busiest_bytes for transfer in transfers(steps))
@@ -186,7 +189,7 @@ def _check_way(way: object) -> None:
 
 
 def _as_dense(profile: ParameterProfile) -> ParameterProfile:
-    """Whatever was found in it."""
+    """Removes measured densities, so that the gradient counts as dense."""
     return replace(profile, density=None, elements=None)
 
 

@@ -1,7 +1,7 @@
-"""The plan made when the user gives none: all-reduce for dense gradients, a sparse scheme for sparse ones.
+"""The default plan: all-reduce for dense gradients, a sparse scheme for sparse ones.
 
-Sparse are those of sparse layout, and dense ones that were found to be mostly zero. Which scheme is cheapest is told by
-the network's costs where these were measured, else by bytes.
+Sparse are gradients of the sparse layout, and dense ones that were found to be mostly zero. The cheapest scheme is
+chosen by the network's costs if these were measured, else by bytes.
 """
 
 from __future__ import annotations
@@ -20,24 +20,28 @@ from ..tensors.density import DensityProfile, ParameterProfile
 from .flat import across_at_once, dense_schemes, element_schemes, flat_scheme, flat_spec, over_nodes
 from .network import Network
 
-FIRST_BUCKET_BYTES = 1 << 20  # DDP's first bucket: an early start of communication
-BUCKET_BYTES = 25 << 20  # DDP's default, so that dense models run as they do there
-FEWEST_BUCKET_BYTES = 1 << 20  # the smallest size worth a trial: at 1 Gbit a ring of it takes 13 ms, 5 of them latency
-MOST_OF_DENSE = 0.5  # a dense gradient found to be sparse must save so much, as it may be less sparse later
-WORTH_A_TRIAL = 1.5  # times the cheapest: how far the second scheme may be off to be tried; estimates are rough
-BUCKETS_TO_OVERLAP = 4  # the size between: a guess, of which the trial says whether it was a good one
+FIRST_BUCKET_BYTES = 1 << 20  # size of DDP's first bucket, for an early start of communication
+BUCKET_BYTES = 25 << 20  # DDP's default, so that dense models run as with DDP
+FEWEST_BUCKET_BYTES = 1 << 20  # smallest size worth a trial: a ring at 1 Gbit/s takes 13 ms, 5 of them latency
+MOST_OF_DENSE = 0.5  # most of the dense cost that a sparse scheme may take, as the gradient may get less sparse
+WORTH_A_TRIAL = 1.5  # a second scheme is tried up to so many times the cheapest one's cost; estimates are rough
+BUCKETS_TO_OVERLAP = 4  # number of buckets for the medium size: a guess that a trial checks
 
 SPARSE_SCHEMES: tuple[Scheme[Any], ...] = (BalancedParallelism(), AGSparse())
 
 
 def default_plans(profiles: Sequence[ParameterProfile], world_size: int, network: Network | None = None) -> list[Plan]:
-    """The plans worth a try, the best guess first; the engine tries them, as no figure known here tells which wins.
+    """Returns the plans worth a trial, the best guess first; only trials on real steps tell which one wins.
 
-    Small dense buckets hide more of their way behind backward and cost more calls; on a fast network they also take
-    cores from backward. Tables that are ready early may travel at once or with the others. The last dense bucket may
+    Small dense buckets hide more of their exchange behind backward but cost more calls, and on a fast network take
+    cores from backward. Tables that are ready early may be sent at once or with the others. The last dense bucket may
     go first, as it is ready first, or fill the link between a table's stages, which wait for one another. Dense
-    gradients that were found to be sparse cost a search and save bytes. The scheme that comes second for the tables is
-    tried too where it is not far off; and flat buckets without a stage inside nodes, which takes cores.
+    gradients that were found to be sparse cost a scan and save bytes. Also tried: the second-best scheme for tables, if
+    it is not far off, and flat buckets without a stage inside nodes, which takes cores.
+
+    Args:
+        profiles: parameters in model order, with what was measured of each.
+        network: None if the network was not measured.
     """
     if world_size == 1:
         return [default_plan(profiles, world_size)]
@@ -65,16 +69,24 @@ def default_plan(
     second_scheme: bool = False,
     one_level: bool = False,
 ) -> Plan:
-    """Dense parameters in DDP-sized buckets in ready order, sparse tables of a dtype that are ready together in one.
+    """Returns a plan with DDP-sized buckets of dense parameters in ready order, and buckets of sparse tables.
 
-    Tables with the same rows stay together. One that is ready before dense parameters are is exchanged at once, with
-    all its stages, unless `tables_at_the_end`: then all tables of a dtype share a bucket behind the dense ones.
-    `dense_between`: the last dense bucket has its turn before the last stage of the tables behind it, not before all.
-    Dense gradients that were found to be sparse are exchanged as such, unless `by_layout`: by rows together with the
-    tables, by elements each in a bucket of its own. `second_scheme`: tables take the second cheapest scheme, if it is
-    not far off. `one_level`: flat buckets are summed among all ranks at once, not inside nodes first.
-    Deterministic in its arguments, which are the same on every rank. Parameters come in model order; before readiness
-    was measured (`position` all equal) the reverse of that order is taken, as backward runs.
+    Tables of one dtype that are ready together share a bucket, as do tables with the same rows. A table that is ready
+    earlier than some dense parameters is exchanged at once, with all its stages. Deterministic in its arguments, which
+    are the same on every rank.
+
+    Args:
+        profiles: parameters in model order, with what was measured of each. Before readiness was measured (`position`
+            all equal) the reverse of model order is taken, as backward runs.
+        network: None if the network was not measured.
+        bucket_bytes: size of dense buckets, in bytes.
+        tables_at_the_end: puts all tables of one dtype into one bucket behind the dense ones.
+        dense_between: gives the last dense bucket its turn before the last stage of the tables behind it, not before
+            all of their stages.
+        by_layout: treats dense gradients that were found to be sparse as dense. Otherwise these go by rows together
+            with the tables, or by elements in a bucket each.
+        second_scheme: uses the second cheapest scheme for tables, if it is not far off.
+        one_level: sums flat buckets among all ranks at once, not inside nodes first.
     """
     specs = {p.name: p.tensor for p in profiles}
     levels = Placement.one_per_node(world_size) if one_level else _placement(world_size, network)
@@ -114,12 +126,12 @@ def _by_dtype(profiles: Sequence[ParameterProfile]) -> list[tuple[str, list[Para
 
 
 def in_ready_order(profiles: Sequence[ParameterProfile]) -> list[ParameterProfile]:
-    """From model order; what was not measured is ready in the reverse of it, as backward runs."""
+    """Returns parameters, given in model order, as they become ready; unmeasured ones in reverse model order."""
     return sorted(reversed(profiles), key=lambda p: p.position)
 
 
 def dense_buckets(ready: Sequence[ParameterProfile], bucket_bytes: int) -> Iterator[list[ParameterProfile]]:
-    """A dtype's buckets are cut on their own; within it ready order stays."""
+    """Yields dense buckets of one dtype each, in ready order within a dtype."""
     known, first_bytes = {p.name: p for p in ready}, min(FIRST_BUCKET_BYTES, bucket_bytes)
     for _, same in _by_dtype(ready):
         for names in cut_by_bytes([(p.name, p.tensor.nbytes) for p in same], first_bytes, bucket_bytes):
@@ -127,20 +139,20 @@ def dense_buckets(ready: Sequence[ParameterProfile], bucket_bytes: int) -> Itera
 
 
 def _table_runs(ready: Sequence[ParameterProfile]) -> list[list[ParameterProfile]]:
-    """Tables that become ready one after the other, without a dense parameter between them."""
-    last = {_rows_of(p): p.position for p in ready if p.sparse}  # tables with the same rows wait for the last of them
+    """Returns tables that become ready in a row, without a dense parameter between them."""
+    last = {_rows_of(p): p.position for p in ready if p.sparse}  # tables with the same rows go with the last of them
     placed = sorted(ready, key=lambda p: last[_rows_of(p)] if p.sparse else p.position)
     return [list(run) for sparse, run in groupby(placed, key=lambda p: p.sparse) if sparse]
 
 
 def _rows_of(table: ParameterProfile) -> tuple[str, str]:
-    """Equal for tables that are known to have the same rows."""
+    """Returns a key that is equal for tables known to have the same non-zero rows."""
     pattern = table.density.pattern if table.density is not None else ""
     return str(table.tensor.dtype), pattern or table.name
 
 
 def _order(plan: Plan, *, dense_between: bool) -> Iterator[tuple[str, str]]:
-    """Stage by stage, but tables before the last dense bucket take all their turns at once: the others come later."""
+    """Yields turns stage by stage, but a table before the last dense bucket takes all its turns at once."""
     layouts = [bucket.make_scheme().traits.layout for bucket in plan.buckets]
     tail = max((i for i, layout in enumerate(layouts) if layout is Layout.FLAT), default=-1) + 1
     dense: list[BucketPlan] = []
@@ -165,9 +177,10 @@ def found_schemes(
     network: Network | None = None,
     levels: Placement | None = None,
 ) -> dict[str, Scheme[Any]]:
-    """The sparse scheme of each dense gradient that was found to be sparse and saves enough by it, by name.
+    """Returns the sparse scheme, by name, of each dense gradient that was found to be sparse and saves enough.
 
-    `levels`: the nodes that schemes of flat buckets may know of; None: where the ranks are.
+    Args:
+        levels: the nodes that schemes of flat buckets may use; None: the nodes of the network.
     """
     levels = levels or _placement(world_size, network)
     found = {p.name: _scheme_of_found(p, world_size, network, levels) for p in profiles if p.found and world_size > 1}
@@ -177,7 +190,7 @@ def found_schemes(
 def _scheme_of_found(
     profile: ParameterProfile, world_size: int, network: Network | None, levels: Placement
 ) -> Scheme[Any] | None:
-    """By its rows or by its elements, whichever is cheaper; None if neither saves enough."""
+    """Returns the cheaper scheme, by rows or by elements; None if neither saves enough."""
     placement, spec, flat = _placement(world_size, network), profile.tensor, flat_spec([profile])
     prices: list[tuple[float, Scheme[Any]]] = []
     if profile.density is not None:
@@ -192,7 +205,7 @@ def _scheme_of_found(
 
 
 def price(steps: Sequence[Step], network: Network | None) -> float:
-    """Seconds, or what the busiest rank moves in bytes where the network was not measured."""
+    """Returns the seconds of the steps or, if the network was not measured, the busiest rank's bytes."""
     if network is None:
         return sum(transfer.busiest_bytes for transfer in transfers(steps))
     return network.cost.total_s(steps, network.placement)
@@ -203,7 +216,7 @@ def _placement(world_size: int, network: Network | None) -> Placement:
 
 
 def timed_schemes(placement: Placement) -> tuple[Scheme[Any], ...]:
-    """The schemes of tables from which the fastest is chosen where more than bytes is known."""
+    """Returns the schemes for tables to choose from where the network was measured."""
     inside = BalancedParallelism(owners="table_stripe")
     hierarchies = over_nodes([(inside, between) for between in SPARSE_SCHEMES], placement)
     return (*SPARSE_SCHEMES, DOUBLING_OF_ROWS, *hierarchies)
@@ -212,10 +225,10 @@ def timed_schemes(placement: Placement) -> tuple[Scheme[Any], ...]:
 def sparse_schemes(
     tables: Sequence[ParameterProfile], world_size: int, network: Network | None = None
 ) -> list[Scheme[Any]]:
-    """The sparse schemes worth a trial for the measured densities, the selected one first; without any, the first.
+    """Returns the schemes for tables that are worth a trial, the selected one first; one only without densities.
 
-    Of several that move as many bytes, where no more is known, the one with the fewest stages. What the densities fix
-    beforehand is in them, see `Scheme.planned_for`.
+    If the network was not measured and several schemes move as many bytes, the one with the fewest stages wins. Schemes
+    come with the capacities that the densities fix, see `Scheme.planned_for`.
     """
     densities = [p.density for p in tables]
     if any(d is None for d in densities):

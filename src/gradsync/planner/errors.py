@@ -1,4 +1,4 @@
-"""What lossy ways make of a gradient of the job: the error that they would send in one step."""
+"""Errors of lossy schemes and compressors on a job's gradients: the relative error that one step makes."""
 
 from __future__ import annotations
 
@@ -18,51 +18,57 @@ from ..state import at_step
 from ..tensors.bucket import Bucket, Layout, Segment, TensorSpec
 from .compressing import LATE
 
-DRIVEN_S = 60.0  # a group of one rank waits for nobody
+DRIVEN_S = 60.0  # timeout; a group of one rank has nobody to wait for
 
 
 def name_of(way: SchemeOrCompressor) -> str:
-    """By which its errors are known: whoever carries a compressor's payloads, they are the compressor's."""
+    """Returns the key under which errors are kept: the name of the scheme, or of the compressor that it carries."""
     return str(way.compressor if isinstance(way, Compressed | Route) and way.compressor is not None else way)
 
 
 def sends_later(way: SchemeOrCompressor) -> bool:
-    """Whether what a step leaves out of a gradient goes with later ones: error feedback.
+    """Whether later steps send what a step leaves out of a gradient, as error feedback does.
 
-    Momentum correction, too: the velocity that it keeps is its residual.
+    Momentum correction counts, too: its residual is the velocity that it keeps.
     """
     way = way.compressor if isinstance(way, Compressed | Route) and way.compressor is not None else way
     return isinstance(way, Feedback | PowerSGD | CoarseGrained)
 
 
 def delay_of(error: float) -> float:
-    """Steps' gradients that error feedback holds back, by a step's relative error: infinite from 1 on.
+    """Returns how many steps' worth of gradient a residual holds, for a relative error per step; infinite from 1 on.
 
-    As if a step sent the share 1 - error^2 of the squared norm of gradient and residual that it sends of a gradient
-    alone, and gradients had nothing to do with each other: then squares add up, and the residual's settles where
-    r^2 = error^2 (r^2 + g^2), at error^2 / (1 - error^2) of the gradient's. A residual is flatter than a gradient, so
-    top-k sends less of it: of normal numbers, 2 % more than this are held back at a ratio of 0.2, half as much again
-    at 0.01. Of any gradients, where no step's error is larger, it is with d = 1 - error^2 at most 4 (1 - d) / d^2
-    (Karimireddy et al., 2019, lemma 3).
+    The model: a step sends the share 1 - error^2 of the squared norm of gradient plus residual, as it does of a
+    gradient alone, and gradients of different steps are uncorrelated. Then squares add up, and the residual settles
+    where r^2 = error^2 (r^2 + g^2), at error^2 / (1 - error^2) of the gradient's square. A residual is flatter than a
+    gradient, so top-k sends less of it: for normally distributed numbers the residual is 2 % larger at a ratio of 0.2,
+    half as large again at 0.01. For any gradients, if no step's error is larger, the bound is 4 (1 - d) / d^2 with d =
+    1 - error^2.
+
+    Reference: Karimireddy et al., 2019, lemma 3.
     """
     return error**2 / (1 - error**2) if error < 1 else inf
 
 
 def alone(way: SchemeOrCompressor) -> Scheme[Any]:
-    """What loses as much, and keeps the same, in a group of one rank."""
+    """Returns a scheme with the same loss and state that runs in a group of one rank."""
     if isinstance(way, Route) and way.compressor is not None:
         return ways(way.compressor)[0]
     if isinstance(way, CoarseGrained):
-        return replace(way, choice="exact")  # by the last step's scores there is nothing to choose by
+        return replace(way, choice="exact")  # other choices use scores of the last step, which there are not
     return way if isinstance(way, Scheme) else ways(way)[0]
 
 
 @torch.no_grad()
 def relative_errors(candidates: Sequence[SchemeOrCompressor], name: str, gradient: Tensor) -> dict[str, float]:
-    """By `name_of` each lossy candidate: the norm of what it changes in this rank's gradient over the gradient's norm.
+    """Returns, for each lossy candidate by `name_of`, the norm of its change to a gradient over the gradient's norm.
 
-    What one step loses, after all warm-up; with error feedback it is sent later. Nothing of exact candidates, and of
-    gradients that are zero, not finite, or no dense floating-point ones.
+    The error is that of one step after warm-up; with error feedback later steps send it. Exact candidates have no
+    entry.
+
+    Args:
+        gradient: this rank's gradient, of any shape; the result is empty if it is sparse, zero, not finite or not of a
+            floating-point dtype.
     """
     norm = float(gradient.norm()) if gradient.layout is torch.strided and gradient.is_floating_point() else 0.0
     if not norm or not isfinite(norm):
@@ -84,6 +90,6 @@ def relative_errors(candidates: Sequence[SchemeOrCompressor], name: str, gradien
 
 
 def highest(of_ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of each way the highest error that some rank saw."""
+    """Returns the highest error over ranks, for each name."""
     names = dict.fromkeys(name for errors in of_ranks for name in errors)
     return {name: max(errors.get(name, 0.0) for errors in of_ranks) for name in names}

@@ -1,8 +1,8 @@
-"""Schemes of flat buckets in default plans, dense ones and those most of whose elements are zero.
+"""Schemes that default plans choose from for flat buckets: dense ones, and ones with mostly zero elements.
 
-Zen's data path (OSDI 2025): a stage inside the nodes, then one across them. Zen always has both, and the first one is
-dense; here the costs of the network tell whether, and which. gloo's own all-reduce knows of no nodes. NCCL's does, so
-dense buckets are left to it: nothing is measured there, and no plan is made by costs.
+Zen (OSDI 2025) sends data in two stages, inside nodes and then across nodes, with a dense first stage. Here costs of
+the network decide on whether there are two stages, and which. gloo's all-reduce ignores nodes. NCCL's does not, so it
+keeps dense buckets: nothing is measured with NCCL, and no plan is made by costs.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from .network import Network
 
 
 def dense_schemes(placement: Placement) -> tuple[Scheme[Any], ...]:
-    """Of dense buckets, the transport's own first."""
+    """Returns the schemes for dense buckets, the transport's own all-reduce first."""
     return (AllReduce(), *over_nodes([(ReduceScatter(), AllReduce())], placement))
 
 
 def element_schemes(placement: Placement) -> tuple[Scheme[Any], ...]:
-    """Of buckets most of whose elements are zero; over nodes either stage may be dense."""
+    """Returns the schemes for buckets with mostly zero elements; over nodes, either stage may be dense."""
     stages: list[tuple[Partitioned[Any, Any], Scheme[Any]]] = [
         (SparseReduceScatter(), BalancedElements()),
         (ReduceScatter(), BalancedElements()),
@@ -45,27 +45,27 @@ def element_schemes(placement: Placement) -> tuple[Scheme[Any], ...]:
 def over_nodes(
     stages: Sequence[tuple[Partitioned[Any, Any], Scheme[Any]]], placement: Placement
 ) -> Iterator[Scheme[Any]]:
-    """(Inside, across) the nodes; none unless several nodes have several ranks, as many on each."""
+    """Yields hierarchical schemes for (inside, across) nodes, if several nodes have several ranks, all as many."""
     if placement.is_hierarchy and placement.ranks_per_node is not None:
         for inside, across in stages:
             yield Hierarchical(inside, across, placement.ranks_per_node)
 
 
 def is_dense(scheme: Scheme[Any]) -> bool:
-    """Whether it is one of `dense_schemes`, for whatever nodes."""
+    """Whether the scheme is one of `dense_schemes`, for any number of nodes."""
     over_nodes = isinstance(scheme, Hierarchical) and scheme.intra == ReduceScatter() and scheme.inter == AllReduce()
     return over_nodes or scheme == AllReduce()
 
 
 def flat_spec(members: Sequence[ParameterProfile]) -> TensorSpec:
-    """Of these parameters as one flat tensor."""
+    """Returns the spec of these parameters concatenated to one flat tensor."""
     return TensorSpec((sum(p.tensor.numel for p in members),), members[0].tensor.dtype)
 
 
 def flat_scheme(
     schemes: Sequence[Scheme[Any]], flat: TensorSpec, profiles: tuple[DensityProfile, ...], network: Network | None
 ) -> Scheme[Any]:
-    """The first of the schemes, unless another one saves as much of its time as a change of schemes must."""
+    """Returns the first scheme, unless another one saves as large a share of its time as a change of schemes must."""
     first, *others = (scheme.planned_for(profiles) for scheme in schemes)
     if network is None or not others:
         return first
@@ -74,10 +74,10 @@ def flat_scheme(
 
 
 def across_at_once(order: Iterable[tuple[str, str]], plan: Plan) -> Iterator[tuple[str, str]]:
-    """The turns, with those of a dense bucket that goes over the nodes moved to its first one.
+    """Yields the plan's turns, with all but the last stage of a hierarchical dense bucket right after its first.
 
-    So it is on its way between the nodes as soon as it is ready, like an all-reduce. Its way back into the nodes waits
-    for the next bucket to be on its way, as the links between nodes are the slow ones.
+    So it travels between nodes as soon as it is ready, like an all-reduce. The last stage, back into the nodes, comes
+    after the next bucket has been sent, as links between nodes are the slow ones.
     """
     stages = {b.id: b.make_scheme().stages(plan.world) for b in plan.buckets if is_dense(b.make_scheme())}
     back: list[tuple[str, str]] = []

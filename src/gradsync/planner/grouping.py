@@ -1,12 +1,12 @@
-"""Which nodes average with whom where links differ: schedules of groups that dodge what is slow (after DS-Sync).
+"""Schedules of groups that average parameters, chosen for a cluster with links of different rates (after DS-Sync).
 
-How the paper groups is not published. Here candidates compete: everybody together, grids and other exact schedules,
-schedules of which only so many groups cross between racks at a time, those in which slow nodes sit out most rounds, and
-those in which all do.
-Where a schedule leaves open who sits where, nodes are moved about until the busiest links have least to carry. What
-each takes is computed round by round on the links of a cluster: a node that waits for nobody goes on.
+The paper does not say how it groups. Here candidates compete: all nodes together, grids and other exact schedules,
+schedules in which only so many groups cross between racks at a time, schedules in which slow nodes sit out most rounds,
+and schedules in which all nodes do. Where a schedule leaves open which node takes which place, nodes are moved about
+until the busiest links carry least. The time of each schedule is computed round by round from the cluster's links;
+nodes with nobody to wait for go on.
 
-Nodes, not ranks: ranks of one node sum first, and each has a part of that sum between nodes.
+Members are nodes, not ranks: ranks of one node sum first, and each exchanges a part of that sum between nodes.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from ..costs.steps import transfers
 from ..schemes import AllReduce
 from ..tensors.bucket import TensorSpec
 
-SITTING_OUT = (2, 4, 8)  # rounds of which a slow node joins one
-ROUNDS = 32  # that are played at least, in cycles of which the later half is timed
+SITTING_OUT = (2, 4, 8)  # slow nodes take part in one of so many rounds
+ROUNDS = 32  # least number of rounds to simulate, in whole cycles; the later half is timed
 FEWEST_CYCLES = 4
-MOVES = 1500  # tried to find out who should sit where
-LARGE_BYTES = float(1 << 30)  # whose exchange is a ring for sure
-COOLEST = 1e-3  # of the first cost: what is worse by so much is hardly taken in the end
+MOVES = 1500  # swaps that simulated annealing tries
+LARGE_BYTES = float(1 << 30)  # enough for the all-reduce to be a ring in any case
+COOLEST = 1e-3  # last temperature of the annealing, as a share of the first cost
 
 
 @dataclass(frozen=True)
 class Grouping:
-    """A schedule on a cluster, and what is expected of it."""
+    """A schedule of groups on a cluster, with its expected time and accuracy."""
 
     name: str
     schedule: GroupSchedule
-    step_s: float  # a step, computation and exchange, in the long run
-    spread: float  # see `GroupSchedule.spread`, per node
-    left: float  # see `GroupSchedule.left`
-    crossing: int  # groups that cross one rack's uplink at most in a round
+    step_s: float  # mean seconds of a step in the long run, computation and exchange
+    spread: float  # how far nodes drift apart: `GroupSchedule.spread`, per node
+    left: float  # share of a disagreement that a cycle leaves: `GroupSchedule.left`
+    crossing: int  # most groups that cross one rack's uplink in a round
 
 
 def groupings(
@@ -60,21 +60,21 @@ def groupings(
     most_local_steps: int = 4,
     seed: int = 0,
 ) -> list[Grouping]:
-    """Candidates that keep what is asked for, the quickest first; everybody together is always among them.
+    """Returns the candidate schedules that keep to the limits, the quickest first; all nodes together is always one.
 
     Args:
-        nbytes: what each node averages in a step.
-        compute_s: what a step takes beside the exchange.
-        largest: nodes of a group at most, but for everybody together; None: the square root of all, a whole rack, or
-            all that do not sit out.
-        budget: groups that may cross a rack's uplink in the same round; None: any number.
-        most_spread: how far apart nodes may be for good, as `GroupSchedule.spread` by node.
-        most_left: share of any disagreement that a cycle may leave.
-        most_local_steps: of which only the last one is followed by an average, on all nodes.
-        seed: of the search for who sits where.
+        nbytes: bytes that each node averages in a step.
+        compute_s: seconds of a step without the exchange.
+        largest: most nodes of a group, except a group of all; None: the square root of all, a whole rack, or all nodes
+            that do not sit out.
+        budget: most groups that may cross a rack's uplink in the same round; None: any number.
+        most_spread: how far apart nodes may stay, as `GroupSchedule.spread` per node.
+        most_left: largest share of a disagreement that may be left after a cycle.
+        most_local_steps: most steps per average, on all nodes; 1 averages after each step.
+        seed: seed of the search for places of nodes.
 
     Raises:
-        ValueError: for a cluster of one node, or figures that are none.
+        ValueError: for a cluster of one node, or arguments out of their range.
     """
     _check(cluster, nbytes, compute_s)
     _check_limits(largest, budget, most_spread, most_left, most_local_steps)
@@ -95,7 +95,7 @@ def groupings(
 
 
 def judge(name: str, schedule: GroupSchedule, cluster: Cluster, nbytes: float, compute_s: float) -> Grouping:
-    """What is expected of the schedule there."""
+    """Returns the schedule with its expected time and accuracy on the cluster; arguments as in `groupings`."""
     return Grouping(
         name,
         schedule,
@@ -107,7 +107,7 @@ def judge(name: str, schedule: GroupSchedule, cluster: Cluster, nbytes: float, c
 
 
 def _rested(judged: Grouping, every: int, cluster: Cluster, nbytes: float, compute_s: float) -> Grouping:
-    """As `judge` of the schedule `resting`."""
+    """Returns the grouping with an average only after each `every`-th step."""
     schedule = resting(judged.schedule, every)
     return replace(
         judged,
@@ -119,12 +119,18 @@ def _rested(judged: Grouping, every: int, cluster: Cluster, nbytes: float, compu
 
 
 def _rested_spread(spread: float, every: int, nodes: int) -> float:
-    """Of a schedule `resting`: each meeting ends the noise of `every` steps, and each step alone adds one's."""
+    """Returns the spread with an average after each `every`-th step only.
+
+    An average removes the noise of `every` steps, and each local step before it adds one step's noise.
+    """
     return every * spread + (every - 1) / 2 * (1 - 1 / nodes)
 
 
 def step_s(schedule: GroupSchedule, cluster: Cluster, nbytes: float, compute_s: float) -> float:
-    """What a step takes in the long run: a group begins when its last node is there, its nodes go on when it ends."""
+    """Returns the mean seconds of a step in the long run.
+
+    A group's exchange begins when its last node has arrived, and its nodes go on when it ends.
+    """
     ended_s, marks = [0.0] * cluster.nodes, []
     rounds = [round_s(each, cluster, nbytes) for each in schedule.rounds]
     cycles = max(FEWEST_CYCLES, -(-ROUNDS // len(rounds)))
@@ -140,7 +146,7 @@ def step_s(schedule: GroupSchedule, cluster: Cluster, nbytes: float, compute_s: 
 
 
 class Ring(NamedTuple):
-    """The exchange of a group."""
+    """The cost of a group's all-reduce: bytes over its busiest link, and rounds of messages."""
 
     busiest_bytes: float
     rounds: int
@@ -148,16 +154,16 @@ class Ring(NamedTuple):
 
 @cache
 def ring_of(members: int, nbytes: float) -> Ring:
-    """By the scheme's own steps."""
+    """Returns the cost of an all-reduce among so many members, as the scheme's own steps give it."""
     bucket = TensorSpec((math.ceil(nbytes / 4),), torch.float32)
     (found,) = transfers(AllReduce().steps((bucket,), (), Placement.one_per_node(members)))
     return Ring(found.busiest_bytes, found.rounds)
 
 
 def round_s(each: Round, cluster: Cluster, nbytes: float) -> dict[RankGroup, float]:
-    """How long each group of a round averages so many bytes, in a ring through its racks in turn.
+    """Returns the seconds that each group of a round takes to average `nbytes` in a ring through its racks.
 
-    Groups that cross the same uplink share it.
+    Groups that cross the same uplink share its rate.
     """
     loads: dict[object, float] = {}
     over: dict[RankGroup, list[tuple[object, Link]]] = {}
@@ -175,7 +181,7 @@ def round_s(each: Round, cluster: Cluster, nbytes: float) -> dict[RankGroup, flo
 
 
 def _share(members: int) -> float:
-    """Of what each averages, what a ring of so many sends over each link on its way."""
+    """Returns what a ring of so many members sends over each link, as a share of the bytes that each averages."""
     return ring_of(members, LARGE_BYTES).busiest_bytes / LARGE_BYTES if members > 1 else 0.0
 
 
@@ -198,7 +204,7 @@ def _check_limits(
 
 
 def _candidates(cluster: Cluster, largest: int, budget: int, seed: int) -> Iterator[tuple[str, GroupSchedule]]:
-    """Schedules that may do, by a name for people; all ranks may rest between their rounds."""
+    """Yields candidate schedules by name, each also with slow nodes that sit out most rounds."""
     slow = [node for node, link in cluster.slow.items() if _is_slow(link, cluster)]
     for name, schedule in _of_all(cluster, largest, budget, seed):
         yield name, schedule
@@ -224,7 +230,7 @@ def _of_all(cluster: Cluster, largest: int, budget: int, seed: int) -> Iterator[
 
 
 def seated(schedule: GroupSchedule, cluster: Cluster, seed: int = 0) -> GroupSchedule:
-    """The schedule with nodes where the busiest links have least to carry, round by round, by simulated annealing."""
+    """Returns the schedule with nodes placed so that the busiest links carry least, found by simulated annealing."""
     draw, rounds = random.Random(seed), [_RoundLoads(each, cluster) for each in schedule.rounds]
     nodes = np.arange(cluster.nodes)
     present_s = best_s = first_s = sum(each.busiest_s(nodes) for each in rounds)
@@ -244,7 +250,7 @@ def seated(schedule: GroupSchedule, cluster: Cluster, seed: int = 0) -> GroupSch
 
 
 class _RoundLoads:
-    """What the links carry in a round, for many ways to seat the nodes."""
+    """The load of a round's links, for many placements of the nodes."""
 
     def __init__(self, each: Round, cluster: Cluster) -> None:
         groups = [group for group in each.groups if len(group) > 1]
@@ -257,7 +263,11 @@ class _RoundLoads:
         self._trunk_bytes_per_s = cluster.trunk.bandwidth_bytes_per_s if cluster.trunk else math.inf
 
     def busiest_s(self, nodes: NDArray[np.int64]) -> float:
-        """For what each node averages being one byte, with `nodes[r]` in the place of rank r."""
+        """Returns the seconds of the busiest link if each node averages one byte.
+
+        Args:
+            nodes: (n,) int64, the node in the place of each rank.
+        """
         seated = nodes[self._members]
         slowest = np.minimum.reduceat(self._bandwidths[seated], self._starts)
         is_in = np.zeros((len(self._sent), self._rack_of[-1] + 1), dtype=bool)
@@ -276,7 +286,7 @@ def _racks(cluster: Cluster) -> list[list[int]]:
 
 
 def _racks_of(group: RankGroup, cluster: Cluster) -> list[int]:
-    """Over whose uplinks the group's ring goes: of all its racks, if they are several."""
+    """Returns the racks whose uplinks the group's ring crosses: all of its racks, if there are several."""
     racks = sorted({node // (cluster.rack_size or cluster.nodes) for node in group})
     return racks if len(racks) > 1 else []
 
@@ -290,6 +300,6 @@ def _links(group: RankGroup, cluster: Cluster) -> Iterator[tuple[object, Link]]:
 
 
 def _most_crossing(each: Round, cluster: Cluster) -> int:
-    """Groups that cross the uplink that most of them cross."""
+    """Returns the number of groups that cross the most crossed uplink."""
     racks = [rack for group in each.groups for rack in _racks_of(group, cluster)]
     return max(map(racks.count, racks), default=0)

@@ -1,4 +1,4 @@
-"""What is known of a training job when it is planned for: its gradients, their times, and what things cost there."""
+"""A training job as planners see it: gradients, the times when they become ready, and the costs of its network."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .network import Network
 
 @dataclass(frozen=True)
 class Slowdown:
-    """How many times as long something takes while something else goes on."""
+    """Factors by which something takes longer while something else runs."""
 
-    backward_by_transfer: float = 1.0  # an exchange is in flight
-    backward_by_kernel: float = 1.0  # the issuing thread computes
+    backward_by_transfer: float = 1.0  # of backward, while a transfer is in flight
+    backward_by_kernel: float = 1.0  # of backward, while the communication thread computes
     transfer_by_backward: float = 1.0
     kernel_by_backward: float = 1.0
     transfer_by_kernel: float = 1.0
@@ -29,13 +29,13 @@ class Slowdown:
 
     @classmethod
     def of(cls, overlap: Overlap) -> Slowdown:
-        """As measured; less than 1 is chance."""
+        """Returns the measured factors; a factor below 1 is chance and counts as 1."""
         measured = {field_.name: getattr(overlap, field_.name) for field_ in fields(cls)}
         return cls(**{name: max(factor.value, 1.0) for name, factor in measured.items() if factor is not None})
 
     @property
     def matters(self) -> bool:
-        """Whether anything takes longer."""
+        """Whether any factor is above 1."""
         return self != NO_SLOWDOWN
 
 
@@ -44,27 +44,27 @@ NO_SLOWDOWN = Slowdown()
 
 @dataclass(frozen=True)
 class Job:
-    """What is known of a training job: gradients, when they are ready since backward's begin, and what things cost."""
+    """A training job: gradients, when they become ready, and costs of kernels and links."""
 
     profiles: tuple[ParameterProfile, ...]
-    ready_s: Mapping[str, float]
+    ready_s: Mapping[str, float]  # by parameter, from the begin of backward
     backward_s: float
     network: Network
     slowdown: Slowdown = NO_SLOWDOWN
-    beside_s: float = 0.0  # what a step takes beside backward and the exchange: forward, optimiser, data
-    errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by parameter and way, see `errors.py`
+    beside_s: float = 0.0  # seconds of a step without backward and exchange: forward, optimiser, data
+    errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by parameter, by `errors.name_of`
 
     def __post_init__(self) -> None:
         unknown = [p.name for p in self.profiles if p.name not in self.ready_s]
         if unknown:
-            raise ValueError(f"Job.ready_s says of {len(unknown)} parameters nothing, the first is {unknown[0]!r}")
+            raise ValueError(f"Job.ready_s has no time for {len(unknown)} parameters, the first is {unknown[0]!r}")
 
     @classmethod
     def of(cls, profile: Profile, cluster: Cluster | None = None) -> Job:
-        """What was measured; with a `cluster`, as it would be there: links are the cluster's, kernels as measured.
+        """Returns the measured job or, with a `cluster`, the same job there: links of the cluster, kernels as measured.
 
         Raises:
-            ValueError: for a profile of one rank, whose links were not measured, without a cluster.
+            ValueError: for a profile of one rank, which has no measured links, without a cluster.
         """
         if cluster is None and profile.world == 1:
             raise ValueError("the profile is of one rank, which exchanges nothing: name a cluster to plan for")
@@ -90,9 +90,9 @@ class Job:
         )
 
     def with_hidden_latencies(self) -> Job:
-        """With half of what transfers wait: two are in flight at a time, and what one waits the other sends.
+        """Returns the job with half of its links' latencies, as two transfers in flight hide each other's.
 
-        To searches transfers follow one another; a step is predicted with both (`costs/forecast.py`).
+        Searches take transfers one after another; predictions contain both (`costs/forecast.py`).
         """
         cost = self.network.cost
         intra = cost.intra and replace(cost.intra, latency_s=cost.intra.latency_s / 2)

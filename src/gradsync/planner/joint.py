@@ -1,18 +1,19 @@
-"""Cuts, options and devices decided together: a plan within milliseconds, and how far from the best it can be.
+"""Chooses cuts, options and devices together: a plan within milliseconds, and a bound on its distance from the best.
 
-It begins with plans of one option and buckets of one size, from every item alone to all in one. Then:
+The search begins with plans of one option and buckets of one size, from single items to all in one. Then:
 
-- label setting (`mergecomp.md` 3.5) over places to cut, which are close where the bytes or the time are. A label is
-  when each resource is free once the parts so far are served in their order; demands on COMPUTE behind another
-  resource (decoding) wait beside it until backward has come to where they interrupt it. That is the machine only
-  roughly. Of the labels at a place some are kept: those that promise most with the least that can follow, resource by
-  resource and weighed against each other;
-- from the best plans, moves that the machine itself plays: another option for a part or for the next parts that have
-  the same one, a cut moved, parts merged, a part split. A move stays where the plan takes less. Once none does, a few
-  neighbouring parts of the best plan are drawn anew and improved likewise.
+- label setting over positions to cut, which are close where bytes or time are (as in MergeComp, arXiv 2103.15195). A
+  label is when each resource is free after the parts so far, served in order; demands on COMPUTE behind another
+  resource (decoding) wait beside it until backward has come to where they interrupt it. This approximates the machine.
+  Of the labels at a position, those are kept that promise most, given the least load that can follow, resource by
+  resource and weighted against each other;
+- local moves from the best plans, each simulated on the machine: another option for a part, or for the next parts with
+  the same one, a cut moved, parts merged, a part split. A move is kept where the plan gets shorter. When none helps, a
+  few neighbouring parts of the best plan are drawn at random and improved likewise.
 
-Everything is counted, nothing timed or drawn by chance: the same arguments give the same plan, bit for bit, on every
-rank. The native module does it where it is built, else `reference`: the same plan some hundred times later.
+All budgets are counts, not times, and random numbers are fixed: equal arguments give an equal plan, bit for bit, on
+every rank. The native module runs the search where it is built, else `reference` finds the same plan some hundred times
+slower.
 """
 
 from __future__ import annotations
@@ -33,21 +34,21 @@ try:
 except ImportError:  # installed without a compiler
     native = None
 
-POSITIONS = 64  # places to cut, of a problem of some hundred items
-TRANSITIONS = 80_000  # from label to label
-DEMANDS = 60_000  # that all plays together serve
-USUAL_SIZE = 314  # items; more get more than in proportion, since there are more pairs of places to cut
+POSITIONS = 64  # positions to cut at, for problems of some hundred items
+TRANSITIONS = 80_000  # labels to create
+DEMANDS = 60_000  # demands to simulate in all plans together
+USUAL_SIZE = 314  # items; larger problems get budgets by the square of their size, as pairs of cuts are as many
 
 
 def search(problem: Problem, *, max_items: int | None = None, effort: float = 1.0) -> Solution:
-    """The best plan found: within some per mille of the best in about 10 ms for 314 items, 0.2 s for 1000.
+    """Returns the best plan found: within a few per mille of the best, in about 10 ms for 314 items, 0.2 s for 1000.
 
     Args:
-        max_items: of a part; 1 gives every item a part of its own.
-        effort: how much work, and so time, is spent, in proportion.
+        max_items: most items of a part; 1 gives every item a part of its own.
+        effort: factor on the amount of work, and so on time.
 
     Raises:
-        ValueError: where the constraints leave no plan.
+        ValueError: if the constraints leave no plan.
     """
     if not effort > 0:
         raise ValueError(f"effort must be above 0, got {effort}")
@@ -67,10 +68,13 @@ def search(problem: Problem, *, max_items: int | None = None, effort: float = 1.
 
 
 def best_of_all(problem: Problem, *, max_items: int | None = None) -> Solution:
-    """The best of all plans, each of them played: 5 million for 8 items and 4 options.
+    """Returns the best of all plans by simulating each one: 5 million for 8 items and 4 options.
+
+    Args:
+        max_items: most items of a part.
 
     Raises:
-        ValueError: where the constraints leave no plan.
+        ValueError: if the constraints leave no plan.
     """
     most = _most(problem, max_items)
     if native is None:
@@ -80,31 +84,33 @@ def best_of_all(problem: Problem, *, max_items: int | None = None) -> Solution:
 
 
 def lower_bound(problem: Problem, upper_s: float, *, max_items: int | None = None, labels: int | None = None) -> float:
-    """Seconds below which no plan is, or `upper_s` where no plan can take less.
+    """Returns a lower bound, in seconds, of all plans' steps; `upper_s` if no plan takes less than that.
 
-    Exact label setting over all cuts and options on a relaxation of the machine. A label has for a plan of the first
-    parts, no part of which is after the machine in any plan that begins with them:
+    Exact label setting over all cuts and options on a relaxation of the machine. A label has, for a plan of the first
+    parts, these coordinates, none above its value on the machine in any plan that begins with these parts:
 
-    - *backward*: its time so far and the demands on COMPUTE with which chains begin. Each of them is served before
-      backward goes on, so no later part is ready before.
+    - *backward*: its time so far, and the demands on COMPUTE at the begin of chains. These are served before backward
+      goes on, so no later part is ready before.
     - *work*: backward and all demands on COMPUTE, which come one after another.
-    - for each link and n *turn n*: the end of the last n-th demand there. The next n-th one begins no earlier, by the
-      rule of the order, nor before the demand ahead of it in its chain ends: so chains are followed as they are,
-      only that on COMPUTE they never wait.
-    - for a link with several turns *load*: max over parts of (begin of its first demand + all demands of it and later
-      parts). Those come later: their first demand by the rule of the order, the others after it.
-    - *follow*: behind the link turn that most chains end with before they go on to COMPUTE, likewise.
-    - *end*: the largest bound so far: ends of chains, and for weights w that are 1 together the sum over resources of
-      w * (work or load + least that later parts add to it), which is at most the largest of them.
+    - *turn n*, for each link and n: the end of the last n-th demand there. The next n-th one begins no earlier, by the
+      rule of the order, nor before the demand ahead of it in its chain ends. So chains are followed exactly, except
+      that demands on COMPUTE never wait.
+    - *load*, for a link with several turns: the maximum over parts of (begin of its first demand + all its demands
+      there and those of later parts). Later parts come later: their first demand by the rule of the order, the others
+      after it.
+    - *follow*: the same behind the link turn from which most chains go on to COMPUTE.
+    - *end*: the largest bound so far: ends of chains, and for weights w with sum 1 the sum over resources of w * (work
+      or load + least load of later parts), which is at most the largest of these.
 
-    All enter by + and max only, so a label that another one is below in everything may be dropped, as may one whose
-    end is `upper_s` or more; and where there are more than `labels` at an item, near ones are replaced by their
-    componentwise least, which is below whatever they are below.
+    Labels are combined by + and max only, so a label may be dropped if another one is nowhere above it, or if its end
+    is `upper_s` or more; if an item has more than `labels` of them, near ones are replaced by their componentwise
+    minimum, which is a lower bound of each.
 
     Args:
-        upper_s: what a plan takes; the closer, the faster this is.
-        labels: kept at every item; more give a better bound for more time. By default 16 for 314 items, 4 for 1000:
-            half a second to one. Without the native module it is 1.
+        upper_s: the seconds of a known plan; the closer to the best, the faster the computation.
+        max_items: most items of a part.
+        labels: labels kept per item; more give a better bound in more time. By default 16 for 314 items, 4 for 1000:
+            half a second to one. Always 1 without the native module.
     """
     if labels is None:
         labels = min(max(round(16 * (USUAL_SIZE / max(problem.size, 1)) ** 2), 4), 64)
@@ -118,7 +124,7 @@ def lower_bound(problem: Problem, upper_s: float, *, max_items: int | None = Non
 
 
 def player(problem: Problem) -> Callable[[Sequence[Part]], float]:
-    """`machine.step_s` for many plans of one problem."""
+    """Returns a fast `machine.step_s` for many plans of one problem."""
     if native is None:
         return functools.partial(step_s, problem)
     known = _native(problem)
@@ -127,21 +133,21 @@ def player(problem: Problem) -> Callable[[Sequence[Part]], float]:
 
 @dataclass(frozen=True)
 class Certificate:
-    """A plan's seconds, and below which no plan can be."""
+    """The seconds of a plan, and a lower bound of all plans' seconds."""
 
     seconds: float
     bound_s: float
 
     @property
     def gap(self) -> float:
-        """By what share the plan can be above the best one: 0.01 is one per cent."""
+        """The share by which the plan's step may exceed the best plan's: 0.01 is one per cent."""
         return self.seconds / self.bound_s - 1.0 if self.bound_s else 0.0
 
 
 def certify(
     problem: Problem, solution: Solution, *, max_items: int | None = None, labels: int | None = None
 ) -> Certificate:
-    """How good a plan is at least, by `lower_bound`."""
+    """Returns the plan's seconds with the bound of `lower_bound`; arguments as there."""
     bound_s = lower_bound(problem, solution.seconds, max_items=max_items, labels=labels)
     return Certificate(solution.seconds, bound_s)
 
@@ -151,10 +157,10 @@ class Pieces:
     """A problem whose large items are cut into pieces."""
 
     problem: Problem
-    counts: tuple[int, ...]  # by item
+    counts: tuple[int, ...]  # number of pieces of each item
 
     def spans(self, part: Part) -> list[tuple[int, float, float]]:
-        """What a part of the cut problem is of: items, and from which share of the item to which."""
+        """Returns the items that a part of the cut problem covers: (item, from share, to share), shares in [0, 1]."""
         found = []
         first = 0
         for item, count in enumerate(self.counts):
@@ -166,12 +172,13 @@ class Pieces:
 
 
 def split_items(problem: Problem, largest_bytes: float, whole: Collection[int] = ()) -> Pieces:
-    """Cuts items into equal pieces of at most so many bytes, which become ready together and share the amounts.
+    """Returns the problem with items cut into equal pieces of at most `largest_bytes`.
 
-    Items that must be alone stay whole, and those in `whole`.
+    Pieces of an item become ready together and share its amounts. Items that must be alone stay whole, as do those in
+    `whole`.
 
     Raises:
-        ValueError: where `largest_bytes` is not above 0.
+        ValueError: if `largest_bytes` is not above 0.
     """
     if not largest_bytes > 0:
         raise ValueError(f"largest_bytes must be above 0, got {largest_bytes}")
@@ -219,7 +226,7 @@ def _solution(found: Solution) -> Solution:
 
 
 def _native(problem: Problem) -> Any:
-    """The problem as the native module takes it."""
+    """Returns the problem as the native module takes it."""
     rows: dict[tuple[float, ...] | None, int] = {None: 0}
 
     def chain(option: Option) -> list[Any]:

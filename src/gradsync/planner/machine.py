@@ -1,15 +1,15 @@
-"""The machine of `problem` plays a plan: its timeline, and the recurrences that approximate it (`bytecomp.md` 3.7).
+"""Simulates a plan on the machine model of `problem`, exactly and by recurrences that approximate it.
 
-`step_s` is the reference, level (c): every demand is a task, those on COMPUTE interrupt backward. A recurrence takes
-the parts one after another and keeps for each resource when it is free: (max,+) linear, so a matrix for each part.
-It lets demands stand in the queue of their resource as the machine does, but for those that *follow*, which are on
-COMPUTE behind another resource (decoding), or on a resource that the part has used before. Where none follows, the
-recurrence is the machine; else there are two levels:
+`step_s` is the reference: every demand is a task, and demands on COMPUTE interrupt backward. A recurrence takes the
+parts one after another and keeps when each resource is free; it is (max,+) linear, so a part is a matrix. Recurrences
+queue demands on their resources as the machine does, except demands that *follow*: on COMPUTE behind another resource
+(decoding), or on a resource that the part has used before. If none follows, a recurrence is exact; else there are two
+levels:
 
-- charged, (b): what follows is charged to its resource at once, before it can begin, and holds the resource in
-  whose queue its part stood last until it ends. Never less than `step_s` where options encode, use one channel and
-  decode; with several channels it is an estimate.
-- deferred, (`deferred_s`): what follows waits for the last transfer of all. MergeComp's model (`mergecomp.md` 2.3).
+- charged, (b): a follower is charged to its resource at once, before it can begin, and holds the resource in whose
+  queue its part stood last until it ends. Never less than `step_s` where options encode, use one channel and decode; an
+  estimate with several channels.
+- `deferred_s`: followers wait for the last transfer of all, as in MergeComp's model (arXiv 2103.15195).
 """
 
 from __future__ import annotations
@@ -22,31 +22,32 @@ from ..costs.timeline import Activity, Task, schedule
 from .maxplus import Matrix, matrix_of
 from .problem import Option, Part, Problem, Resource, check_parts
 
-ROWS = len(Resource) + 1  # state of a recurrence: when each resource is free, and the row END
-END = len(Resource)  # when the last part is done; deferred: seconds of all that follows
+ROWS = len(Resource) + 1  # length of a recurrence's state: when each resource is free, and the entry END
+END = len(Resource)  # when the last part is done; in level DEFERRED, seconds of all followers
 
 
 class Level(Enum):
-    """What a recurrence makes of demands that follow."""
+    """How a recurrence treats demands that follow."""
 
     CHARGED = "charged"
     DEFERRED = "deferred"
 
 
 def play(problem: Problem, parts: Sequence[Part]) -> list[Task]:
-    """The timeline of a plan; streams are the resources in small letters. Backward is interrupted, so it is in pieces.
+    """Returns the timeline of a plan; streams are the resources in lower case.
 
-    Where two demands waited equally long, that of the earlier part goes first, then the earlier one of its chain.
+    Backward is in pieces, as demands interrupt it. Of demands that have waited equally long, the one of the earlier
+    part goes first, then the earlier one of its chain.
 
     Raises:
-        ValueError: where the parts do not cover the items in order, or take what their items may not.
+        ValueError: if parts do not cover the items in order, or take options that their items may not.
     """
     check_parts(problem, parts)
     return schedule(_activities(problem, parts))
 
 
 def step_s(problem: Problem, parts: Sequence[Part]) -> float:
-    """Seconds from backward's begin to the last demand's end, or to backward's."""
+    """Returns the seconds from the begin of backward to the end of backward and the last demand."""
     return max((task.end_s for task in play(problem, parts)), default=0.0)
 
 
@@ -86,7 +87,7 @@ def _stream(resource: Resource) -> str:
 
 
 def deferred_s(problem: Problem, parts: Sequence[Part]) -> float:
-    """As MergeComp counts: encoding delays backward, decoding waits for the last transfer."""
+    """Returns the seconds of the step in MergeComp's model, where decoding waits for the last transfer."""
     return recurrence_s(problem, parts, Level.DEFERRED)
 
 
@@ -107,14 +108,14 @@ def recurrence_s(problem: Problem, parts: Sequence[Part], level: Level) -> float
 
 
 def matrix(problem: Problem, part: Part, level: Level) -> Matrix:
-    """What the part makes of the rows, as a (max,+) matrix."""
+    """Returns the (max,+) matrix by which the part changes the state."""
     backward_s = sum(problem.gaps_s[part.start : part.stop])
     option, seconds = problem.options[part.option], problem.seconds(part.option, part.start, part.stop)
     return matrix_of(lambda rows: advance(rows, backward_s, option, seconds, level), ROWS)
 
 
 def follows(option: Option) -> tuple[bool, ...]:
-    """Which demands of the option do not stand in a resource's queue: see the module."""
+    """Returns which demands of the option follow, that is, do not stand in a resource's queue."""
     used: set[Resource] = set()
     found = []
     for demand in option.chain:
@@ -132,7 +133,10 @@ def advance(
     level: Level,
     larger: Callable[[Any, Any], Any] = max,
 ) -> list[Any]:
-    """The rows after one more part: its backward, then its demands; with numpy.maximum for `larger`, of many states."""
+    """Returns the state after one more part: its backward, then its demands.
+
+    With numpy.maximum as `larger`, entries of `rows` may be arrays, one element per state.
+    """
     after = list(rows)
     ready = after[Resource.COMPUTE] = after[Resource.COMPUTE] + backward_s
     holder = Resource.COMPUTE
@@ -153,7 +157,7 @@ def advance(
 
 
 def finish(rows: Sequence[Any], rest_s: float, level: Level, larger: Callable[[Any, Any], Any] = max) -> Any:
-    """Seconds of the step whose parts have led to these rows."""
+    """Returns the seconds of the step, given the state after the last part."""
     if level is not Level.DEFERRED:
         return larger(rows[Resource.COMPUTE] + rest_s, rows[END])
     last = rows[Resource.COMPUTE] + rest_s

@@ -1,8 +1,8 @@
-"""(max,+) matrices, and a tree that keeps the product of many of them while some change.
+"""(max,+) matrices, and a tree that keeps the product of many of them while single ones change.
 
-In this algebra the sum of two numbers is the larger one and their product what is + elsewhere. A recurrence that only
-adds constants and takes the larger is a matrix here: `apply(matrix, rows)` is the state after a step, and the product
-of the steps' matrices makes all of them at once (`bytecomp.md` 3.7).
+In this algebra the sum of two numbers is their maximum, and their product is the usual sum. A recurrence that only adds
+constants and takes maxima is then a matrix: `apply(matrix, rows)` is the state after one step, and the product of all
+steps' matrices does all steps at once.
 """
 
 from __future__ import annotations
@@ -12,36 +12,36 @@ from collections.abc import Callable, Sequence
 Vector = tuple[float, ...]
 Matrix = tuple[Vector, ...]
 
-NEVER = float("-inf")  # adds nothing to a maximum
+NEVER = float("-inf")  # neutral element of max
 
 
 def identity(size: int) -> Matrix:
-    """Changes nothing."""
+    """Returns the matrix that changes nothing."""
     return tuple(tuple(0.0 if row == column else NEVER for column in range(size)) for row in range(size))
 
 
 def apply(matrix: Matrix, rows: Sequence[float]) -> Vector:
-    """The state after the step: entry i is the largest of matrix[i][j] + rows[j]."""
+    """Returns the state after a step: entry i is the largest of matrix[i][j] + rows[j]."""
     return tuple([max([entry + row for entry, row in zip(line, rows, strict=True)]) for line in matrix])
 
 
 def multiply(later: Matrix, earlier: Matrix) -> Matrix:
-    """The two steps as one."""
+    """Returns the matrix of two steps in a row."""
     columns = tuple(zip(*earlier, strict=True))
     return tuple([apply(columns, line) for line in later])
 
 
 def matrix_of(step: Callable[[list[float]], Sequence[float]], size: int) -> Matrix:
-    """The matrix of a (max,+) linear step, from what it makes of states that are 0 in one row and NEVER elsewhere."""
+    """Returns the matrix of a (max,+) linear step, column by column from states of one 0 and NEVER elsewhere."""
     columns = [step([0.0 if row == column else NEVER for row in range(size)]) for column in range(size)]
     return tuple(zip(*columns, strict=True))
 
 
 class Product:
-    """The product of a sequence of steps, the first one first, of which some change now and then.
+    """The product of a sequence of steps, first one first, that is updated when steps change.
 
-    Changing one step, or making one step of several, and asking what the whole does to a state, or would do after such
-    a change, takes O(log n) products.
+    All operations take O(log n) matrix products: changing one step, merging neighbouring steps into one, and applying
+    the whole sequence, changed or not, to a state.
     """
 
     def __init__(self, steps: Sequence[Matrix]) -> None:
@@ -51,7 +51,7 @@ class Product:
         self._identity = identity(len(steps[0]))
         self._leaves = 1 << (self._count - 1).bit_length()
         self._nodes = [self._identity] * (2 * self._leaves)
-        self._idle = [False] * (2 * self._leaves)  # all steps below do nothing, whatever their nodes say
+        self._idle = [False] * (2 * self._leaves)  # True: all steps below are the identity, though nodes are stale
         self._nodes[self._leaves : self._leaves + self._count] = steps
         for node in reversed(range(1, self._leaves)):
             self._join(node)
@@ -60,7 +60,7 @@ class Product:
         return self._count
 
     def after(self, rows: Sequence[float], start: int = 0, stop: int | None = None) -> Vector:
-        """The state to which the steps [start, stop) bring `rows`."""
+        """Returns the state that the steps [start, stop) turn `rows` into."""
         reached = tuple(rows)
         for node in self._cover(start, self._count if stop is None else stop):
             self._wake(node)
@@ -68,7 +68,7 @@ class Product:
         return reached
 
     def replace(self, start: int, stop: int, step: Matrix) -> None:
-        """From now on `step` is made instead of those in [start, stop); their places stay, and begin with it."""
+        """Replaces the steps [start, stop) by the single `step`; indices of later steps stay the same."""
         self._check(start, stop)
         changed = [self._leaves + start, *self._cover(start + 1, stop)]
         for node in changed:
@@ -89,7 +89,7 @@ class Product:
         self._nodes[node] = multiply(self._nodes[2 * node + 1], self._nodes[2 * node])
 
     def _wake(self, node: int) -> None:
-        """Hands the idleness of the nodes above down to this one."""
+        """Passes idle marks of the nodes above down to this node."""
         for height in reversed(range(1, node.bit_length())):
             above = node >> height
             if self._idle[above]:
@@ -99,7 +99,7 @@ class Product:
                     self._nodes[below] = self._identity
 
     def _cover(self, start: int, stop: int) -> list[int]:
-        """The fewest nodes whose steps are those in [start, stop), in order."""
+        """Returns the fewest nodes of the tree that together hold the steps [start, stop), in order."""
         first: list[int] = []
         last: list[int] = []
         low, high = start + self._leaves, stop + self._leaves

@@ -1,4 +1,4 @@
-"""Plans of methods that a run compares: the default one with another scheme for tables, or for dense buckets."""
+"""Plans that are made by names, as on command lines: a lossy scheme or compressor for dense buckets."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from . import CompressingPlanner, default_plan
 
 PlanMaker = Callable[[Sequence[ParameterProfile], int], Plan]
 
-VOTES = ("sign", "signum")  # what ranks send are votes, no gradients
+VOTES = ("sign", "signum")  # ranks send signs to vote with, not gradients
 RATE_OF_VOTES = 0.01
 
-# Schemes of dense buckets that are not those which carry a compressor's payloads, by the names of methods.
+# Lossy schemes of dense buckets that take no compressor of the user's choice, by name.
 DENSE_SCHEMES: dict[str, Scheme[Any]] = {
     "bf16": HalfPrecision(values="bfloat16"),
     "fp16": HalfPrecision(values="float16"),
@@ -34,27 +34,27 @@ SCHEMES_IN_WORDS = f"{', '.join(DENSE_SCHEMES)}, {coarse.NAMES_IN_WORDS}"
 
 
 def dense_scheme(name: str, momentum: float = 0.0) -> Scheme[Any] | None:
-    """The scheme of dense buckets of this name; None for other names.
+    """Returns the scheme of dense buckets with this name; None for other names.
 
     Raises:
-        ValueError: for a ratio that is none.
+        ValueError: for a name with a ratio out of its range.
     """
     return DENSE_SCHEMES.get(name) or coarse.coarse(name, momentum)
 
 
 def is_lossy(name: str) -> bool:
-    """Whether it names a scheme of dense buckets or a compressor."""
+    """Whether the name is that of a lossy scheme of dense buckets or a compressor."""
     return dense_scheme(name) is not None or compressors.is_known(name)
 
 
 def fewest_elements(name: str) -> int:
-    """Of tensors that do not travel dense."""
+    """Returns the size from which on tensors take the scheme of this name; smaller ones stay exact."""
     scheme = dense_scheme(name)
     return scheme.chunk if isinstance(scheme, CoarseGrained) else 0
 
 
 def lossy_planner(name: str, momentum: float = 0.0) -> CompressingPlanner:
-    """What makes the plans of a method: a scheme of dense buckets, or a compressor, see `compressors.named`.
+    """Returns a planner by name: of a scheme for dense buckets, or of a compressor (`compressors.named`).
 
     Raises:
         ValueError: for an unknown name, or a number that the compressor does not take.
@@ -66,7 +66,7 @@ def lossy_planner(name: str, momentum: float = 0.0) -> CompressingPlanner:
 
 
 def lossy_of(name: str, world_size: int, momentum: float = 0.0) -> SchemeOrCompressor:
-    """The scheme or compressor of this name, as it trains, on so many ranks.
+    """Returns the scheme or compressor of this name as it is used in training on `world_size` ranks.
 
     Raises:
         ValueError: for an unknown name, or a number that the compressor does not take.
@@ -79,12 +79,12 @@ def _among(name: str, momentum: float, world_size: int) -> Compressor[Any]:
 
 
 def fit_optimizer(name: str, optimizer: Optimizer) -> float:
-    """Makes an optimiser fit what the method hands it, and says how much momentum the method is to do by itself.
+    """Adapts an optimiser in place to the named scheme or compressor, and returns the momentum that this one needs.
 
-    A method that does the momentum takes it from the parameters that it compresses, if the optimiser has it as SGD
-    does; those that travel dense keep it: what their ranks would each do, the optimiser does with the mean. Votes are
-    no gradients: SGD, which moves every element by its whole learning rate then, takes `RATE_OF_VOTES` of it. With
-    Signum, which has momentum of its own, no optimiser keeps any.
+    A scheme that applies momentum itself takes it over from the parameters that it compresses, if the optimiser applies
+    it as SGD does; parameters that stay exact keep it, as the optimiser then does to the mean what ranks would do
+    alone. Votes are not gradients: SGD would move every element by the whole learning rate, so it gets `RATE_OF_VOTES`
+    of it. Signum has its own momentum, so optimisers keep none.
     """
     if name in VOTES:
         for group in optimizer.param_groups if isinstance(optimizer, SGD) else ():
@@ -104,7 +104,7 @@ def fit_optimizer(name: str, optimizer: Optimizer) -> float:
 
 
 def planned(scheme: Scheme[Any], profiles: Sequence[ParameterProfile], world_size: int) -> Plan:
-    """The default plan with `scheme` for the sparse tables, whatever their densities."""
+    """Returns the default plan with `scheme` for sparse tables, whatever their densities."""
     plan = default_plan(profiles, world_size)
     specs = {p.name: p.tensor for p in profiles}
     sparse = {p.name: p.density for p in profiles if p.sparse}

@@ -1,4 +1,4 @@
-"""A network as planners see it, and the schemes that default plans are made of."""
+"""The network as planners see it, and the schemes that default plans are made of."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ PLANNED: tuple[Scheme[Any], ...] = (
     DOUBLING_OF_ROWS,
     BalancedElements(),
     AllReduce(),
-)  # the schemes of default plans
-INSIDE_NODES: tuple[Scheme[Any], ...] = (ReduceScatter(), SparseReduceScatter())  # and among several ranks of a node
+)  # schemes that default plans choose from
+INSIDE_NODES: tuple[Scheme[Any], ...] = (ReduceScatter(), SparseReduceScatter())  # first stages inside nodes
 
 
 def planned_schemes(placement: Placement) -> tuple[Scheme[Any], ...]:
@@ -36,12 +36,12 @@ def planned_schemes(placement: Placement) -> tuple[Scheme[Any], ...]:
 
 @dataclass(frozen=True)
 class Network:
-    """The costs of links and kernels, and the nodes that the ranks sit on."""
+    """A cost model of kernels and links, and the placement of ranks on nodes."""
 
     cost: CostModel
     placement: Placement
 
     @classmethod
     def of(cls, profile: Profile) -> Network:
-        """Returns the network of a measured job."""
+        """Returns the network of a profile."""
         return cls(profile.cost_model(), profile.placement)

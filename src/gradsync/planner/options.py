@@ -1,6 +1,6 @@
-"""A job as a `Problem`: every gradient an item, every way to synchronise it an option, and back from parts to a plan.
+"""Turns a job into a `Problem`, with gradients as items and ways as options, and parts back into a plan.
 
-What an option demands are the steps of its scheme under the job's cost model: nothing here has a formula of its own.
+Demands of an option are the steps of its scheme under the job's cost model; there are no other formulas here.
 """
 
 from __future__ import annotations
@@ -27,34 +27,37 @@ from .machine import play
 from .network import Network
 from .problem import Curve, Demand, Option, Part, Problem, Resource
 
-# Sizes at which a scheme's steps are looked at; between them its demands are taken as linear.
+# Bucket sizes at which a scheme's steps are priced; its demands are linear in between.
 KNOTS_BYTES = tuple(1 << exponent for exponent in range(10, 31, 2))
 
-LINKS = (Resource.INTRA.name.lower(), Resource.INTER.name.lower())  # streams of the machine
+LINKS = (Resource.INTRA.name.lower(), Resource.INTER.name.lower())  # streams in the machine's timeline
 
 
 @dataclass(frozen=True)
 class Way:
-    """A scheme for `members`, who share a bucket of their own; None: for dense gradients, however many in a bucket."""
+    """A scheme that a plan may use: for `members`, which share a bucket of their own, or for any dense gradients."""
 
     scheme: Scheme[Any]
-    members: tuple[str, ...] | None = None
-    among: frozenset[str] | None = None  # without `members`: those that may take it; None: all dense ones
+    members: tuple[str, ...] | None = None  # names of parameters; None: the scheme is for dense gradients
+    among: frozenset[str] | None = None  # without `members`: names of gradients that may take it; None: all dense ones
 
 
 @dataclass(frozen=True)
 class Formulation:
-    """A job's problem, what its items are, and the scheme of each option."""
+    """A job's problem, with the gradients of its items and the scheme of each option."""
 
     problem: Problem
-    items: tuple[tuple[tuple[str, int, int], ...], ...]  # segments
+    items: tuple[tuple[tuple[str, int, int], ...], ...]  # segments of each item: (name, start, stop)
     schemes: tuple[Scheme[Any], ...]
     specs: Mapping[str, TensorSpec]
     world_size: int
-    whole: frozenset[int] = frozenset()  # items that some way takes as they are
+    whole: frozenset[int] = frozenset()  # indices of items that a way with `members` takes, so not to be cut
 
     def in_pieces(self, largest_bytes: float) -> Formulation:
-        """With gradients of more bytes cut into pieces of equal size; schemes that depend on shapes take no pieces."""
+        """Returns the formulation with larger gradients cut into equal pieces of at most `largest_bytes`.
+
+        Schemes that depend on shapes take no pieces.
+        """
         by_shape = frozenset(number for number, scheme in enumerate(self.schemes) if scheme.traits.depends_on_shapes)
         allowed = self.problem.allowed or (frozenset(range(len(self.schemes))),) * self.problem.size
         whole = self.whole.union(item for item, options in enumerate(allowed) if options <= by_shape)
@@ -73,7 +76,7 @@ class Formulation:
         return replace(self, problem=replace(pieces.problem, allowed=tuple(may)), items=tuple(items), whole=frozenset())
 
     def plan(self, parts: Sequence[Part]) -> Plan:
-        """The plan that these parts are, with the turns in the order in which the machine begins their transfers."""
+        """Returns the plan with these parts as buckets, and turns in the order in which transfers begin."""
         buckets = [(list(self._segments(part)), self.schemes[part.option]) for part in parts]
         return Plan.make(self.specs, self.world_size, buckets, self._turns(parts))
 
@@ -88,9 +91,9 @@ class Formulation:
             transfers = tasks[str(number)]
             at_s = [task.start_s for task in transfers]
             moving = [not is_local(stage) for stage in stages]
-            if len(at_s) != sum(moving):  # what an option demands is not by stages: one after another
+            if len(at_s) != sum(moving):  # demands do not correspond to stages: all stages begin together
                 at_s = [at_s[0] if at_s else 0.0] * len(stages)
-            elif not all(moving):  # work that is awaited is taken up where the transfer ahead of it ends
+            elif not all(moving):  # a stage of awaited work begins where the transfer before it ends
                 done = list(accumulate(moving))
                 begun = [transfers[max(count - 1, 0)] for count in done]
                 at_s = [t.start_s if moves else t.end_s for t, moves in zip(begun, moving, strict=True)]
@@ -101,7 +104,7 @@ class Formulation:
         return [(str(number), stage) for _, number, _, stage in sorted(turns)]
 
     def _segments(self, part: Part) -> Iterator[tuple[str, int, int]]:
-        """Pieces of a tensor that follow one another are one segment."""
+        """Yields the part's segments; adjoining pieces of one tensor become one segment."""
         pieces = [piece for item in self.items[part.start : part.stop] for piece in item]
         for name, same in groupby(pieces, key=lambda piece: piece[0]):
             of_name = list(same)
@@ -109,9 +112,9 @@ class Formulation:
 
 
 def formulate(job: Job, ways: Sequence[Way]) -> Formulation:
-    """The job's problem with these ways as options.
+    """Returns the job's problem with these ways as options.
 
-    Tables that share a way with members are one item, ready with the last of them.
+    Tables that share a way with `members` are one item, which is ready with the last of them.
 
     Raises:
         ValueError: for a gradient that no way takes.
@@ -138,7 +141,7 @@ def formulate(job: Job, ways: Sequence[Way]) -> Formulation:
                 allowed[number].add(len(options) - 1)
     for item, taken in zip(items, allowed, strict=True):
         if not taken:
-            raise ValueError(f"there is no way for {item[0]!r}: the constraints leave none, allow at least all_reduce")
+            raise ValueError(f"no scheme is left for {item[0]!r} under the constraints: allow at least all_reduce")
     ready_s = [max(job.ready_s[name] for name in item) for item in items]
     begins_s = [0.0, *ready_s]
     problem = Problem(
@@ -154,7 +157,7 @@ def formulate(job: Job, ways: Sequence[Way]) -> Formulation:
 
 
 def _items(job: Job, ways: Sequence[Way]) -> list[tuple[str, ...]]:
-    """Names of each item, in ready order."""
+    """Returns the parameter names of each item, in ready order."""
     together = {name: way.members for way in ways if way.members is not None for name in way.members}
     names = [p.name for p in in_ready_order(job.profiles)]
     items = dict.fromkeys(together.get(name, (name,)) for name in names)
@@ -165,7 +168,7 @@ def _items(job: Job, ways: Sequence[Way]) -> list[tuple[str, ...]]:
 def _by_dtype(
     items: Sequence[tuple[str, ...]], known: Mapping[str, ParameterProfile], way: Way
 ) -> dict[torch.dtype, set[int]]:
-    """The items that may take the way, by their element type: those of different types share no bucket."""
+    """Returns the items that may take the way, by dtype, as a bucket has one dtype only."""
     found: dict[torch.dtype, set[int]] = {}
     for number, (name, *others) in enumerate(items):
         profile = known[name]
@@ -175,7 +178,7 @@ def _by_dtype(
 
 
 def flat_of(profile: ParameterProfile) -> TensorSpec:
-    """A bucket of its own, as schemes that go by shapes see it."""
+    """Returns the spec of the parameter in a flat bucket of its own, with its shape for schemes that need it."""
     spec = profile.tensor
     return TensorSpec(
         (spec.numel,), spec.dtype, FlatSpec((Segment(profile.name, 0, spec.numel),), (spec.shape,), spec.dtype)
@@ -183,7 +186,7 @@ def flat_of(profile: ParameterProfile) -> TensorSpec:
 
 
 def _option_of_members(way: Way, members: Sequence[ParameterProfile], network: Network) -> Option:
-    """Its demands do not depend on amounts: the members are always all of them."""
+    """Returns the option of a way with `members`, whose demands are constant, as it takes all members or none."""
     if way.scheme.traits.layout is Layout.ROWS:
         specs, seen = tuple(p.tensor for p in members), tuple(p.density for p in members)
     else:
@@ -196,7 +199,7 @@ def _option_of_members(way: Way, members: Sequence[ParameterProfile], network: N
 
 
 def _option(scheme: Scheme[Any], dtype: torch.dtype, flats: Sequence[TensorSpec | None], network: Network) -> Option:
-    """Of a scheme for any dense gradients; None for items that may not take it."""
+    """Returns the option of a scheme for any dense gradients; `flats` has None for items that may not take it."""
     if scheme.traits.depends_on_shapes:
         return _option_by_shapes(scheme, flats, network)
     chains = [
@@ -205,7 +208,7 @@ def _option(scheme: Scheme[Any], dtype: torch.dtype, flats: Sequence[TensorSpec 
     ]
     demands = []
     for place, (where, _) in enumerate(chains[0]):
-        seconds = list(accumulate((chain[place][1] for chain in chains), max))  # a ring may beat messages at once
+        seconds = list(accumulate((chain[place][1] for chain in chains), max))  # a ring for larger ones may be faster
         demands.append(Demand(where, Curve((0.0, *map(float, KNOTS_BYTES)), (seconds[0], *seconds))))
     return Option(scheme.title, tuple(demands))
 
@@ -215,7 +218,7 @@ def _steps(scheme: Scheme[Any], spec: TensorSpec, network: Network) -> tuple[Ste
 
 
 def _option_by_shapes(scheme: Scheme[Any], flats: Sequence[TensorSpec | None], network: Network) -> Option:
-    """The amounts of a demand are the bytes of the step that an item has alone; in a bucket they add up."""
+    """Returns the option of a scheme whose steps depend on shapes; amounts are bytes of each item's step."""
     alone = [{} if flat is None else _by_name(_steps(scheme, flat, network)) for flat in flats]
     longest = max(alone, key=len)
     demands = []
@@ -242,7 +245,7 @@ def _scaled(step: Step, nbytes: float) -> Step:
 
 
 def _chain(steps: Iterable[Step], network: Network) -> list[tuple[Resource, float]]:
-    """(resource, seconds) of the steps; computations that follow one another on one resource are one."""
+    """Returns (resource, seconds) of the steps; computations in a row on one resource are merged."""
     found: list[tuple[Resource, float]] = []
     for step in steps:
         where, seconds = resource_of(step, network), network.cost.seconds(step, network.placement)
@@ -254,8 +257,8 @@ def _chain(steps: Iterable[Step], network: Network) -> list[tuple[Resource, floa
 
 
 def resource_of(step: Step, network: Network) -> Resource:
-    """What serves the step."""
-    if isinstance(step, Compute):  # what is not awaited the issuing thread does, on another core
+    """Returns the resource that serves the step."""
+    if isinstance(step, Compute):  # the communication thread does what is not awaited, on another core
         return Resource.COMPUTE if step.awaited and step.device == COMPUTE else Resource.OFFLOAD
     nodes = network.placement.nodes
     stays = all(nodes[source] == nodes[to] for source, to, _ in step.carried_by(network.cost.transport).messages())

@@ -1,7 +1,7 @@
-"""A search's plan made better by what the search does not know.
+"""Improves a search's plan by effects that only `predict` contains.
 
-That is what an exchange stretches backward by, the engine's one issuing thread, and what transfers in flight take from
-each other. Steps are those of `predict`.
+These are the slowdown of backward by the exchange, the engine's one communication thread, and transfers that share a
+link.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .turns import with_best_turns
 
 
 def polished(plan: Plan, job: Job, ways: Sequence[Way]) -> Plan:
-    """The plan with other schemes for buckets, one after another, by which the predicted step is clearly shorter."""
+    """Returns the plan with other schemes for single buckets where the predicted step gets clearly shorter."""
     steps = {bucket.id: steps_of(bucket, bucket.make_scheme(), job) for bucket in plan.buckets}
     seconds = played(plan, job, steps).seconds
     for place, bucket in enumerate(plan.buckets):
@@ -32,7 +32,7 @@ def polished(plan: Plan, job: Job, ways: Sequence[Way]) -> Plan:
 
 
 def merged(plan: Plan, job: Job, ways: Sequence[Way]) -> Plan:
-    """The plan with neighbours in one bucket, by the way of either, where the predicted step is clearly shorter so."""
+    """Returns the plan with neighbouring buckets merged, by either scheme, where the step gets clearly shorter."""
     seconds, place = predict(plan, job).seconds, 0
     while place + 1 < len(plan.buckets):
         found = [with_best_turns(each, job) for each in _with_neighbours_merged(plan, place, job, ways)]
@@ -46,7 +46,7 @@ def merged(plan: Plan, job: Job, ways: Sequence[Way]) -> Plan:
 
 
 def coarse(plan: Plan, job: Job, ways: Sequence[Way], most_s: float) -> Plan:
-    """The plan with as many neighbours in one bucket as keep the predicted step within `most_s`."""
+    """Returns the plan with as many neighbours merged as keep the predicted step within `most_s` seconds."""
     place = 0
     while place + 1 < len(plan.buckets):
         found = [with_best_turns(each, job) for each in _with_neighbours_merged(plan, place, job, ways)]
@@ -59,7 +59,7 @@ def coarse(plan: Plan, job: Job, ways: Sequence[Way], most_s: float) -> Plan:
 
 
 def _with_neighbours_merged(plan: Plan, place: int, job: Job, ways: Sequence[Way]) -> Iterator[Plan]:
-    """The plan with the buckets in this place and the next one in one, which has the second one's name and turns."""
+    """Yields plans with the bucket at `place` merged into the next one, which keeps its id and turns."""
     first, second = plan.buckets[place : place + 2]
     schemes = [bucket.make_scheme() for bucket in (first, second)]
     dtypes = {p.tensor.dtype for p in job.profiles if p.name in {*first.names, *second.names}}

@@ -1,7 +1,7 @@
-"""How long a step takes by a plan: its turns played as the engine takes them, backward stretched by what it shares.
+"""Predicts a step: simulates a plan's turns as the engine takes them, with backward slowed by what it shares.
 
-Beside the machine of `problem`, which a search plays thousands of times, this knows the engine's one issuing thread,
-the order of turns, and that cores and memory are shared.
+Beside the machine model of `problem`, which a search simulates thousands of times, it contains the engine's one
+communication thread, the order of turns, and shared cores and memory.
 """
 
 from __future__ import annotations
@@ -23,24 +23,28 @@ from ..tensors.density import DensityProfile, joined
 from .compressing import LATE
 from .job import Job, Slowdown
 
-ROUNDS = 4  # until times of readiness and of exchanges, which stretch each other, have settled
+ROUNDS = 4  # iterations until ready times and exchanges, which delay each other, have settled
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step as it is expected, from backward's begin: "compute" is backward, "kernel" and "link" the exchange."""
+    """The predicted timeline of a step, from the begin of backward.
+
+    Streams are "compute" (backward), and "kernel" and "link" (the exchange).
+    """
 
     tasks: tuple[Task, ...]
-    backward_s: float  # with what stretches it
+    backward_s: float  # seconds of backward, slowdown by the exchange included
 
     @property
     def seconds(self) -> float:
-        """Until the last gradient is synchronised."""
+        """The seconds until the last gradient is synchronised."""
         return max((task.end_s for task in self.tasks), default=0.0)
 
 
 def predict(plan: Plan, job: Job) -> Prediction:
-    """
+    """Returns the predicted step of a plan.
+
     Raises:
         ValueError: for a plan that does not fit the job.
     """
@@ -49,7 +53,7 @@ def predict(plan: Plan, job: Job) -> Prediction:
 
 
 def played(plan: Plan, job: Job, steps: Mapping[str, Sequence[Step]]) -> Prediction:
-    """What is predicted of a plan that fits the job; `steps` of each bucket."""
+    """Returns the predicted step of a plan that fits the job; `steps` has the steps of each bucket's scheme, by id."""
     exchange: list[Task] = []
     reached_s: dict[float, float] = {}
     own_s = {bucket.id: max(job.ready_s[name] for name in bucket.names) for bucket in plan.buckets}
@@ -73,10 +77,13 @@ def _delays(step: Step) -> bool:
 def _delays_of(
     exchange: Sequence[Task], ready_s: Mapping[str, float], reached_s: Mapping[float, float]
 ) -> list[tuple[float, float]]:
-    """Work of the exchange on the thread of backward: at what backward had reached then, in its own time, and seconds.
+    """Returns the exchange's work on backward's thread: (own time that backward had reached, seconds) of each task.
 
-    `ready_s` of buckets in that time; `reached_s` are the times in which the exchange was played, by backward's own.
-    What a bucket begins with is done when it is ready, other work when a bucket is, or backward is over.
+    A bucket's first work is done when it is ready, other work when another bucket is, or after backward.
+
+    Args:
+        ready_s: ready time of each bucket, in backward's own time, that is, without interruptions.
+        reached_s: backward's own time -> the time at which it was reached in the simulated exchange.
     """
     own_s = sorted(reached_s)
     at_s = [reached_s[own] for own in own_s]
@@ -91,7 +98,7 @@ def _delays_of(
 
 
 def _stretched(at_s: float, exchange: Sequence[Task], delays: Sequence[tuple[float, float]], job: Job) -> float:
-    """When backward reaches what it would reach `at_s` if it were alone."""
+    """Returns when backward reaches what it would reach `at_s` if nothing else ran."""
     slowdown, reached_s = job.slowdown, at_s
     delayed_s = sum(seconds for own_s, seconds in delays if own_s < at_s)
     if not slowdown.matters:
@@ -109,7 +116,7 @@ def _stretched(at_s: float, exchange: Sequence[Task], delays: Sequence[tuple[flo
 
 @dataclass(frozen=True)
 class _Busy:
-    """When something is busy: from each of `edges_s` to the next one in turns, at first it is not."""
+    """The times at which something is busy: idle before the first edge, then busy and idle in turns."""
 
     edges_s: tuple[float, ...]
 
@@ -124,13 +131,13 @@ class _Busy:
         return cls(tuple(edges_s))
 
     def at(self, now_s: float) -> tuple[bool, float]:
-        """Whether it is, and until when that stays so."""
+        """Returns whether it is busy, and until when that stays so."""
         place = bisect_right(self.edges_s, now_s)
         return place % 2 == 1, self.edges_s[place] if place < len(self.edges_s) else inf
 
 
 def _when_busy(exchange: Sequence[Task]) -> tuple[_Busy, _Busy]:
-    """The link, and the threads that compute beside backward's."""
+    """Returns when the link is busy, and when threads beside backward's compute."""
     return (
         _Busy.of(task for task in exchange if task.stream == "link"),
         _Busy.of(task for task in exchange if task.stream in ("kernel", OFFLOAD)),
@@ -140,9 +147,9 @@ def _when_busy(exchange: Sequence[Task]) -> tuple[_Busy, _Busy]:
 def _lasting(
     slowdown: Slowdown, backward_s: float, link: _Busy, kernels: _Busy, stream: str, began_s: float, seconds: float
 ) -> float:
-    """What costs so many seconds, if it begins then: slower beside backward, and beside the other half of the exchange.
+    """Returns how long work of `seconds` takes from `began_s` on, slowed by backward and the rest of the exchange.
 
-    Work on the thread of backward is not beside it.
+    Work on backward's own thread is not slowed.
     """
     if stream == COMPUTE:
         return seconds
@@ -164,7 +171,7 @@ def _lasting(
 
 
 def unmeasured(plan: Plan, job: Job) -> list[str]:
-    """Kernels of the plan that nobody measured, see `CostModel.unmeasured`.
+    """Returns the plan's kernels that were not measured, see `CostModel.unmeasured`.
 
     Raises:
         ValueError: for a plan that does not fit the job.
@@ -175,7 +182,7 @@ def unmeasured(plan: Plan, job: Job) -> list[str]:
 
 
 def steps_of(bucket: BucketPlan, scheme: Scheme[Any], job: Job) -> list[Step]:
-    """What the scheme does with the bucket.
+    """Returns the scheme's steps for the bucket.
 
     Raises:
         ValueError: for tables whose density is not known.

@@ -1,14 +1,15 @@
-"""What a search for a plan is about, as numbers: gradients that become ready one after another, ways to exchange them.
+"""The planning problem as numbers: gradients that become ready one after another, and ways to exchange them.
 
 ByteComp (EuroSys 2023) chooses an option for every tensor, MergeComp (arXiv 2103.15195) where to cut the sequence of
-tensors into buckets. Here both are one problem: cut the items into parts of consecutive ones, give each part an option.
+tensors into buckets. Here both are one problem: cut the items into parts of consecutive items, and give each part an
+option.
 
-The machine. Backward makes the items ready in their order, on `COMPUTE`. A part is ready with its last item; then the
-demands of its option follow one another, each on one resource, which serves one at a time:
+The machine model: backward makes the items ready in order, on `COMPUTE`. A part is ready with its last item; then the
+demands of its option follow one another, each on one resource, which serves one demand at a time:
 
-- `COMPUTE` serves backward and demands; a demand goes first as soon as it can, and backward's rest waits for it;
+- `COMPUTE` serves backward and demands; a demand runs as soon as it can, and the rest of backward waits.
 - `OFFLOAD` (another core, or the host's), `INTRA` (links inside a node) and `INTER` (links between nodes) serve what
-  waited longest first, but a part's n-th demand on a resource never before the n-th of an earlier part.
+  has waited longest, but a part's n-th demand on a resource never before the n-th of an earlier part.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from math import inf, isfinite
 
 
 class Resource(IntEnum):
-    """What serves one demand at a time."""
+    """A resource of the machine model, which serves one demand at a time."""
 
     COMPUTE = 0  # where backward runs: its thread, or the GPU's stream
     OFFLOAD = 1
@@ -32,9 +33,10 @@ class Resource(IntEnum):
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds by amount, not falling: linear between knots, beyond the last knot as between the last two.
+    """Seconds as a function of an amount, which never falls: linear between knots.
 
-    Where nothing is to be done (amount 0) it is the first knot's seconds, what a call takes.
+    Beyond the last knot it goes on as between the last two. Amount 0 takes the first knot's seconds, the cost of a
+    call.
     """
 
     amounts: tuple[float, ...]
@@ -52,12 +54,12 @@ class Curve:
 
     @classmethod
     def linear(cls, call_s: float, unit_s: float) -> Curve:
-        """`call_s`, and `unit_s` for every unit of the amount."""
+        """Returns a curve of `call_s` plus `unit_s` for every unit of the amount."""
         return cls((0.0, 1.0), (call_s, call_s + unit_s))
 
     @classmethod
     def knee(cls, call_s: float, unit_s: float, knee: float) -> Curve:
-        """`call_s` up to the amount `knee`, then `unit_s` more for every unit (`bytecomp.md` 3.6)."""
+        """Returns a curve of `call_s` up to the amount `knee`, then `unit_s` more for every further unit."""
         return cls((0.0, knee, knee + 1.0), (call_s, call_s, call_s + unit_s))
 
     def __call__(self, amount: float) -> float:
@@ -68,7 +70,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class Demand:
-    """One task of a part: `curve` of the sum of its items' `amounts`, of all items in order; None: of their bytes."""
+    """One task of a part on one resource; takes `curve` of the sum of its items' `amounts`.
+
+    `amounts` has one entry per item of the problem; None stands for the items' bytes.
+    """
 
     resource: Resource
     curve: Curve
@@ -77,7 +82,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class Option:
-    """A way to exchange a part: its demands, each of which waits for the one before it."""
+    """A way to exchange a part: a chain of demands, each of which waits for the one before it."""
 
     name: str
     chain: tuple[Demand, ...]
@@ -85,18 +90,21 @@ class Option:
 
 @dataclass(frozen=True)
 class Problem:
-    """Items in ready order, and the options there are.
+    """Items in ready order, and the options to exchange them by.
 
-    `gaps_s[i]`: backward's time between the readiness of item i-1, or its begin, and that of item i; `rest_s`: from the
-    last item to its end. `nbytes[i]`: dense bytes. `allowed[i]`: numbers of the options that item i may take; a part
-    may take those that all of its items may. Items `alone[i]` share their part with no other one.
+    Attributes:
+        gaps_s: seconds of backward from the readiness of item i-1, or the begin, to that of item i.
+        nbytes: dense bytes of each item.
+        allowed: indices of options that each item may take; a part may take what all of its items may. None: all.
+        alone: whether each item must be the only one of its part. None: none must.
+        rest_s: seconds of backward after the last item is ready.
     """
 
     gaps_s: tuple[float, ...]
     nbytes: tuple[float, ...]
     options: tuple[Option, ...]
-    allowed: tuple[frozenset[int], ...] | None = None  # None: all may take all
-    alone: tuple[bool, ...] | None = None  # None: none is
+    allowed: tuple[frozenset[int], ...] | None = None
+    alone: tuple[bool, ...] | None = None
     rest_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -119,17 +127,17 @@ class Problem:
         return len(self.gaps_s)
 
     def seconds(self, option: int, start: int, stop: int) -> list[float]:
-        """What each demand of the option takes for the items [start, stop)."""
+        """Returns the seconds of each demand of the option for the items [start, stop)."""
         return [demand.curve(self.amount(demand, start, stop)) for demand in self.options[option].chain]
 
     def amount(self, demand: Demand, start: int, stop: int) -> float:
-        """What the demand's seconds are of: the sum of its amounts of the items [start, stop)."""
+        """Returns the sum of the demand's amounts over the items [start, stop)."""
         return sum((self.nbytes if demand.amounts is None else demand.amounts)[start:stop])
 
 
 @dataclass(frozen=True)
 class Part:
-    """Items [start, stop) in one bucket, exchanged by the option of that number."""
+    """Consecutive items [start, stop) that share a bucket, exchanged by the option with index `option`."""
 
     start: int
     stop: int
@@ -138,21 +146,22 @@ class Part:
 
 @dataclass(frozen=True)
 class Solution:
-    """Parts that cover all items in order, and how long the machine takes from backward's begin to the last demand."""
+    """Parts that cover all items in order, and the step's seconds: from the begin of backward to the last demand."""
 
     parts: tuple[Part, ...]
     seconds: float
 
 
 def layerwise(problem: Problem, option: int) -> tuple[Part, ...]:
-    """Every item in a part of its own."""
+    """Returns parts of one item each."""
     return tuple(Part(number, number + 1, option) for number in range(problem.size))
 
 
 def check_parts(problem: Problem, parts: Sequence[Part]) -> None:
-    """
+    """Raises unless the parts are a valid plan.
+
     Raises:
-        ValueError: where the parts do not cover the items in order, or take what their items may not.
+        ValueError: if parts do not cover the items in order, or take options that their items may not.
     """
     reached = 0
     for part in parts:

@@ -1,6 +1,6 @@
-"""Why a plan is as it is: for every bucket the best alternatives, and for the job what plain DDP would take.
+"""Explains a plan: the best alternatives for each bucket, and how plain DDP would do.
 
-All figures are predicted steps, from backward's begin to the last synchronised gradient, see `predict`.
+All figures are predicted by `predict`: seconds from the begin of backward to the last synchronised gradient.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .predict import played, predict, steps_of
 from .revise import reordered
 from .simplify import AS_LONG
 
-WORTH_IT = 0.02  # share of DDP's step that another plan must save: less is within the spread of steps
-SAME = AS_LONG - 1  # share of a step that is no difference
+WORTH_IT = 0.02  # share of DDP's step that another plan must save; steps vary by as much
+SAME = AS_LONG - 1  # relative difference of two steps that counts as none
 ALTERNATIVES = 3
 DDP_BYTES = {"ddp": BUCKET_BYTES, "ddp_1mb": 1 << 20, "ddp_one_bucket": 1 << 62}
 BF16 = HalfPrecision(values="bfloat16")
@@ -29,7 +29,7 @@ BF16 = HalfPrecision(values="bfloat16")
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another scheme for a bucket, and the predicted step if it took that, everything else as it is."""
+    """Another scheme for one bucket, and the predicted seconds of the step with it, all else unchanged."""
 
     scheme: Scheme[Any]
     step_s: float
@@ -37,29 +37,29 @@ class Alternative:
 
 @dataclass(frozen=True)
 class BucketReasons:
-    """One bucket: what was chosen, what else there is, and why it loses nothing, if it does not."""
+    """Why one bucket has its scheme: the alternatives, and the reason why it is exact, if it is."""
 
     id: str
     names: tuple[str, ...]
     nbytes: int
     scheme: Scheme[Any]
-    alternatives: tuple[Alternative, ...]  # the best ones
+    alternatives: tuple[Alternative, ...]  # the `ALTERNATIVES` best ones, best first
     why_exact: str | None
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """A plan's reasons. `rivals`: predicted steps of plans that need no search, by name."""
+    """The reasons for a plan, with predicted steps of the plan and of `rivals`, plans made without a search."""
 
     step_s: float
-    backward_s: float  # with what the exchange stretches it by
-    beside_s: float  # what a step takes beside
-    rivals: Mapping[str, float]
+    backward_s: float  # predicted seconds of backward, slowed down by the exchange
+    beside_s: float  # the rest of a step: forward, optimiser, data
+    rivals: Mapping[str, float]  # predicted seconds, by name
     buckets: tuple[BucketReasons, ...]
 
     @property
     def verdict(self) -> str:
-        """One sentence for the job."""
+        """One sentence that compares the plan with plain DDP."""
         name, ddp_s = min(((n, s) for n, s in self.rivals.items() if n in DDP_BYTES), key=lambda rival: rival[1])
         saved = (ddp_s - self.step_s) / (self.beside_s + ddp_s)
         if saved <= WORTH_IT:
@@ -68,7 +68,7 @@ class Explanation:
 
 
 def explain(plan: Plan, job: Job, ways: Sequence[Way]) -> Explanation:
-    """The plan's reasons, beside these ways.
+    """Returns a plan's reasons; `ways` are the alternatives to consider for its buckets.
 
     Raises:
         ValueError: for a plan that does not fit the job.
@@ -95,7 +95,7 @@ def explain(plan: Plan, job: Job, ways: Sequence[Way]) -> Explanation:
 
 
 def rivals(job: Job) -> dict[str, float]:
-    """Predicted steps of DDP with several bucket sizes, in 32 bits and in 16: tables travel dense there."""
+    """Returns predicted seconds of DDP's steps by name: several bucket sizes, in 32 and 16 bits, all tables dense."""
     profiles = [replace(p, sparse=False, density=None, elements=None) for p in job.profiles]
     dense = replace(job, profiles=tuple(profiles))
     found = {}
@@ -108,7 +108,7 @@ def rivals(job: Job) -> dict[str, float]:
 
 
 def describe(explanation: Explanation) -> Iterator[str]:
-    """The explanation in words, a paragraph a bucket."""
+    """Yields the explanation as lines of text, a paragraph per bucket."""
     for bucket in explanation.buckets:
         first, *others = bucket.names
         names = first if not others else f"{first} ... {others[-1]} ({len(bucket.names)} tensors)"
@@ -126,7 +126,7 @@ def describe(explanation: Explanation) -> Iterator[str]:
 def alternatives(
     plan: Plan, place: int, job: Job, ways: Sequence[Way], steps: Mapping[str, Sequence[Step]]
 ) -> Iterator[Alternative]:
-    """Other schemes among the ways for the bucket in this place; `steps` of each bucket."""
+    """Yields other schemes for the bucket at index `place`; `steps` has the present scheme's steps, by bucket id."""
     bucket = plan.buckets[place]
     present = bucket.make_scheme()
     for way in ways:
@@ -136,7 +136,7 @@ def alternatives(
 
 
 def may_take(bucket: BucketPlan, present: Scheme[Any], way: Way, job: Job) -> bool:
-    """Whether the way is one of this bucket, which has the present scheme."""
+    """Whether the bucket, which has the scheme `present`, may take this way."""
     if way.members is not None:
         return set(bucket.names) == set(way.members)
     sparse = {p.name for p in job.profiles if p.sparse}
@@ -145,7 +145,7 @@ def may_take(bucket: BucketPlan, present: Scheme[Any], way: Way, job: Job) -> bo
 
 
 def with_scheme(plan: Plan, places: Sequence[int], scheme: Scheme[Any]) -> Plan:
-    """The plan with this scheme for some of its buckets."""
+    """Returns the plan with this scheme for the buckets at the indices `places`."""
     expression = to_expression(scheme)
     return with_buckets(
         plan,
@@ -157,7 +157,7 @@ def with_scheme(plan: Plan, places: Sequence[int], scheme: Scheme[Any]) -> Plan:
 
 
 def with_buckets(plan: Plan, buckets: Sequence[BucketPlan]) -> Plan:
-    """The plan with these buckets, each in the turns that the plan has for its id."""
+    """Returns the plan with these buckets; each takes the turns that the plan has for its id."""
     ids = {bucket.id for bucket in buckets}
     turns = [turn for turn in plan.order if turn[0] in ids]
     finishing = {bucket for bucket, stage in turns if stage == FINISH}
@@ -170,9 +170,9 @@ def with_buckets(plan: Plan, buckets: Sequence[BucketPlan]) -> Plan:
 
 def _why_exact(step_s: float, lossy: Alternative | None) -> str:
     if lossy is None:
-        return "no lossy way is allowed for it"
+        return "no lossy scheme is allowed for it"
     longer_s = lossy.step_s - step_s
     if abs(longer_s) < SAME * step_s:
-        return "its exchange is hidden behind backward and other exchanges: a lossy way would gain nothing"
+        return "its exchange is hidden behind backward and other exchanges: a lossy scheme would gain nothing"
     more_or_less = "longer" if longer_s > 0 else "shorter"
-    return f"by the best lossy way, {lossy.scheme.title}, the step would be {abs(longer_s) * 1e3:.2f} ms {more_or_less}"
+    return f"with the best lossy scheme, {lossy.scheme.title}, a step takes {abs(longer_s) * 1e3:.2f} ms {more_or_less}"

@@ -1,4 +1,4 @@
-"""The search of `joint` in Python: what the native module is checked against, and what runs where it is not built."""
+"""The search of `joint` in Python: a reference for tests of the native module, and a fallback where that is missing."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from .machine import step_s
 from .problem import Demand, Option, Part, Problem, Resource, Solution
 
 PENDING = 3
-STARTS = 8  # plans of the program that are played
-SPREADS = (0.03, 0.2)  # how much all weighings count beside the worst one, in turn
-GAIN = 1e-9  # less is rounding
-HOPE = 1.02  # a screened plan is worth playing up to so many times the best one's seconds
-TURNS = 6  # plans that are improved first, each with a share of the demands
-WINDOW = 4  # parts that a kick draws anew, at most
-PATIENCE = 50  # kicks that may fail, one after another
-LEAST, MOST = 4.0, 512.0  # labels at a position
+STARTS = 8  # plans from label setting whose step is simulated
+SPREADS = (0.03, 0.2)  # for one pass each: how much the mean bound over all weightings counts beside the largest
+GAIN = 1e-9  # relative; a smaller improvement is rounding
+HOPE = 1.02  # a label is dropped if its lower bound exceeds so many times the best plan's seconds
+TURNS = 6  # plans that are improved first, each with an equal share of the budget
+WINDOW = 4  # most parts that one random change draws anew
+PATIENCE = 50  # random changes in a row without improvement after which the search ends
+LEAST, MOST = 4.0, 512.0  # bounds on the number of labels kept at a position
 NEVER = float("inf")
 
-Weights = tuple[float, ...]  # by resource
+Weights = tuple[float, ...]  # one weight per resource
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the search may spend."""
+    """The budget of a search."""
 
-    max_items: int  # of a part
-    positions: int  # at which the program may cut
-    transitions: float  # of labels that it may make
-    demands: int  # that all plays together may serve
+    max_items: int  # most items of a part
+    positions: int  # number of positions between items at which label setting may cut
+    transitions: float  # most labels that label setting may create
+    demands: int  # most demands in all simulated plans together
 
 
 def find(problem: Problem, settings: Settings) -> Solution:
-    """The best plan found; no parts where the constraints leave none."""
+    """Returns the best plan found, or a solution without parts where the constraints allow no plan."""
     if problem.size == 0:
         return Solution((), problem.rest_s)
     return _Search(problem, settings).run()
 
 
 def exhaust(problem: Problem, max_items: int) -> Solution:
-    """The best of all plans, each played."""
+    """Returns the best of all plans; the step of each one is simulated."""
     prices = _Prices(problem)
     best = Solution((), NEVER)
 
@@ -65,31 +65,31 @@ def exhaust(problem: Problem, max_items: int) -> Solution:
 
 
 def lead_of(option: Option) -> int:
-    """Demands on COMPUTE that the chain begins with."""
+    """Returns how many demands on COMPUTE stand at the beginning of the option's chain."""
     links = [place for place, demand in enumerate(option.chain) if demand.resource is not Resource.COMPUTE]
     return links[0] if links else len(option.chain)
 
 
 def turns_of(option: Option) -> list[int]:
-    """By place in the chain: it is the n-th of its demands on its resource, from 0."""
+    """Returns, for each demand of the chain, how many demands on the same resource stand before it."""
     resources = [demand.resource for demand in option.chain]
     return [resources[:place].count(resource) for place, resource in enumerate(resources)]
 
 
 def weights_of(problem: Problem) -> list[Weights]:
-    """Weighs the resources' loads against each other; the weights of a row are 1 together."""
+    """Returns weightings of the resources' loads, one row each; weights of a row sum to 1."""
     present = {demand.resource for option in problem.options for demand in option.chain}
     used = [resource for resource in Resource if resource is Resource.COMPUTE or resource in present]
     rows = [tuple(float(other is resource) for other in Resource) for resource in used]
     for place, one in enumerate(used):
         for other in used[place + 1 :]:
-            for share in (0.25, 0.5, 0.75) if place == 0 else (0.5,):  # COMPUTE is what all others are weighed against
+            for share in (0.25, 0.5, 0.75) if place == 0 else (0.5,):  # place 0 is COMPUTE, the usual bottleneck
                 rows.append(tuple({one: share, other: 1 - share}.get(resource, 0.0) for resource in Resource))
     return rows
 
 
 class _Prices:
-    """A problem with sums of what comes before each item."""
+    """A problem with prefix sums over its items, for durations in constant time."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -118,7 +118,7 @@ class _Prices:
         return self.refused[option][stop] == self.refused[option][start] and self.may_join(start, stop)
 
     def of(self, option: int, start: int, stop: int) -> list[float]:
-        """What each demand of the option takes."""
+        """Returns the seconds of each demand of the option for the items [start, stop)."""
         return [self._of(demand, start, stop) for demand in self.problem.options[option].chain]
 
     def _of(self, demand: Demand, start: int, stop: int) -> float:
@@ -126,7 +126,7 @@ class _Prices:
         return demand.curve(sums[stop] - sums[start])
 
     def beats(self, a: int, of_a: Sequence[float], b: int, of_b: Sequence[float]) -> bool:
-        """Whether option `a`, with these seconds, is before `b` in everything: demand for demand."""
+        """Whether option `a` is no worse than `b`, demand for demand, given their seconds `of_a` and `of_b`."""
         x, y = self.problem.options[a].chain, self.problem.options[b].chain
         matched = 0
         for place, demand in enumerate(y):
@@ -143,10 +143,13 @@ class _Prices:
 
 @dataclass
 class _Label:
-    """Where the program has come to: each resource is free at `free`, which for COMPUTE is where backward stands."""
+    """A partial plan of label setting: when each resource is free after the parts so far, in seconds.
+
+    `free[COMPUTE]` is the time that backward has reached.
+    """
 
     free: list[float] = field(default_factory=lambda: [0.0] * len(Resource))
-    pending: list[tuple[float, float]] = field(default_factory=list)  # will interrupt backward: since when, seconds
+    pending: list[tuple[float, float]] = field(default_factory=list)  # (start, seconds) that will interrupt backward
     done: float = 0.0
     score: float = 0.0
     origin: int = 0
@@ -167,7 +170,7 @@ class _Label:
         return free and self.done <= other.done and self.work() <= other.work()
 
     def defer(self, since: float, seconds: float) -> None:
-        if len(self.pending) == PENDING:  # the first two become one
+        if len(self.pending) == PENDING:  # approximate: the first two become one
             self.pending[:2] = [(self.pending[0][0], self.pending[0][1] + self.pending[1][1])]
         place = len(self.pending)
         while place and self.pending[place - 1][0] > since:
@@ -175,7 +178,7 @@ class _Label:
         self.pending.insert(place, (since, seconds))
 
     def advance(self, seconds: float) -> None:
-        """Backward goes on for so long, interrupted by what has come to COMPUTE by then."""
+        """Moves backward on by `seconds`, plus the pending demands that interrupt it meanwhile."""
         now = self.free[Resource.COMPUTE] + seconds
         while self.pending and self.pending[0][0] < now:
             now += self.pending.pop(0)[1]
@@ -192,7 +195,7 @@ class _Label:
                 at += taken
             else:
                 at = max(self.free[resource], at) + taken
-                # A second demand comes late, and others go before it: only its load counts.
+                # A part's second demand on a link comes late, after demands of later parts: only its load counts.
                 self.free[resource] = self.free[resource] + taken if turns[place] else at
         self.done = max(self.done, at)
         self.free = [max(free, self.free[Resource.COMPUTE]) for free in self.free]
@@ -208,7 +211,7 @@ class _Label:
 
 @dataclass(frozen=True)
 class _Way:
-    """A part as a step of the program, from position to position."""
+    """A part as a transition of label setting, with its seconds per demand."""
 
     origin: int
     option: int
@@ -269,7 +272,7 @@ class _Search:
         return solution
 
     def _worthwhile(self) -> list[int]:
-        """Options that no other is before in everything, for some part of the sizes that parts have."""
+        """Returns the options that, for parts of some size, no other option beats in all demands."""
         prices, size, options = self._prices, self._problem.size, range(len(self._problem.options))
         wanted: set[int] = set()
         length = 1
@@ -293,14 +296,14 @@ class _Search:
         return sorted(wanted)
 
     def _as_free(self, a: int, b: int) -> bool:
-        """Whether all items that may take `b` may take `a`."""
+        """Whether all items that may take option `b` may take `a`."""
         return all(
             self._prices.may(item, item + 1, a) or not self._prices.may(item, item + 1, b)
             for item in range(self._problem.size)
         )
 
     def _fixed_sizes(self) -> None:
-        """With one option, buckets closed as soon as they hold so much: nothing, all, a half, a quarter and so on."""
+        """Simulates, for each option, plans with buckets of one size: single items, all in one, halves, quarters ..."""
         sums, items = self._prices.bytes, self._problem.size
         for option in self._options:
             for step in range(10):
@@ -319,7 +322,7 @@ class _Search:
                     self._played(parts)
 
     def _positions(self) -> list[int]:
-        """Places to cut, about as many as wanted: close where the bytes or the time are."""
+        """Returns positions where plans may be cut: about as many as wanted, close where bytes or time are."""
         size = self._problem.size
         affordable = sqrt(self._settings.transitions / (LEAST * len(self._options)))
         wanted = min(self._settings.positions, int(affordable) + 1)
@@ -353,7 +356,7 @@ class _Search:
         return any((sums[i] > sums[i - 1]) != (sums[i + 1] > sums[i]) for sums in self._prices.refused)
 
     def _ways(self, places: Sequence[int], options: Sequence[int]) -> list[list[_Way]]:
-        """By position: the parts that end there."""
+        """Returns, for each position, the parts that end there."""
         ways: list[list[_Way]] = [[] for _ in places]
         for j, stop in enumerate(places):
             for i in reversed(range(j)):
@@ -369,7 +372,7 @@ class _Search:
     def _program(
         self, places: Sequence[int], ways: list[list[_Way]], transitions: float, spread: float
     ) -> list[Solution]:
-        """Label setting over the positions; the best few plans that it finds, played."""
+        """Runs label setting over the positions, and simulates the most promising plans."""
         problem, prices = self._problem, self._prices
         number = sum(map(len, ways))
         width = int(min(max(transitions / max(number, 1), LEAST), MOST))
@@ -404,7 +407,7 @@ class _Search:
         return [self._played(_parts(end, places)) for end in ends]
 
     def _look_ahead(self, ways: list[list[_Way]], weights: list[Weights]) -> list[list[float]]:
-        """By position and weights: the least weighed load of what follows."""
+        """Returns, for each position and weighting, a lower bound of the weighted load of all following items."""
         ahead = [[NEVER] * len(weights) for _ in ways]
         ahead[-1] = [0.0] * len(weights)
         for j in reversed(range(1, len(ways))):
@@ -420,7 +423,7 @@ class _Search:
         return ahead
 
     def _polish(self, now: Solution, demands: int) -> None:
-        """Moves at one part after another, until none gains anything or so many demands have been served."""
+        """Tries moves at one part after another, until none improves the plan or `demands` are used up."""
         unchanged, place = 0, 0
         while unchanged < len(now.parts) and self._served < min(demands, self._settings.demands):
             if place >= len(now.parts):
@@ -438,7 +441,7 @@ class _Search:
         return now if seconds >= now.seconds * (1 - GAIN) else Solution(tuple(parts), seconds)
 
     def _replace(self, now: Solution, first: int, count: int, *by: Part) -> Solution:
-        """The parts `first` and count - 1 more become others, if they may and it is better."""
+        """Replaces `count` parts from `first` on by others, if these are allowed and shorten the step."""
         if not all(self._may(part.start, part.stop, part.option) for part in by):
             return now
         return self._better(now, (*now.parts[:first], *by, *now.parts[first + count :]))
@@ -483,7 +486,7 @@ class _Search:
         return now
 
     def _cuts(self, part: Part) -> list[int]:
-        """Where a part is worth cutting: anywhere if it is short, else by quarters of its bytes and time, its ends."""
+        """Returns where to split a part: everywhere if short, else at quarters of bytes and time, and near its ends."""
         if part.stop - part.start <= 9:
             return list(range(part.start + 1, part.stop))
         found = {part.start + 1, part.stop - 1}
@@ -494,7 +497,7 @@ class _Search:
         return sorted(found)
 
     def _group(self, now: Solution, p: int) -> Solution:
-        """The part and the next ones with its option take another one together."""
+        """Moves the part and the next parts with the same option to another option together."""
         for option in self._options:
             for wanted in (2, 3, 4, 6, 8, 12, 16, 24, 32):
                 old = now.parts[p].option
@@ -512,7 +515,7 @@ class _Search:
         return now
 
     def _redrawn(self) -> Solution | None:
-        """The best plan, some parts of which are drawn anew; None where what is drawn may not be."""
+        """Returns the best plan with some neighbouring parts drawn at random; None if these are not allowed."""
         best = self._best.parts
         if not best:
             return None
@@ -530,13 +533,13 @@ class _Search:
         return self._played((*parts, *best[first + window :]))
 
     def _draw(self, count: int) -> int:
-        """A number below `count`, of a sequence that is the same everywhere."""
+        """Returns a pseudo-random number below `count`; the sequence is the same on every rank."""
         self._random = (self._random * 6364136223846793005 + 1442695040888963407) % 2**64
         return (self._random >> 33) % count
 
 
 def _kept(candidates: list[_Label], width: int, *, last: bool) -> list[_Label]:
-    """The candidates with the best scores, without those that another one is before in everything."""
+    """Returns the best-scored labels, without those that another one is no worse than in everything."""
     chosen: list[_Label] = []
     for label in sorted(candidates, key=lambda label: label.score):
         if len(chosen) == width:
@@ -556,7 +559,7 @@ def _parts(label: _Label, places: Sequence[int]) -> list[Part]:
 
 
 def lower_bound(problem: Problem, upper_s: float, max_items: int) -> float:
-    """`joint.lower_bound` with one label at every item: the componentwise least of what reaches it."""
+    """Returns `joint.lower_bound` with one label per item: the componentwise minimum of all labels that reach it."""
     if not problem.size:
         return problem.rest_s
     bound = _Bound(problem, upper_s, max_items)
@@ -575,10 +578,12 @@ def lower_bound(problem: Problem, upper_s: float, max_items: int) -> float:
     return upper_s if last is None else min(upper_s, last[bound.end])
 
 
-BACKWARD, WORK = 0, 1  # places of coordinates; those of the links, `follow` and `end` come behind
+BACKWARD, WORK = 0, 1  # indices of a label's coordinates; links, `follow` and `end` come after these
 
 
 class _Bound:
+    """Label setting on a relaxation of the machine; `joint.lower_bound` explains the coordinates of its labels."""
+
     def __init__(self, problem: Problem, upper_s: float, max_items: int) -> None:
         self._problem, self._max_items = problem, max_items
         self.prices = _Prices(problem)
@@ -612,7 +617,7 @@ class _Bound:
         return links[-1] if links else -1
 
     def _look_ahead(self) -> None:
-        """By item and weights the least weighed load of what follows; the least time of a part with the last item."""
+        """Computes the least weighted load of the items that follow each item, and the least seconds of a last part."""
         size, prices = self._problem.size, self.prices
         self._ahead = [[NEVER] * len(self._weights) for _ in range(size)] + [[0.0] * len(self._weights)]
         self._last_s = NEVER
@@ -631,7 +636,7 @@ class _Bound:
                         self._ahead[start][w] = min(self._ahead[start][w], cost)
 
     def step(self, label: Sequence[float], start: int, stop: int, number: int) -> list[float]:
-        """The label after one more part."""
+        """Returns the label after one more part."""
         prices, option = self.prices, self._problem.options[number]
         lead, turns, last = prices.leads[number], prices.turns[number], self._lasts[number]
         seconds = prices.of(number, start, stop)
@@ -660,6 +665,6 @@ class _Bound:
             loads = (row[resource] * after[place] for resource, place in self._load_at.items())
             end = max(end, row[Resource.COMPUTE] * work + least + sum(loads))
         after[self.end] = end
-        # Later parts come to a link when backward has brought them: what was before no longer matters.
+        # A later part reaches a link only after backward has made it ready: earlier times no longer matter.
         after[WORK + 1 : self._follow] = [max(value, after[BACKWARD]) for value in after[WORK + 1 : self._follow]]
         return after

@@ -1,8 +1,8 @@
-"""When groups are chosen anew, and which: numbers in, decisions out, for all ranks to come to the same ones.
+"""Decisions on new groups for averaging: pure functions of numbers, so that all ranks decide alike.
 
-What rounds take is known for nothing, so it comes first: only where some rank's rounds take clearly longer, or shorter,
-than they did when the plan was young are links worth measuring again. And only what is then expected to be clearly
-better is gone over to: else what noise decides in one direction it would soon decide in the other.
+Times of rounds come for free, so they are looked at first: links are measured again only if some rank's rounds take
+clearly longer or shorter than when the plan was new. Groups change only if others are expected to be clearly better;
+otherwise noise would switch them to and fro.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from collections.abc import Sequence
 from ..costs.timeline import MORE_OR_LESS
 from .grouping import Grouping
 
-LEAST_ROUNDS = 10  # of a figure, which is of whole cycles: rounds of a cycle differ
-FIGURES = 3  # whose median counts: a stall makes one of them wrong
-LEAST_CHANGE_S = 1e-3  # of a round: less is not worth a measurement
-CLEARLY = 0.9  # times as much, or less, is clearly less: more than chance makes it, and than more steps cost
-ROOM = 0.7  # of what ranks may be apart, that they are expected to be at most when they are let go further apart
+LEAST_ROUNDS = 10  # rounds per figure; rounded up to whole cycles, as rounds of a cycle differ
+FIGURES = 3  # figures of which the median counts, as a stall may spoil one
+LEAST_CHANGE_S = 1e-3  # change of a round's time below which no measurement pays
+CLEARLY = 0.9  # a ratio of at most this is clearly less: beyond chance, and beyond the cost of more steps
+ROOM = 0.7  # groups get smaller only if ranks are then expected to use at most this share of the allowed distance
 
 
 class Rounds:
-    """What the rounds of one rank take: when the plan was young, and now."""
+    """The times of one rank's rounds: when the plan was new (`young_s`), and now."""
 
     def __init__(self, cycle: int, young_s: float | None = None) -> None:
         self._length = cycle * -(-LEAST_ROUNDS // cycle)
@@ -32,7 +32,7 @@ class Rounds:
         self.young_s = young_s  # None: it is too early to say
 
     def add(self, seconds: float) -> None:
-        """One more round took so long."""
+        """Adds the seconds of one round."""
         self._under_way.append(seconds)
         if len(self._under_way) < self._length:
             return
@@ -43,16 +43,20 @@ class Rounds:
 
     @property
     def now_s(self) -> float | None:
-        """None while it is too early to say."""
+        """The seconds that a round takes now; None while it is too early to say."""
         return statistics.median(self._figures) if len(self._figures) == FIGURES else None
 
     def plan_stays(self) -> None:
-        """What rounds take now is what they take by this plan."""
+        """Makes the present time of rounds the one to compare with."""
         self.young_s = self.now_s
 
 
 def links_changed(young_s: Sequence[float], now_s: Sequence[float]) -> bool:
-    """Whether what rounds take, by rank, says so: a link that few ranks use shows on these alone."""
+    """Whether some rank's rounds changed so much that links must have; a link that few ranks use shows on these alone.
+
+    Args:
+        young_s, now_s: seconds of a round by rank, when the plan was new and now.
+    """
     return any(
         abs(now - young) >= LEAST_CHANGE_S and not young / MORE_OR_LESS <= now <= young * MORE_OR_LESS
         for young, now in zip(young_s, now_s, strict=True)
@@ -60,10 +64,10 @@ def links_changed(young_s: Sequence[float], now_s: Sequence[float]) -> bool:
 
 
 def is_better(found: Grouping, present: Grouping, budget: int | None) -> bool:
-    """Whether to go over, both as they are expected to be on the links of now.
+    """Whether to change to the groups `found`, given what is expected of both on the present links.
 
-    If it is clearly quicker, or keeps nodes clearly closer together and takes about as long, as where a slow node that
-    sat out is slow no more; or if the present one's groups crowd an uplink beyond the budget.
+    True if they are clearly quicker; or keep nodes clearly closer together at about the same time, as where a slow node
+    that sat out has recovered; or if the present groups crowd an uplink beyond the budget.
     """
     if budget is not None and present.crossing > budget:
         return True
@@ -73,20 +77,25 @@ def is_better(found: Grouping, present: Grouping, budget: int | None) -> bool:
 
 
 def share_removed(distance: float, norm: float, relaxation: float = 1.0) -> float:
-    """What a round removes of a rank's squared distance to the mean of all, as a share of its values' squared norm.
+    """Returns a rank's squared distance to the mean that one round removes, as a share of its parameters' squared norm.
 
-    `distance` is what the round changed of its values, `norm` theirs, both squared. A round projects, so as a mean over
-    the ranks it takes away just as much as it changes; where it goes a share of the way only, or beyond, accordingly.
+    A round is a projection, so averaged over ranks it removes exactly as much as it changes; with a relaxation other
+    than 1, accordingly.
+
+    Args:
+        distance: squared norm of what the round changed of the rank's parameters.
+        norm: squared norm of the parameters.
+        relaxation: the share of the way to the group's mean that the round goes; 1 is the mean itself.
     """
     return distance / norm * (2 - relaxation) / relaxation
 
 
 def spread_for(most_apart: float, removed: float, nodes: int, per_node: int) -> float:
-    """What a schedule may have as its spread, per node, for ranks to be `most_apart` behind a round.
+    """Returns the largest spread per node that keeps ranks `most_apart` after a round.
 
-    In the long run rounds remove what steps bring, whoever averages with whom. So what they `removed` as a mean over
-    ranks and cycles (`share_removed`) says how noisy steps are, and a schedule's spread is in units of that: of the
-    noise of a node's mean. Momenta of the ranks' own (0.9) make the distance 0.9 to 1.1 times that of grids, twice that
-    of racks that are crossed, and 0.7 to 0.8 times that of all nodes that rest and then meet.
+    In the long run rounds remove what steps add, whatever the groups. So `removed`, the mean of `share_removed` over
+    ranks and cycles, measures the noise of steps, and a schedule's spread is in units of the noise of a node's mean.
+    With momenta that stay each rank's own (0.9), distances are 0.9 to 1.1 times the estimate for grids, twice for racks
+    that are crossed, and 0.7 to 0.8 times for schedules in which all nodes rest and then meet.
     """
     return most_apart**2 * (per_node - 1 / nodes) / removed if removed else math.inf

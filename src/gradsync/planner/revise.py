@@ -1,4 +1,4 @@
-"""A plan that was good when it was made, held against what gradients look like now."""
+"""Revises a running plan after densities of gradients have changed."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from .network import Network
 
 
 def revised(plan: Plan, before: Sequence[ParameterProfile], now: Sequence[ParameterProfile], network: Network) -> Plan:
-    """The plan with other schemes for buckets that have changed so much since that these are clearly faster.
+    """Returns the plan with other schemes for buckets whose densities changed so much that these are clearly faster.
 
-    `before`: what was known when the plan was made. A scheme that was expected to be faster then, and was not chosen,
-    proved to be slower, in a trial: it is held to be slower by as much now. So without a change nothing is revised.
+    Only schemes that default plans choose from are replaced, by one another: schemes of tables, and of flat buckets
+    with one whole parameter. Buckets stay as they are; capacities grow where they have become too small. Deterministic.
 
-    Buckets stay as they are. Only schemes that a default plan chooses from are replaced, by each other: tables'
-    schemes, and those of flat buckets of one whole parameter. Room for rows is made where these have outgrown it.
-    Deterministic in its arguments.
+    Args:
+        before: densities at the time when the plan was made. A scheme that was then expected to be faster but was not
+            chosen lost a trial; it counts as slower by as much now. So without a change nothing is revised.
+        now: present densities.
     """
     known_before, known = {p.name: p for p in before}, {p.name: p for p in now}
     buckets = tuple(_revised(bucket, known_before, known, network) for bucket in plan.buckets)
@@ -70,7 +71,7 @@ def _handicaps(
     seen: tuple[DensityProfile, ...],
     network: Network,
 ) -> dict[Scheme[Any], float]:
-    """Of each rival as it would be now: how much longer it takes than expected, as the present scheme was chosen."""
+    """Returns a factor on the expected seconds of each scheme that the present one beat when it was chosen."""
     present_s = price(scheme.planned_for(then).steps(specs, then, network.placement), network)
     expected_s = {r: price(r.planned_for(then).steps(specs, then, network.placement), network) for r in rivals}
     return {r.planned_for(seen): max(present_s / expected_s[r], 1.0) for r in rivals}
@@ -79,14 +80,14 @@ def _handicaps(
 def _densities(
     names: Sequence[str], known: Mapping[str, ParameterProfile], layout: Layout
 ) -> tuple[DensityProfile, ...]:
-    """Of the bucket's tensors, by rows or by elements; () while not all are known."""
+    """Returns the densities of the bucket's tensors, by rows or by elements; () unless all are known."""
     densities = [known[name].density if layout is Layout.ROWS else known[name].elements for name in names]
     seen = tuple(density for density in densities if density is not None)
     return seen if len(seen) == len(densities) else ()
 
 
 def reordered(order: Sequence[tuple[str, str]], stages: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str]]:
-    """The turns in the places that the buckets have; a bucket with more stages than before adds them at its last."""
+    """Yields the turns in their old order for new stages; additional stages follow a bucket's last turn."""
     left = {bucket: list(names) for bucket, names in stages.items()}
     turns = {bucket: sum(1 for name, _ in order if name == bucket) for bucket in stages}
     for bucket, _ in order:

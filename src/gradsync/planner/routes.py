@@ -1,12 +1,14 @@
-"""The routes of a compressor that a search is given: of ByteComp's decision tree the few leaves that may be worth it.
+"""The few routes per compressor that a search considers: leaves of ByteComp's decision tree that may be worth using.
 
-A search of milliseconds cannot weigh hundreds of leaves for every part, and need not: most take as long as another one
-on every resource, or longer. Each is priced by its own steps, at several sizes, under several weightings: all resources
-worth the same, and each scarce in its turn, as the one is that other parts keep busy. Then one after another is kept
-that saves most beside those that are there already, up to `MOST_ROUTES`; one that another one dominates never is.
+A search of milliseconds cannot weigh hundreds of leaves for every part, and need not: most take at least as long as
+another leaf on every resource. Each leaf is priced by its own steps, at several sizes and under several weightings: all
+resources cost the same, or one of them costs more, as if other parts kept it busy. Then the leaf that saves most beside
+the schemes present is kept, one after another, up to `MOST_ROUTES`. Dominated leaves never are.
 
-To the search the thread that issues and that for offloaded work are one, another core than backward's: there a route
-that does all its work on "offload" is the scheme that is the same leaf, which is kept in its place.
+The search has one resource for the communication thread and the thread for offloaded work, a core other than
+backward's. So a route with all its work on "offload" equals the scheme with the same leaf, which is kept instead.
+
+Reference: ByteComp, EuroSys 2023.
 """
 
 from __future__ import annotations
@@ -28,10 +30,10 @@ from .network import Network
 from .options import KNOTS_BYTES, resource_of
 from .problem import Resource
 
-MOST_ROUTES = 2  # of a compressor, beside its schemes
-LEAST_SAVED = 0.02  # share of the weighed time, at the size and weighting where it saves most
-SHORTEST_S, LONGEST_S = 1e-12, 1e9  # what costs nothing, and what cannot be done, so that shares can be told
-AMPLE = 0.1  # what a second costs on other resources than the scarce one
+MOST_ROUTES = 2  # per compressor, beside its schemes
+LEAST_SAVED = 0.02  # share of weighted time that a route must save at some size and weighting
+SHORTEST_S, LONGEST_S = 1e-12, 1e9  # in place of zero and infinity, so that shares are finite
+AMPLE = 0.1  # weight of resources other than the scarce one
 SIZES_BYTES = KNOTS_BYTES[::3]
 WEIGHTINGS = np.vstack([np.ones(len(Resource)), np.where(np.eye(len(Resource)) > 0, 1.0, AMPLE)])
 
@@ -46,10 +48,16 @@ def routes_worth_it(
     dtype: torch.dtype,
     leaves: LeafConstraints,
 ) -> list[Route]:
-    """Routes that save something `beside` these schemes, of buckets of up to `most_bytes`; that which saves most first.
+    """Returns routes of a compressor that save time beside other schemes, the one that saves most first.
 
-    Those whose kernels were not measured are none of them, nor those that compress sums of sparsifiers: sparse twice
-    over.
+    Left out are routes whose kernels were not measured, and routes that compress sums of sparsifiers, as these would be
+    made sparse twice.
+
+    Args:
+        beside: the schemes that the search considers anyway.
+        most_bytes: size of the largest bucket, in bytes.
+        dtype: dtype of the gradients.
+        leaves: the leaves of the decision tree that are allowed.
     """
     sizes = [nbytes for nbytes in SIZES_BYTES if nbytes <= most_bytes] or [SIZES_BYTES[0]]
     specs = [TensorSpec((nbytes // dtype.itemsize,), dtype) for nbytes in sizes]
@@ -75,7 +83,7 @@ def routes_worth_it(
 
 
 def _possible(compressor: Compressor[Any], network: Network, leaves: LeafConstraints) -> Iterator[Route]:
-    """Those that compress, with the fewest tasks first."""
+    """Yields the routes that compress, those with the fewest tasks first."""
     placement = network.placement
     several = placement.is_hierarchy and placement.ranks_per_node is not None
     most = 1 if issubclass(compressor.traits.payload, SparseMessage) else None
@@ -102,7 +110,7 @@ def _fits(route: Route, network: Network) -> bool:
 
 
 def _by_devices(found: Iterable[Route]) -> Iterable[list[Route]]:
-    """Together those that differ in nothing but where they compress and decompress."""
+    """Groups routes that differ only in the devices on which they compress and decompress."""
     alike: dict[tuple[str, ...], list[Route]] = {}
     for route in found:
         alike.setdefault(tuple(word.partition("@")[0] for word in route.tasks), []).append(route)
@@ -110,20 +118,20 @@ def _by_devices(found: Iterable[Route]) -> Iterable[list[Route]]:
 
 
 def _weighed(seconds: Array) -> Array:
-    """(sizes, resources) -> (sizes, weightings)."""
+    """Weighs seconds by resource: (sizes, resources) -> (sizes, weightings)."""
     weighed: Array = np.maximum(seconds @ WEIGHTINGS.T, SHORTEST_S)
     return weighed
 
 
 class _Pricing:
-    """Seconds on each resource of buckets of these specs."""
+    """Seconds that schemes take on each resource, for buckets of several sizes."""
 
     def __init__(self, network: Network, specs: Sequence[TensorSpec]) -> None:
         self._network, self._specs = network, specs
-        self._known: dict[Step, tuple[Resource, float]] = {}  # routes have legs in common
+        self._known: dict[Step, tuple[Resource, float]] = {}  # routes share steps
 
     def of(self, scheme: Scheme[Any]) -> Array:
-        """(sizes, resources)."""
+        """Returns the seconds of a scheme, (sizes, resources) float64."""
         found = np.zeros((len(self._specs), len(Resource)))
         for row, spec in zip(found, self._specs, strict=True):
             for step in self._steps(scheme, spec):
@@ -132,7 +140,7 @@ class _Pricing:
         return found
 
     def of_variants(self, variants: Sequence[Route]) -> Iterator[tuple[Route, Array]]:
-        """The same of routes that do the same on other devices; none whose kernels were not measured."""
+        """Yields the seconds of routes that differ in devices only; none if a kernel was not measured."""
         moved = np.zeros((len(self._specs), len(Resource)))
         worked: list[list[float]] = []
         for row, spec in zip(moved, self._specs, strict=True):

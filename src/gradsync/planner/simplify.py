@@ -1,7 +1,7 @@
-"""Of plans that take as long, the simplest one: what loses least, in the fewest buckets.
+"""Simplifies a plan: among plans about as fast, takes the one with the least loss and the fewest buckets.
 
-A search for the shortest step is indifferent to what backward hides. There compression would lose something for
-nothing, and every bucket costs some of the engine's time that no model has.
+A search for the shortest step is indifferent to anything that backward hides. There, compression would lose accuracy
+without gain, and every bucket costs the engine some time that no model contains.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ from dataclasses import replace
 from .joint import player
 from .problem import Part, Problem, Solution
 
-AS_LONG = 1.002  # times the shortest step: less than any measurement tells apart
+AS_LONG = 1.002  # a step up to so many times the shortest counts as equal: no measurement tells them apart
 
 
 def simplified(problem: Problem, solution: Solution, ranks: Sequence[int]) -> Solution:
-    """A plan whose step is no longer, up to `AS_LONG`; `ranks`: of each option, the lowest is preferred.
+    """Returns a simpler plan whose step is longer by a factor of `AS_LONG` at most.
 
-    First parts take better options, those with the same option together, then each alone; then neighbours merge.
+    First, all parts of one option take one of lower rank together, then each part alone; then neighbours merge.
+
+    Args:
+        ranks: for each option, how much it loses; lower ranks are preferred.
     """
     play, most_s = player(problem), AS_LONG * solution.seconds
     parts = list(solution.parts)
@@ -41,7 +44,7 @@ def simplified(problem: Problem, solution: Solution, ranks: Sequence[int]) -> So
 
 
 def _with_better(problem: Problem, parts: list[Part], places: Sequence[int], ranks: Sequence[int]) -> list[list[Part]]:
-    """The plan with another option of a lower rank in these places, by rank."""
+    """Returns the plan with an option of lower rank for the parts at `places`, once per such option, best first."""
     present = min(ranks[parts[place].option] for place in places)
     allowed = set.intersection(*(_allowed(problem, parts[place]) for place in places))
     better = sorted((option for option in allowed if ranks[option] < present), key=lambda option: ranks[option])
@@ -52,7 +55,7 @@ def _with_better(problem: Problem, parts: list[Part], places: Sequence[int], ran
 
 
 def _merged(problem: Problem, parts: list[Part], place: int, ranks: Sequence[int]) -> list[list[Part]]:
-    """The plan with this part and the next one in one, by an option of either that loses no more than both."""
+    """Returns plans with this part and the next one merged, by either option that loses no more than both."""
     first, second = parts[place : place + 2]
     if problem.alone is not None and any(problem.alone[first.start : second.stop]):
         return []

@@ -1,4 +1,4 @@
-"""In which order a plan's buckets take their turns on the engine's one issuing thread."""
+"""The order in which a plan's buckets take turns on the engine's one communication thread."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from .predict import played, steps_of
 
 
 def with_best_turns(plan: Plan, job: Job) -> Plan:
-    """The plan with its turns in the order in which the predicted step is the shortest, of a few; of equals, its own.
+    """Returns the plan with the best of a few orders of turns: the one with the shortest predicted step.
 
-    A search knows when each resource could begin, the thread takes what is next: a turn that was placed by when its
-    transfer begins keeps waiting what could be computed meanwhile.
+    Ties go to the plan's own order. A search knows when each resource is free, but one thread issues everything: a turn
+    placed by the begin of its transfer keeps waiting what could be computed meanwhile.
     """
     schemes = {bucket.id: bucket.make_scheme() for bucket in plan.buckets}
     steps = {bucket.id: steps_of(bucket, schemes[bucket.id], job) for bucket in plan.buckets}

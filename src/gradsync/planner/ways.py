@@ -1,4 +1,4 @@
-"""The ways that a plan may choose from: exact ones always, lossy ones as the user allows, for whom it allows them."""
+"""The ways that a plan may choose from: exact ones always, lossy ones as the user allows."""
 
 from __future__ import annotations
 
@@ -49,29 +49,29 @@ _SAME_AS: dict[type[Scheme[Any]], tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Constraints:
-    """What of a job's gradients may lose how much; without `lossy` nothing loses anything.
+    """The limits on what a job's gradients may lose; all stay exact unless `lossy` names schemes or compressors.
 
-    `most_error` bounds, for each parameter, the root of the squared error that one step makes over the squared
-    gradient, as `errors` has it by parameter and lossy way; without a figure the way is not allowed then. With error
-    feedback a step's error is sent later, and without it is lost: the bound is for either, unless `most_delay` says of
-    how many steps' gradients error feedback may hold back as much as that, see `delay_of`. `most_delay_frozen`: the
-    same of ways that freeze what did not arrive, where no momentum ages and so more may be held back; None: as others.
-    Chunks are no way for tensors smaller than one.
+    `most_error` bounds each parameter's relative error in one step: the norm of the error over the gradient's norm, as
+    in `errors`. A way without a figure is then not allowed. The bound holds with and without error feedback, which
+    sends the error later. With error feedback, `most_delay`, if given, is used instead: it bounds the steps' worth of
+    gradient that a residual holds, see `delay_of`. `most_delay_frozen` is the same bound for schemes that freeze
+    optimiser state of what was not sent: no momentum ages there, so a residual may hold more; None: as for others.
+    Chunks are not allowed for tensors smaller than one chunk.
 
-    `leaves`: which leaves of the decision tree a compressor's payloads may take, routes and the schemes that are the
-    same as a leaf. None: all the schemes, and routes that compress once: `errors` are those of one compression, another
-    one on the way, of sums, loses more than anything was measured of.
+    `leaves` restricts the leaves of ByteComp's decision tree that compressed gradients may take, by routes and by
+    schemes that equal a leaf. None allows all schemes, and routes that compress once: `errors` are those of one
+    compression, and another one, of sums, loses more than was measured.
     """
 
     lossy: tuple[SchemeOrCompressor, ...] = ()
-    always: bool = False  # what may take a lossy way takes one, exact ways are for all others
-    exact: tuple[str, ...] = ()  # names or shell patterns of parameters that lose nothing
-    matrices_only: bool = False  # tensors of one dimension, as biases and norms, lose nothing
-    fewest_elements: int = 0  # of tensors that may lose anything
+    always: bool = False  # True: no exact ways for gradients that may take a lossy one
+    exact: tuple[str, ...] = ()  # names or shell patterns of parameters that stay exact
+    matrices_only: bool = False  # tensors of one dimension, as biases and norms, stay exact
+    fewest_elements: int = 0  # smaller tensors stay exact
     most_error: float | None = None
     most_delay: float | None = None
     most_delay_frozen: float | None = None
-    errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by parameter, by `name_of` a way
+    errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by parameter, by `errors.name_of`
     leaves: LeafConstraints | None = None
 
     def __post_init__(self) -> None:
@@ -94,16 +94,17 @@ class Constraints:
             WITH_SUMS.check_names(self.leaves)
 
     def require_names(self, names: Sequence[str]) -> None:
-        """
+        """Checks that every entry of `exact` matches one of the names.
+
         Raises:
-            ValueError: for an `exact` that none of the names matches.
+            ValueError: for an entry without match.
         """
         for pattern in self.exact:
             if not any(matches(name, [pattern]) for name in names):
                 raise ValueError(f"Constraints.exact names {pattern!r}, which no parameter to synchronise matches")
 
     def allow(self, way: SchemeOrCompressor, profile: ParameterProfile) -> bool:
-        """Whether the parameter may lose what this way makes it lose."""
+        """Whether the parameter may take this way."""
         tensor = profile.tensor
         if profile.sparse or not tensor.dtype.is_floating_point or matches(profile.name, self.exact):
             return False
@@ -120,15 +121,14 @@ class Constraints:
 
 
 def ways_of(job: Job, constraints: Constraints | None = None) -> list[Way]:
-    """All ways of a job, exact ones first.
+    """Returns all ways of a job, exact ones first.
 
-    Of a compressor all schemes that may carry it, and the few routes that may save something beside them, see
-    `routes.py`. Where kernels were measured, a lossy way has only such kernels: what nobody measured is left out, and a
-    warning says so once.
+    A compressor has all schemes that can carry it, and the few routes that may save time beside these, see `routes.py`.
+    Where kernels were measured, a lossy way with an unmeasured kernel is left out, with a warning once.
 
     Raises:
-        ValueError: for an `exact` that no parameter matches, for `leaves` that leave a compressor no way, and for a
-            compressor whose numbers cannot be summed of so many ranks.
+        ValueError: for an `exact` that no parameter matches, `leaves` that leave a compressor no way, or a compressor
+            whose numbers cannot be summed over so many ranks.
     """
     constraints = constraints or Constraints()
     constraints.require_names([p.name for p in job.profiles])
@@ -138,10 +138,10 @@ def ways_of(job: Job, constraints: Constraints | None = None) -> list[Way]:
 
 
 def exact_ways(job: Job, *, besides: frozenset[str] = frozenset()) -> list[Way]:
-    """Tables that are ready together in one bucket, by every scheme of tables; dense gradients by all-reduce.
+    """Returns the exact ways: schemes of tables, all-reduce for dense gradients, sparse schemes for mostly zero ones.
 
-    And dense gradients that were found to be mostly zero by the scheme that suits them: by rows as tables, or by
-    elements. `besides`: dense gradients that take another way.
+    Tables that are ready together share a bucket. Dense gradients that were found to be mostly zero go by rows, as
+    tables, or by elements. `besides`: dense gradients that take another way.
     """
     placement, network = job.network.placement, job.network
     found_zero = found_schemes(job.profiles, job.world_size, network, placement)
@@ -159,7 +159,7 @@ def exact_ways(job: Job, *, besides: frozenset[str] = frozenset()) -> list[Way]:
 
 
 def _runs_of_tables(profiles: Sequence[ParameterProfile]) -> Iterator[list[ParameterProfile]]:
-    """Tables of one element type that become ready one after another, without a dense gradient between them."""
+    """Yields tables of one dtype that become ready in a row, without a dense gradient between them."""
     for sparse, run in groupby(in_ready_order(profiles), key=lambda p: p.sparse):
         if sparse:
             by_dtype = sorted(run, key=lambda p: str(p.tensor.dtype))
@@ -167,7 +167,7 @@ def _runs_of_tables(profiles: Sequence[ParameterProfile]) -> Iterator[list[Param
 
 
 def by_rows(job: Job) -> frozenset[str]:
-    """Dense gradients that were found to be sparse by rows: they travel as tables, which keep no residual."""
+    """Returns the names of dense gradients that are sparse by rows: they are sent as tables, which keep no residual."""
     found = found_schemes(job.profiles, job.world_size, job.network, job.network.placement)
     return frozenset(name for name, scheme in found.items() if scheme.traits.layout is Layout.ROWS)
 
@@ -183,7 +183,10 @@ def _lossy_ways(job: Job, constraints: Constraints, besides: frozenset[str]) -> 
 def _schemes_of(
     lossy: SchemeOrCompressor, members: Sequence[ParameterProfile], job: Job, constraints: Constraints
 ) -> Iterator[Scheme[Any]]:
-    """What may carry a compressor's payloads. Owners do not compress sums of sparsifiers: sparse twice over."""
+    """Yields the schemes that can carry a compressor's payloads, and its routes.
+
+    Sums of sparsifiers are not compressed again by owners, as these would be made sparse twice.
+    """
     largest = max(members, key=lambda profile: profile.tensor.nbytes)
     if isinstance(lossy, Scheme):
         if _is_measured(lossy, largest, job):
@@ -213,9 +216,9 @@ def _schemes_of(
 
 
 def _admits(leaves: LeafConstraints, scheme: Scheme[Any]) -> bool:
-    """Whether the leaf that a compressor's scheme is the same as is admitted, whichever core compresses.
+    """Whether `leaves` admit the leaf of the decision tree that equals the scheme, whichever core compresses.
 
-    `Sparsified` is none; it compresses once, among all ranks.
+    `Sparsified` equals no leaf; it compresses once, among all ranks.
     """
     collectives = replace(leaves, without=tuple(name for name in leaves.without if name not in DEVICES))
     if isinstance(scheme, Sparsified):
@@ -232,9 +235,9 @@ def _is_measured(scheme: Scheme[Any], member: ParameterProfile, job: Job) -> boo
 
 @cache
 def _say_unmeasured(title: str, kernel: str) -> None:
-    """Once for each."""
+    """Logs a warning, once per scheme and kernel, that a kernel's time was not measured."""
     logger.warning(
-        "%s is no way to plan with: nobody measured what %s takes here; measure the job with it among the candidates "
+        "plans cannot use %s, as the time of %s was not measured here; measure the job with it among the candidates "
         "(gradsync measure --compressor)",
         title,
         kernel,
