@@ -222,5 +222,5 @@ def from_expression(expression: Any) -> Scheme[Any]:
     Raises:
         ValueError: naming what is unknown or illegal, and what there is.
     """
-    scheme: Scheme[Any] = expressions.from_expression(expression, Scheme, "scheme")
+    scheme: Scheme[Any] = expressions.from_expression(expression, Scheme)
     return scheme

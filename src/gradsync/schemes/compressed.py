@@ -38,11 +38,6 @@ class Compressed(Scheme[Tensor]):
     layout = Layout.FLAT
     exact = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.compressor, Compressor):
-            raise ValueError(f"{type(self).__name__}.compressor must be a compressor, got {self.compressor!r}")
-
     @property
     def title(self) -> str:
         return f"{self.name} of {self.compressor.title}"
@@ -234,8 +229,6 @@ class CompressedTwoWay(Compressed):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.sums is not None and not isinstance(self.sums, Compressor):
-            raise ValueError(f"CompressedTwoWay.sums must be a compressor, or None, got {self.sums!r}")
         for way in (self.compressor, self._sums):
             if way.agrees:
                 raise ValueError(f"{way.title} makes payloads for an all-reduce: owners do not agree on anything")
@@ -330,7 +323,7 @@ class Sparsified(Compressed):
             raise ValueError(
                 f"{self.compressor.title} leaves no sparse elements: use another of the compressed schemes"
             )
-        if not isinstance(self.inner, Scheme) or self.inner.layout is not Layout.FLAT or not self.inner.exact:
+        if self.inner.layout is not Layout.FLAT or not self.inner.exact:
             raise ValueError(f"Sparsified.inner must be an exact scheme of flat buckets, got {self.inner!r}")
 
     @property

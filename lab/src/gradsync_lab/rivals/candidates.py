@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
+from gradsync.compressors.cast import HalfType
 from gradsync.costs.cluster import Placement
 from gradsync.schemes import (
     BLOCKS_OF_256,
@@ -40,7 +41,7 @@ MOST_RANKS_FOR_POINTS = 16  # rounds and messages of the unnamed points grow too
 
 
 def candidates(
-    layout: Layout, profiles: Sequence[DensityProfile], placement: Placement, *, values: str | None = None
+    layout: Layout, profiles: Sequence[DensityProfile], placement: Placement, *, values: HalfType | None = None
 ) -> tuple[Scheme[Any], ...]:
     """What a bucket of this layout may be synchronised by, among ranks placed so; with room for data of these profiles.
 
@@ -68,7 +69,7 @@ def candidates(
     return tuple(dict.fromkeys(schemes))
 
 
-def _in_half(scheme: Scheme[Any], values: str) -> Scheme[Any]:
+def _in_half(scheme: Scheme[Any], values: HalfType) -> Scheme[Any]:
     """Rounded where bytes cost most: between the nodes of a hierarchy, else on all ways."""
     if isinstance(scheme, Hierarchical):
         return replace(scheme, inter=HalfPrecision(scheme.inter, values))

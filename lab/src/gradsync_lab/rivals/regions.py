@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradsync import kernels
 from gradsync.comm import Group
-from gradsync.compressors.expressions import register
+from gradsync.compressors.expressions import PositiveInt, register
 from gradsync.costs.cluster import Placement
 from gradsync.costs.steps import Compute, Pattern, Step, Transfer
 from gradsync.schemes.base import Scheme, State
@@ -39,13 +39,9 @@ class OkTopkLike(Scheme[Tensor]):
     Wire per rank: 4(n-1) bytes a bin; push and pull (n-1)/n * (positions + values), of its own and of the union.
     """
 
-    bins: int = 64  # for each owner: a region has about a 64th more or less than its share where bins are alike
+    bins: PositiveInt = 64  # for each owner: a region has about a 64th more or less than its share where bins are alike
 
     layout = Layout.FLAT
-
-    def __post_init__(self) -> None:
-        if type(self.bins) is not int or self.bins < 1:
-            raise ValueError(f"OkTopkLike.bins must be at least 1, got {self.bins!r}")
 
     def stages(self, size: int) -> tuple[str, ...]:
         return ("histogram", "push", "pull")
