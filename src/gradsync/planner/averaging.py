@@ -240,7 +240,7 @@ class AveragingPlanner:
 
 def schedule_of(plan: Plan) -> GroupSchedule:
     """Of nodes, or of ranks: the one by which a plan of this planner averages parameters."""
-    scheme = plan.buckets[0].make_scheme()
+    scheme = plan.buckets[0].scheme
     between = scheme.inter if isinstance(scheme, Hierarchical) else scheme
     assert isinstance(between, Shuffled)
     return between.schedule

@@ -79,7 +79,7 @@ def across_at_once(order: Iterable[tuple[str, str]], plan: Plan) -> Iterator[tup
     So it is on its way between the nodes as soon as it is ready, like an all-reduce. Its way back into the nodes waits
     for the next bucket to be on its way, as the links between nodes are the slow ones.
     """
-    stages = {b.id: b.make_scheme().stages(plan.world) for b in plan.buckets if is_dense(b.make_scheme())}
+    stages = {b.id: b.scheme.stages(plan.world) for b in plan.buckets if is_dense(b.scheme)}
     back: list[tuple[str, str]] = []
     for bucket, stage in order:
         *turns, last = stages.get(bucket, (stage,))

@@ -15,7 +15,7 @@ def with_best_turns(plan: Plan, job: Job) -> Plan:
     A search knows when each resource could begin, the thread takes what is next: a turn that was placed by when its
     transfer begins keeps waiting what could be computed meanwhile.
     """
-    schemes = {bucket.id: bucket.make_scheme() for bucket in plan.buckets}
+    schemes = {bucket.id: bucket.scheme for bucket in plan.buckets}
     steps = {bucket.id: steps_of(bucket, schemes[bucket.id], job) for bucket in plan.buckets}
     ready_s = {bucket.id: max(job.ready_s[name] for name in bucket.names) for bucket in plan.buckets}
     stages = {

@@ -27,7 +27,7 @@ from gradsync.planner import Job
 from gradsync.planner.named import fit_optimizer
 from gradsync.planner.predict import predict, unmeasured
 from gradsync.plans.plan import What
-from gradsync.schemes import from_expression
+from gradsync.schemes import Scheme, to_expression
 
 from .. import workloads
 from ..cluster.counters import interface_bytes
@@ -82,7 +82,7 @@ class Contestant:
         if scheme is None or attachment is None:
             return 1
         schemes = [scheme] if isinstance(attachment, Rival) else [b.scheme for b in attachment.plan.buckets]
-        return lcm(*(len(rests_of(from_expression(each))) for each in schemes))
+        return lcm(*(len(rests_of(each)) for each in schemes))
 
     def forget_block(self) -> None:
         """The last one; its steps were made, and its losses stay."""
@@ -315,7 +315,7 @@ def result_of(workload: AnyWorkload, who: Contestant, spec: TrainSpec) -> dict[s
         "blocks": who.blocks,
         "block_average": spec.block_average,
         "in_step": who.in_step,
-        "mixes_by": mixing_scheme(who),
+        "mixes_by": None if (scheme := mixing_scheme(who)) is None else to_expression(scheme),
         "losses": who.losses,
         "samples_per_step": workload.batch_size,
         "sent_bytes": sum(who.sent_bytes),
@@ -331,7 +331,7 @@ def result_of(workload: AnyWorkload, who: Contestant, spec: TrainSpec) -> dict[s
     }
 
 
-def mixing_scheme(who: Contestant) -> dict[str, Any] | None:
+def mixing_scheme(who: Contestant) -> Scheme[Any] | None:
     """By what ranks average parameters, if they do: of the plan's first bucket, as all have the same groups."""
     if isinstance(who.attachment, Rival):
         return who.attachment.mixes_by
