@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "gradsync"
 TRITON = "kernels/triton"  # imported only where tensors are on a device
 TENSORS = {"torch", "numpy", "jaxtyping"}
+SETTINGS = TENSORS | {"annotated_types"}  # bounds in annotations, of which pydantic, loaded late, makes validators
 DATA = TENSORS | {"pydantic"}
 # Third-party libraries that a room may load when it is imported; import-linter cannot tell imports inside functions.
 OUTSIDE = {
@@ -20,8 +21,8 @@ OUTSIDE = {
     "kernels": TENSORS,
     "tensors": TENSORS,
     "comm": TENSORS,
-    "compressors": TENSORS,
-    "schemes": TENSORS,
+    "compressors": SETTINGS,
+    "schemes": SETTINGS,
     "state": TENSORS,
     "optim": TENSORS,
     "plans": DATA,

@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import fields, make_dataclass, replace
-from typing import Any
+from typing import Any, Literal, get_origin, get_type_hints
 
 import pytest
 
 from gradsync.compressors import Compressor, Sign, TopK, Warmup
 from gradsync.compressors.expressions import Nameable, registered
-from gradsync.schemes import CoarseGrained, MajorityVote, PowerSGD, Shuffled, ways
+from gradsync.schemes import (
+    AllReduce,
+    CoarseGrained,
+    CompressedAllGather,
+    MajorityVote,
+    PowerSGD,
+    Scheme,
+    Shuffled,
+    ways,
+)
 from tests.compressors.family import MEMBERS, SHARES
 from tests.schemes.family import ALL_MEMBERS
 
 NAN = float("nan")
-WRONG: dict[str, tuple[Any, ...]] = {
-    "int": (2.0, True, "2", None, NAN),
-    "float": (True, "0.5", None, NAN, float("-inf")),
-    "float | None": (True, "0.5", NAN),
-    "bool": (1, "yes", None),
-    "str": (3, None, "nonsense"),
+WRONG: dict[Any, tuple[Any, ...]] = {
+    int: (2.0, True, "2", None, NAN),
+    int | None: (2.0, True, "2", NAN),
+    float: (True, "0.5", None, NAN, float("-inf")),
+    float | None: (True, "0.5", NAN),
+    bool: (1, "yes", None),
+    str: (3, None, "nonsense"),
+    Literal: (3, None, True, "nonsense"),
+    Compressor: (3, None, "top_k", AllReduce()),
+    Scheme: (3, None, "all_reduce", Sign()),
+    tuple: (3, None, "word", (object(),)),
 }
 NAMED: dict[type[Nameable], Nameable] = {
     type(named): named
@@ -37,14 +53,18 @@ NAMED: dict[type[Nameable], Nameable] = {
 
 
 def wrong_settings(named: Nameable) -> Iterator[tuple[str, Any]]:
+    annotations = get_type_hints(type(named))
     for setting in fields(named):  # type: ignore[arg-type]
         outside = (0, 0.0, -0.5, 1.01, 2, float("inf")) if setting.name in SHARES else ()
-        for wrong in (*WRONG.get(str(setting.type), ()), *outside):
+        annotated = annotations[setting.name]
+        for wrong in (*WRONG.get(get_origin(annotated), WRONG.get(annotated, ())), *outside):
             yield setting.name, wrong
 
 
 def test_every_registered_class_is_among_them() -> None:
-    assert {*NAMED} == {c for c in registered(Nameable).values() if c.__module__.startswith("gradsync.")}
+    assert {*NAMED} == {
+        c for c in registered(Nameable).values() if c.__module__.startswith(("gradsync.", "gradsync_lab."))
+    }
 
 
 @pytest.mark.parametrize("named", NAMED.values(), ids=lambda named: named.name)
@@ -65,7 +85,7 @@ def assert_wrong_settings_are_refused(named: Nameable) -> None:
 @pytest.mark.parametrize("starts", [(0.0, 2), (False, 2), (0, "2"), (0, 2.5)])
 def test_stages_of_a_warm_up_begin_at_whole_steps(starts: Any) -> None:
     stages: tuple[Compressor[Any], ...] = (TopK(0.5), TopK(0.1))
-    with pytest.raises(ValueError, match=r"Warmup\.starts must be"):
+    with pytest.raises(ValueError, match=r"Warmup\.starts\.[01] must be a whole number"):
         Warmup(stages, starts)
 
 
@@ -77,3 +97,30 @@ def test_settings_are_held_to_types_that_are_no_texts_too() -> None:
     for wrong in (2.5, True):
         with pytest.raises(ValueError, match=r"Mine\.levels must be a whole number"):
             mine(levels=wrong)
+
+
+def test_settings_may_be_lists_and_expressions_as_json_has_them() -> None:
+    read = Warmup([{"top_k": {"ratio": 0.5}}, TopK(1)], [0, 2])  # type: ignore[arg-type, list-item]
+    assert read == Warmup((TopK(0.5), TopK(1)), (0, 2)) and hash(read)
+    assert repr(read.compressors[1]) == "TopK(ratio=1, values='same')", "whole numbers stay what digests tell them by"
+
+
+def test_errors_in_what_a_setting_is_made_of_name_the_way_to_it() -> None:
+    wrong: Any = {"error_feedback": {"compressor": {"top_k": {"ratio": 2}}}}
+    with pytest.raises(ValueError) as caught:
+        CompressedAllGather(wrong)
+    way = "CompressedAllGather.compressor: ErrorFeedback.compressor: "
+    assert str(caught.value) == f"{way}TopK.ratio must be in (0, 1], got 2"
+
+
+def test_annotations_that_mean_nothing_at_run_time_are_told() -> None:
+    lost = make_dataclass("Lost", [("levels", "Nowhere")], bases=(Nameable,), frozen=True)
+    with pytest.raises(ValueError, match=r"annotations of Lost must be importable at run time: .*'Nowhere'"):
+        lost(levels=2)
+
+
+def test_validators_are_made_when_a_class_is_first_used() -> None:
+    before = "import sys, gradsync.compressors as c; print('pydantic' in sys.modules); "
+    after = "c.TopK(0.5); c.TopK(0.1); print(c.expressions._adapter.cache_info().currsize)"
+    told = subprocess.run([sys.executable, "-c", before + after], check=True, capture_output=True, text=True)
+    assert told.stdout.split() == ["False", "1"]

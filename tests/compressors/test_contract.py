@@ -315,7 +315,7 @@ class Stranger(Compressor):
 def test_error_feedback_is_of_one_compressor() -> None:
     with pytest.raises(ValueError, match="ErrorFeedback of ErrorFeedback"):
         ErrorFeedback(ErrorFeedback(TopK(0.1)))
-    with pytest.raises(ValueError, match="must be a compressor, got 0.1"):
+    with pytest.raises(ValueError, match="must be a compressor .*, got 0.1"):
         ErrorFeedback(0.1)
 
 

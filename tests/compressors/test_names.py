@@ -73,26 +73,26 @@ def test_signum_is_the_only_momentum_of_adam() -> None:
 def test_what_sums_is_made_for_the_ranks_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     family = compressors.Family(lambda summands: TopK(1 / summands), feedback=True, asks=("summands",))
     monkeypatch.setitem(compressors.FAMILIES, "of_ranks", family)
-    (scheme,) = [b.make_scheme() for b in lossy_planner("of_ranks")(PROFILES, 4).buckets if "weight" in b.names]
+    (scheme,) = [b.scheme for b in lossy_planner("of_ranks")(PROFILES, 4).buckets if "weight" in b.names]
     assert scheme.compressor == ErrorFeedback(TopK(0.25))
 
 
 def test_dense_floating_buckets_are_compressed_and_no_others() -> None:
     plan = lossy_planner("topk0.01")(PROFILES, 4)
     plan.check({p.name: p.tensor for p in PROFILES}, 4)
-    schemes = {name: bucket.make_scheme() for bucket in plan.buckets for name in bucket.names}
-    default = {name: bucket.make_scheme() for bucket in default_plan(PROFILES, 4).buckets for name in bucket.names}
+    schemes = {name: bucket.scheme for bucket in plan.buckets for name in bucket.names}
+    default = {name: bucket.scheme for bucket in default_plan(PROFILES, 4).buckets for name in bucket.names}
     assert schemes["table"] == default["table"] and schemes["phase"] == default["phase"] == AllReduce()
     assert schemes["weight"] == schemes["bias"] == schemes["gain"]
     assert schemes["weight"].compressor == ErrorFeedback(TopK(0.01))  # type: ignore[attr-defined]
     halves = lossy_planner("bf16")(PROFILES, 4)
-    assert [b.make_scheme() for b in halves.buckets if "weight" in b.names] == [HalfPrecision()]
+    assert [b.scheme for b in halves.buckets if "weight" in b.names] == [HalfPrecision()]
 
 
 def test_what_is_for_matrices_leaves_the_others_exact() -> None:
     plan = lossy_planner("dgc0.01", 0.9)(PROFILES, 4)
     plan.check({p.name: p.tensor for p in PROFILES}, 4)
-    assert {tuple(sorted(b.names)) for b in plan.buckets if b.make_scheme() == AllReduce()} >= {("bias", "gain")}
+    assert {tuple(sorted(b.names)) for b in plan.buckets if b.scheme == AllReduce()} >= {("bias", "gain")}
     (compressed,) = [b.names for b in plan.buckets if "weight" in b.names]
     assert compressed == ["weight"]
 

@@ -95,7 +95,7 @@ def test_values_may_travel_in_16_bits() -> None:
         assert torch.equal(sent, exact.to(getattr(torch, values)).float())
         assert compressor.nbytes(spec) == full - 50 * 2
         assert isinstance(compressor.law(spec), law)
-    with pytest.raises(ValueError, match=r"TopK.values must be same, bfloat16 or float16, got 'int8'"):
+    with pytest.raises(ValueError, match=r"TopK.values must be 'same', 'bfloat16' or 'float16', got 'int8'"):
         TopK(0.05, values="int8")
 
 

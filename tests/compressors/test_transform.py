@@ -75,7 +75,7 @@ def test_settings_of_thc_that_make_no_sense_are_refused() -> None:
     for settings, message in (
         ({"summands": 128}, "summands must be in"),
         ({"bits": 1}, "bits must be in"),
-        ({"clip": 0.0}, "clip must be positive"),
+        ({"clip": 0.0}, "clip must be greater than 0"),
         ({"chunk": 100}, "chunk must be a power of two"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -224,7 +224,7 @@ def plans_of_a_planner_that_asks_its_rank() -> str:
     def fickle(profiles: Sequence[ParameterProfile], world_size: int) -> gradsync.Plan:
         plan = default_plan(profiles, world_size)
         measured = any(profile.position for profile in profiles)
-        segments = [(bucket.names[::-1], bucket.make_scheme()) for bucket in plan.buckets]
+        segments = [(bucket.names[::-1], bucket.scheme) for bucket in plan.buckets]
         specs = {profile.name: profile.tensor for profile in profiles}
         return gradsync.Plan.make(specs, world_size, segments) if measured and rank else plan
 

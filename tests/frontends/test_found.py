@@ -65,7 +65,7 @@ class Adapter(nn.Module):
 def schemes(twin: Twin) -> dict[str, str]:
     """Returns each parameter's scheme in the plan of the moment."""
     assert twin.handle is not None
-    return {name: next(iter(b.scheme)) for b in twin.handle.plan.buckets for name in b.names}
+    return {name: b.scheme.name for b in twin.handle.plan.buckets for name in b.names}
 
 
 def words_step(twin: Twin, number: int, *, ids: Callable[[int], Tensor], set_to_none: bool = True) -> None:
@@ -181,7 +181,7 @@ def trial_keeps_dense_as_a_choice() -> tuple[bool, int]:
         model.zero_grad()
         model(few_ids(0)).sum().backward()
     handle.detach()
-    ways = [{next(iter(b.scheme)) for b in plan.buckets} for plan in plans[-1]]
+    ways = [{b.scheme.name for b in plan.buckets} for plan in plans[-1]]
     return {"all_reduce"} in ways, sum({"all_reduce"} != way for way in ways)
 
 
@@ -235,7 +235,7 @@ def found_behind_ddp() -> dict[str, str]:
         for ours, theirs in zip(model.parameters(), oracle.parameters(), strict=True):
             assert ours.grad is not None and theirs.grad is not None
             assert torch.equal(ours.grad, theirs.grad)
-    by_name = {name: next(iter(b.scheme)) for b in handle.plan.buckets for name in b.names}
+    by_name = {name: b.scheme.name for b in handle.plan.buckets for name in b.names}
     handle.detach()
     return by_name
 

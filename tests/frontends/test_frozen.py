@@ -23,7 +23,7 @@ World = Callable[[int], Ranks]
 def trained(model: nn.Module, handle: gradsync.Attachment, optimizer: Optimizer, *, steps: int = 4) -> None:
     """Trains; in each step `handle.arrived` must name the elements that moved."""
     generator = torch.Generator().manual_seed(dist.get_rank())
-    freezes = any(bucket.make_scheme().traits.freezes for bucket in handle.plan.buckets)
+    freezes = any(bucket.scheme.traits.freezes for bucket in handle.plan.buckets)
     for _ in range(steps):
         optimizer.zero_grad()
         model(torch.randn(5, 16, generator=generator)).square().mean().backward()

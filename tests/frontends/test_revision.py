@@ -71,9 +71,8 @@ def follow_through_the_jump() -> tuple[list[str], list[tuple[str, Any]]]:
     def noted(twin: Twin, number: int) -> None:
         step(twin, number)
         if twin.handle is not None:
-            (expression,) = (b.scheme for b in twin.handle.plan.buckets if "words.weight" in b.names)
-            ((name, settings),) = expression.items()
-            seen.append((name, settings.get("capacity")))
+            (scheme,) = (b.scheme for b in twin.handle.plan.buckets if "words.weight" in b.names)
+            seen.append((scheme.name, getattr(scheme, "capacity", None)))
 
     follow(twins, noted, steps=14)
     digest = handle.plan.digest
@@ -87,7 +86,7 @@ def test_a_table_that_becomes_dense_is_planned_anew(world: World) -> None:
     _, seen = everyone[0]
     before, after = seen[JUMP - 1], seen[-1]
     assert before[1] is None or max(before[1]) < 200
-    assert after == ("balanced_parallelism", [ROWS])  # all rows of all ranks have room
+    assert after == ("balanced_parallelism", (ROWS,))  # all rows of all ranks have room
     changes = [number for number in range(1, len(seen)) if seen[number] != seen[number - 1]]
     assert len(changes) <= 2 and changes[-1] >= JUMP  # when it is known, and when it has changed; not in between
 
@@ -98,7 +97,7 @@ def revise_differently() -> str:
     class Whim(SlowNetwork):
         def revise(self, plan: Plan, *profiles: Sequence[ParameterProfile]) -> Plan:
             schemes = {Layout.ROWS: AGSparse(), Layout.FLAT: AllReduce()}
-            buckets = [(bucket.names, schemes[bucket.make_scheme().traits.layout]) for bucket in plan.buckets]
+            buckets = [(bucket.names, schemes[bucket.scheme.traits.layout]) for bucket in plan.buckets]
             other = Plan.make({n: TensorSpec.of(p) for n, p in model.named_parameters()}, plan.world, buckets)
             return other if torch.distributed.get_rank() == 1 else plan
 

@@ -37,7 +37,7 @@ def test_candidates_fit_the_model_the_quickest_first_and_are_the_same_again() ->
     seconds = [predict(plan, here).seconds for plan in plans]
     assert 1 < len(plans) <= MOST_TRIED and seconds == sorted(seconds)
     assert [p.digest for p in candidate_plans(here, Constraints(lossy=(FEEDBACK,)))] == [p.digest for p in plans]
-    exact = [all(bucket.make_scheme().traits.exact for bucket in plan.buckets) for plan in plans]
+    exact = [all(bucket.scheme.traits.exact for bucket in plan.buckets) for plan in plans]
     assert not exact[0] and any(exact), "bytes cost much here, and one plan loses nothing"
 
 
@@ -64,7 +64,7 @@ def test_the_best_plan_is_tried_in_fewer_buckets_too() -> None:
 
 def test_where_bytes_cost_nothing_nothing_is_compressed() -> None:
     found = searched(on(1e15), Constraints(lossy=(FEEDBACK, HalfPrecision())))
-    assert all(bucket.make_scheme().traits.exact for bucket in found.plan.buckets)
+    assert all(bucket.scheme.traits.exact for bucket in found.plan.buckets)
     assert found.certificate().gap < 0.05
 
 
@@ -73,15 +73,15 @@ def test_what_must_be_lossy_is_in_every_candidate() -> None:
     for plan in candidate_plans(on(1e15), Constraints(lossy=(half,), always=True)):
         for bucket in plan.buckets:
             if "half" not in bucket.names and not set(bucket.names) & {"users", "items"}:
-                assert bucket.make_scheme() == half, "half has 16 bits already, tables are exact"
+                assert bucket.scheme == half, "half has 16 bits already, tables are exact"
 
 
 def test_measured_errors_count_where_the_user_names_none() -> None:
     measured = replace(on(25e6), errors={p.name: {str(FEEDBACK): 0.5} for p in PARAMETERS})
     exact = searched(measured, Constraints(lossy=(FEEDBACK,), most_error=0.1)).plan
     lossy = searched(measured, Constraints(lossy=(FEEDBACK,), most_error=0.6)).plan
-    assert all(bucket.make_scheme().traits.exact for bucket in exact.buckets)
-    assert not all(bucket.make_scheme().traits.exact for bucket in lossy.buckets)
+    assert all(bucket.scheme.traits.exact for bucket in exact.buckets)
+    assert not all(bucket.scheme.traits.exact for bucket in lossy.buckets)
 
 
 def test_one_rank_needs_no_search() -> None:

@@ -79,7 +79,7 @@ def planned(planner: CompressingPlanner, profiles: list[ParameterProfile], world
 
 
 def scheme_of_each(plan: Plan) -> dict[str, Scheme[Any]]:
-    return {name: bucket.make_scheme() for bucket in plan.buckets for name in bucket.names}
+    return {name: bucket.scheme for bucket in plan.buckets for name in bucket.names}
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def seconds(scheme: Scheme[Any], profile: ParameterProfile, network: Network) ->
 
 
 def schemes_of(plan: Plan) -> list[Scheme[Any]]:
-    return [bucket.make_scheme() for bucket in plan.buckets]
+    return [bucket.scheme for bucket in plan.buckets]
 
 
 def test_a_dense_bucket_is_summed_inside_nodes_first_where_links_are_fast_there() -> None:
@@ -157,7 +157,7 @@ def test_tables_keep_their_turns_between_dense_buckets_that_go_over_nodes() -> N
     words = ParameterProfile("words", TensorSpec((1000, 16), torch.float32), sparse=True, density=density, position=1)
     plan = default_plan([dense("late", position=2), words, dense("early")], 4, NETWORK)
     assert [bucket.names for bucket in plan.buckets] == [["early"], ["words"], ["late"]]
-    tables = [f"words {stage}" for stage in plan.buckets[1].make_scheme().stages(4)]
+    tables = [f"words {stage}" for stage in plan.buckets[1].scheme.stages(4)]
     push, across, pull = OVER_NODES.stages(4)
     turns = [f"{plan.buckets[int(bucket)].names[0]} {stage}" for bucket, stage in plan.order]
     assert [turn for turn in turns if turn.startswith("words")] == tables

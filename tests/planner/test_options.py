@@ -144,7 +144,7 @@ def test_parts_become_a_plan_that_fits_the_model() -> None:
     plan = stated.plan(parts)
     plan.check({p.name: p.tensor for p in PARAMETERS}, 4)
     assert [bucket.names for bucket in plan.buckets][4] == ["users", "items"]
-    assert not plan.buckets[0].make_scheme().traits.exact and plan.buckets[1].make_scheme().traits.exact
+    assert not plan.buckets[0].scheme.traits.exact and plan.buckets[1].scheme.traits.exact
     assert problem.allowed[1].isdisjoint(lossy), "an exact one loses nothing"
 
 

@@ -24,7 +24,7 @@ def test_polishing_takes_what_the_engine_would_be_quicker_by() -> None:
     better = polished(plan, here, ways)
     better.check(SPECS, 4)
     assert predict(better, here).seconds < predict(plan, here).seconds
-    assert not better.buckets[0].make_scheme().traits.exact and better.buckets[1].make_scheme().traits.exact
+    assert not better.buckets[0].scheme.traits.exact and better.buckets[1].scheme.traits.exact
     assert polished(better, here, ways).digest == better.digest, "nothing more is gained"
 
 

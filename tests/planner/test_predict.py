@@ -50,7 +50,7 @@ def test_without_anything_shared_it_is_the_forecast_of_the_turns() -> None:
     found = predict(plan(), here)
     buckets = {b.id: b.bucket({p.name: p.tensor for p in here.profiles}) for b in plan().buckets}
     steps = {
-        b.id: b.make_scheme().steps(buckets[b.id].specs, (DENSITY,) if b.id == "2" else (), here.network.placement)
+        b.id: b.scheme.steps(buckets[b.id].specs, (DENSITY,) if b.id == "2" else (), here.network.placement)
         for b in plan().buckets
     }
     ready_s = {"0": 0.01, "1": 0.02, "2": 0.03}

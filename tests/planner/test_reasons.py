@@ -12,7 +12,7 @@ from gradsync.planner.predict import predict
 from gradsync.planner.reasons import describe, explain
 from gradsync.planner.ways import Constraints, exact_ways, ways_of
 from gradsync.plans.plan import Plan
-from gradsync.schemes import AllReduce, BalancedParallelism, CompressedTwoWay, HalfPrecision, to_expression
+from gradsync.schemes import AllReduce, BalancedParallelism, CompressedTwoWay, HalfPrecision
 from tests.planner.test_options import PARAMETERS, job
 
 FEEDBACK = ErrorFeedback(BlockInt(8))
@@ -36,7 +36,7 @@ def test_alternatives_are_the_best_others_with_the_step_that_each_would_make() -
     steps = [other.step_s for other in weight.alternatives]
     assert steps == sorted(steps) and len(steps) == 3, "two schemes and a route carry these payloads"
     two_way = next(o for o in weight.alternatives if isinstance(o.scheme, CompressedTwoWay))
-    changed = plan.buckets[0].model_copy(update={"scheme": to_expression(two_way.scheme)})
+    changed = plan.buckets[0].model_copy(update={"scheme": two_way.scheme})
     push_pull = [("0", "push"), ("0", "pull"), *plan.order[1:]]
     same = plan.model_copy(update={"buckets": (changed, *plan.buckets[1:]), "order": tuple(push_pull)})
     assert two_way.step_s == predict(same, here).seconds < found.step_s

@@ -52,7 +52,7 @@ def plan_of(profiles: Sequence[ParameterProfile], schemes: Sequence[Scheme[Any]]
 
 def schemes_of(plan: Plan, profiles: Sequence[ParameterProfile]) -> list[Scheme[Any]]:
     plan.check({p.name: p.tensor for p in profiles}, WORLD)
-    return [bucket.make_scheme() for bucket in plan.buckets]
+    return [bucket.scheme for bucket in plan.buckets]
 
 
 def fitting(scheme: Scheme[Any], profile: ParameterProfile) -> Scheme[Any]:
@@ -178,4 +178,4 @@ def test_the_second_scheme_is_tried_where_it_is_not_far_off(call_s: float, tried
     known = table(500, "same rows")
     slow = {name: KernelCost(call_s, 1e-10) for name in ("sum_rows", "sum_tables")}
     plans = default_plans([known], WORLD, with_kernels(slow))
-    assert len({str(plan.buckets[0].make_scheme().planned_for(())) for plan in plans}) == tried
+    assert len({str(plan.buckets[0].scheme.planned_for(())) for plan in plans}) == tried

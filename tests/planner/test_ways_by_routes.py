@@ -102,7 +102,7 @@ def test_no_route_takes_as_long_as_another_way_on_every_resource_at_every_size(p
 def test_a_slow_link_between_nodes_is_crossed_compressed_after_a_sum_inside_them() -> None:
     here = job(SLOW_BETWEEN)
     plan = searched(here, Constraints(lossy=(FEEDBACK,))).plan
-    schemes = [bucket.make_scheme() for bucket in plan.buckets]
+    schemes = [bucket.scheme for bucket in plan.buckets]
     assert all(isinstance(scheme, Route) for scheme in schemes)
     for scheme in schemes:
         assert scheme.tasks[:3] in {tuple(w.format(d) for w in ACROSS_COMPRESSED) for d in ("compute", "offload")}
@@ -113,7 +113,7 @@ def test_a_slow_link_between_nodes_is_crossed_compressed_after_a_sum_inside_them
 @pytest.mark.parametrize("placement", [NODES, Placement.one_per_node(4)], ids=("nodes", "flat"))
 def test_links_that_cost_nothing_are_crossed_exactly(placement: Placement) -> None:
     plan = searched(job(QUICK, placement), Constraints(lossy=(FEEDBACK,))).plan
-    assert all(bucket.make_scheme().traits.exact for bucket in plan.buckets)
+    assert all(bucket.scheme.traits.exact for bucket in plan.buckets)
 
 
 def synchronised(group: LocalGroup, plan: Plan, here: Job) -> list[torch.Tensor]:
@@ -136,7 +136,7 @@ def synchronised(group: LocalGroup, plan: Plan, here: Job) -> list[torch.Tensor]
 def test_the_plan_that_is_picked_runs_and_sends_the_bytes_that_are_predicted(without: tuple[str, ...]) -> None:
     here = job(SLOW_BETWEEN, count=5, numel=1 << 14)
     plan = searched(here, Constraints((FEEDBACK,), always=True, leaves=LeafConstraints(1, without))).plan
-    assert any(isinstance(bucket.make_scheme(), Route) for bucket in plan.buckets)
+    assert any(isinstance(bucket.scheme, Route) for bucket in plan.buckets)
     first, *others = run_local(4, lambda group: synchronised(group, plan, here), placement=NODES)
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
@@ -147,7 +147,7 @@ def test_turns_of_a_route_are_where_its_transfers_begin_and_end() -> None:
     place = {turn: number for number, turn in enumerate(plan.order)}
     pushed, last = {}, {}
     for bucket in plan.buckets:
-        stages = bucket.make_scheme().stages(4)
+        stages = bucket.scheme.stages(4)
         pushed[bucket.id], last[bucket.id] = place[bucket.id, stages[0]], place[bucket.id, stages[-1]]
     first, second = list(pushed)[:2]
     assert pushed[second] < last[first]

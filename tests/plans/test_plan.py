@@ -78,7 +78,7 @@ def test_a_capacity_is_part_of_the_plan() -> None:
     for plan, rows in zip(plans, (40, 41), strict=True):
         assert Plan.from_json(plan.to_json()) == plan
         assert plan.order == (("0", "push"), ("0", "pull"))
-        assert plan.buckets[0].make_scheme() == BalancedParallelism(capacity=(rows,), same_rows=(0,))
+        assert plan.buckets[0].scheme == BalancedParallelism(capacity=(rows,), same_rows=(0,))
 
 
 def test_json_has_the_documented_form() -> None:
@@ -162,7 +162,10 @@ def test_a_plan_changed_by_hand_must_drop_its_digest() -> None:
         ),
         (edited(buckets=bucket(2, scheme={"rumour": {}})), r"buckets\.2\.scheme: .*unknown scheme 'rumour'; there are"),
         (edited(buckets=bucket(2, scheme={"all_reduce": {"k": 1}})), r"\.scheme: .*'all_reduce' has no setting 'k'"),
-        (edited(buckets=bucket(2, scheme="all_reduce")), r"field buckets\.2\.scheme: .*dictionary.*got all_reduce"),
+        (
+            edited(buckets=bucket(2, scheme="all_reduce")),
+            r"field buckets\.2\.scheme: .* a scheme \(in JSON .*got all_reduce",
+        ),
     ],
 )
 def test_errors_in_the_file_name_the_field_and_the_reason(data: dict[str, Any], message: str) -> None:
@@ -268,7 +271,7 @@ def test_the_default_order_gives_each_bucket_its_stages_and_first_stages_first(s
     plan.check(specs, 2)
     order = default_order(plan.buckets, 2)
     assert tuple(order) == plan.order
-    stages = {b.id: b.make_scheme().stages(2) for b in plan.buckets}
+    stages = {b.id: b.scheme.stages(2) for b in plan.buckets}
     levels = [stages[i].index(stage) for i, stage in order]
     assert levels == sorted(levels)
 
@@ -297,3 +300,38 @@ def test_a_plan_is_described_in_words_a_line_a_bucket() -> None:
     resting = Shuffled((*[((0,), (1,))] * 3, ((0, 1),)))
     words = describe(Plan.make(big, 2, [(["table"], resting)], what=What.PARAMETER), big)
     assert words == ["table, 0.00 MB -> shuffled, rounds 3 x [[0], [1]] [[0, 1]], all reduce"]
+
+
+@pytest.mark.parametrize(
+    ("file", "digest"),
+    [
+        ("version_1_gradients.json", "800e10aa1d7b6a08548fcb7d03b4d5c2e7d467ffb3cbf1960c624c952cb81ab3"),
+        ("version_1_parameters.json", "f9b17cc398f59980d74d46059668f7314dfbde9f1c4e10f2ebdd991326e86773"),
+    ],
+)
+def test_plans_that_were_stored_when_schemes_were_dicts_are_read_and_written_alike(file: str, digest: str) -> None:
+    stored = (Path(__file__).parent / "data" / file).read_text()
+    plan = Plan.from_json(stored)
+    assert plan.digest == digest
+    assert plan.to_json() == stored
+    assert Plan.make({}, 4, [((), bucket.scheme) for bucket in plan.buckets]).order == plan.order
+
+
+def test_a_plan_from_before_a_scheme_had_a_setting_is_read() -> None:
+    data = edited(buckets=bucket(1, scheme={"balanced_parallelism": {}}))
+    canonical = json.dumps(data, sort_keys=True, separators=(",", ":"))
+    plan = read({**data, "digest": hashlib.sha256(canonical.encode()).hexdigest()})
+    assert plan == make() and plan.digest == make().digest, "as if the setting had been written"
+
+
+def test_schemes_are_read_once_and_only_those_that_a_plan_can_name() -> None:
+    scheme = BalancedParallelism()
+    plan = Plan.make(SPECS, 4, [(["table"], scheme)])
+    assert plan.buckets[0].scheme is scheme
+    assert hash(plan.buckets[0]) == hash(Plan.from_json(plan.to_json()).buckets[0])
+
+    class Louder(AllReduce):
+        pass
+
+    with pytest.raises(ValueError, match="Louder is not registered"):
+        Plan.make(SPECS, 4, [(["b"], Louder())])

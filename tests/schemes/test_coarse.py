@@ -373,15 +373,15 @@ def test_plans_name_it_and_illegal_settings_are_refused() -> None:
     )
     assert from_expression(to_expression(scheme)) == scheme
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"ratio": 0.0}, r"ratio, and those of warmup, must be in \(0, 1\], got 0.0"),
-        ({"warmup": (1.5,), "steps_per_ratio": 1}, r"ratio, and those of warmup, must be in \(0, 1\], got 1.5"),
-        ({"chunk": 0}, "chunk must be at least 1 element, got 0"),
-        ({"choice": "early"}, "choice must be one of late, exact, got 'early'"),
-        ({"scoring": "size"}, "scoring must be one of norm, agreement, relative, got 'size'"),
+        ({"ratio": 0.0}, r"CoarseGrained.ratio must be in \(0, 1\], got 0.0"),
+        ({"warmup": (1.5,), "steps_per_ratio": 1}, r"CoarseGrained.warmup.0 must be in \(0, 1\], got 1.5"),
+        ({"chunk": 0}, "chunk must be at least 1, got 0"),
+        ({"choice": "early"}, "choice must be 'late' or 'exact', got 'early'"),
+        ({"scoring": "size"}, "scoring must be 'norm', 'agreement' or 'relative', got 'size'"),
         ({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0"),
         ({"momentum": 0.9, "freeze": True}, "momentum is for plain error feedback: without freeze"),
         ({"history": 1.5}, r"history must be in \[0, 1\], got 1.5"),
-        ({"max_age": 0}, "max_age must be at least 1 step or None, got 0"),
+        ({"max_age": 0}, "max_age must be at least 1 or None, got 0"),
         ({"warmup": (1.0,)}, "warmup needs steps_per_ratio of at least 1"),
         ({"steps_per_ratio": 3}, "warmup needs steps_per_ratio of at least 1, and only it does"),
         ({"scheme": BalancedParallelism()}, "scheme must be exact and for flat buckets"),

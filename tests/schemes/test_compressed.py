@@ -235,7 +235,7 @@ def test_payloads_that_no_all_reduce_can_sum_are_refused() -> None:
         CompressedAllReduce(TopK(0.1))
     with pytest.raises(ValueError, match="must be an exact scheme of flat buckets"):
         Sparsified(TopK(0.1), HalfPrecision(AllReduce()))
-    with pytest.raises(ValueError, match="compressor must be a compressor, got"):
+    with pytest.raises(ValueError, match="compressor must be a compressor .*, got"):
         CompressedAllGather(AllReduce())
     summands = [m.compressor for m in MEMBERS.values() if issubclass(m.compressor.traits.payload, Summand)]
     for compressor in summands:
@@ -257,5 +257,5 @@ def test_an_expression_of_the_wrong_kind_is_refused() -> None:
         from_expression({"top_k": {"ratio": 0.1}})
     with pytest.raises(ValueError, match="unknown compressor 'tip_k'; there are .*top_k"):
         from_expression({"compressed_all_gather": {"compressor": {"tip_k": {"ratio": 0.1}}}})
-    with pytest.raises(ValueError, match="must be a compressor, got AllReduce"):
+    with pytest.raises(ValueError, match="compressor: 'all_reduce' is a scheme, expected a compressor"):
         from_expression({"compressed_all_gather": {"compressor": {"all_reduce": {}}}})

@@ -109,7 +109,7 @@ def test_a_registered_scheme_of_the_user_is_named_in_snake_case_with_its_setting
         ({"all_reduce": None}, "must be an object, got None"),
         ({"every_other": {}}, "scheme 'every_other': .*missing .* 'inner'"),
         ({"every_other": {"inner": {"rumour": {}}}}, "unknown scheme 'rumour'"),
-        ({"every_other": {"inner": 3}}, "a scheme is written .* got 3"),
+        ({"every_other": {"inner": 3}}, r"EveryOther\.inner must be a scheme .* got 3"),
         ({"every_other": {"inner": {"all_reduce": {}}, "period": 0}}, "period must be at least 1, got 0"),
     ],
 )
@@ -167,11 +167,11 @@ def test_settings_with_several_numbers_survive_json() -> None:
 @pytest.mark.parametrize(
     ("capacity", "same_rows", "message"),
     [
-        ([4, -1], [0, 1], r"capacity must be whole numbers from 0 on, got \[4, -1\]"),
-        ([4, 1.5], [0, 1], r"capacity must be whole numbers from 0 on, got \[4, 1.5\]"),
-        ([True], [0], "capacity must be whole numbers"),
-        (7, [0], "capacity must be whole numbers from 0 on, got 7"),
-        ([7], "0", "same_rows must be whole numbers from 0 on, got '0'"),
+        ([4, -1], [0, 1], r"capacity\.1 must be at least 0, got -1"),
+        ([4, 1.5], [0, 1], r"capacity\.1 must be a whole number, got 1\.5"),
+        ([True], [0], r"capacity\.0 must be a whole number, got True"),
+        (7, [0], "capacity must be a list, got 7"),
+        ([7], "0", "same_rows must be a list, got '0'"),
         ([4, 5], [0], "capacity has 2 tables, same_rows 1; give both for every table of the bucket, or neither"),
         ([4], [], "capacity has 1 tables, same_rows 0"),
         ([4, 5], [1, 1], r"the first table with the same rows, got 1 for table 0 of \[1, 1\]"),

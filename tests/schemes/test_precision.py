@@ -165,8 +165,8 @@ def test_it_is_lossy_and_passes_on_what_its_inner_scheme_says() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"values": "float8"}, "values must be one of bfloat16, float16, got 'float8'"),
-        ({"inner": "all_reduce"}, "inner must be a scheme, got 'all_reduce'"),
+        ({"values": "float8"}, "values must be 'bfloat16' or 'float16', got 'float8'"),
+        ({"inner": "all_reduce"}, "inner must be a scheme .*, got 'all_reduce'"),
     ],
 )
 def test_settings_that_are_none_are_refused(arguments: Any, message: str) -> None:

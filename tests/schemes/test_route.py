@@ -421,7 +421,7 @@ def test_plans_name_routes() -> None:
     plan = Plan.make(specs, 4, [(["w"], scheme)])
     again = Plan.from_json(plan.to_json())
     again.check(specs, 4)
-    assert again.buckets[0].make_scheme() == scheme == from_expression(to_expression(scheme))
+    assert again.buckets[0].scheme == scheme == from_expression(to_expression(scheme))
     assert from_expression({"route": {"tasks": ["all_reduce"]}}) == Route(("all_reduce",))
 
 
@@ -429,7 +429,7 @@ def test_plans_name_routes() -> None:
     ("settings", "message"),
     [
         ({"tasks": ["all_gather"]}, r"Route\.tasks: 'all_gather' may not come at the beginning"),
-        ({"tasks": "all_reduce"}, r"Route\.tasks must be a list of words, got 'all_reduce'"),
+        ({"tasks": "all_reduce"}, r"Route\.tasks must be a list, got 'all_reduce'"),
         ({"tasks": []}, r"Route\.tasks: the tasks \(\) end too early"),
         ({"tasks": [*GATHERED]}, r"Route\.compressor must be a compressor, as the tasks compress, got None"),
         ({"tasks": ["all_reduce"], "compressor": {"sign": {}}}, r"Route\.compressor must be None, as no task"),

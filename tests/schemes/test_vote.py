@@ -54,9 +54,9 @@ def test_momenta_are_kept_from_step_to_step(via: Any) -> None:
 
 
 def test_only_votes_can_be_counted() -> None:
-    with pytest.raises(ValueError, match="must be Sign or Signum, got ScaledSign"):
+    with pytest.raises(ValueError, match="must be a compressor of type Sign .*, got ScaledSign"):
         MajorityVote(ScaledSign())
-    with pytest.raises(ValueError, match="via must be all_gather or two_way, got 'ring'"):
+    with pytest.raises(ValueError, match="via must be 'all_gather' or 'two_way', got 'ring'"):
         MajorityVote(via="ring")
     scheme = MajorityVote(Signum(0.5), "two_way")
     assert from_expression(to_expression(scheme)) == scheme

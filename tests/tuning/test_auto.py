@@ -114,7 +114,7 @@ def loses_nothing_for_good(make: Callable[[], nn.Module]) -> None:
     came_in, came_out = ({n: torch.zeros_like(p) for n, p in model.named_parameters()} for _ in range(2))
     ran: dict[str, bool] = {}
     for step in range(LONGEST + 5):
-        ran[handle.plan.digest] = all(bucket.make_scheme().traits.exact for bucket in handle.plan.buckets)
+        ran[handle.plan.digest] = all(bucket.scheme.traits.exact for bucket in handle.plan.buckets)
         for name, gradient in gradients(model, step, dist.get_rank()).items():
             came_out[name] += dist.get_world_size() * gradient
         for name, gradient in gradients(alone, step, dist.get_rank()).items():
@@ -256,7 +256,7 @@ def runs_what_a_search_finds() -> tuple[list[list[str]], float]:
         for name in mine
         if mine[name].numel()
     )
-    names = [bucket.names for bucket in handle.plan.buckets if not bucket.make_scheme().traits.exact]
+    names = [bucket.names for bucket in handle.plan.buckets if not bucket.scheme.traits.exact]
     handle.detach()
     return names, worst
 
@@ -297,7 +297,7 @@ def compresses_no_rows(search: Search) -> tuple[dict[str, str], float]:
         mine = gradients(model, number, dist.get_rank())["table.weight"]
         means = [gradients(alone, number, rank)["table.weight"] for rank in range(dist.get_world_size())]
         worst = max(worst, float((mine - torch.stack(means).mean(dim=0)).abs().max()))
-    schemes = {name: bucket.make_scheme() for bucket in handle.plan.buckets for name in bucket.names}
+    schemes = {name: bucket.scheme for bucket in handle.plan.buckets for name in bucket.names}
     handle.detach()
     return {
         name: scheme.traits.layout.value if scheme.traits.exact else "lossy" for name, scheme in schemes.items()

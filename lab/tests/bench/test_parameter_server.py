@@ -290,7 +290,8 @@ def local_steps_after_others(every: int) -> list[bool]:
             torch.testing.assert_close(values(model), values(twin))
         same.append(all(torch.equal(each, values(model)) for each in everyones(values(model))))
     handle.detach()
-    assert len(mixings_of(handle.mixes_by or {}, dist.get_world_size())) == every, "what a block is a multiple of"
+    assert handle.mixes_by is not None
+    assert len(mixings_of(handle.mixes_by, dist.get_world_size())) == every, "what a block is a multiple of"
     return same
 
 

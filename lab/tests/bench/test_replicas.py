@@ -78,9 +78,9 @@ def test_replicas_that_always_average_are_one_model() -> None:
 
 
 def test_the_scheme_of_a_timed_run_is_the_one_that_learns() -> None:
-    scheme = to_expression(Shuffled.by(grid((2, 2), [0, 3, 1, 2])))
-    learner = Learner.of("ds_sync_h1_m0", scheme)
-    assert Learner.of("ds_sync_early_h1_m0", scheme) == learner
+    scheme = Shuffled.by(grid((2, 2), [0, 3, 1, 2]))
+    learner = Learner.of("ds_sync_h1_m0", to_expression(scheme))
+    assert Learner.of("ds_sync_early_h1_m0", to_expression(scheme)) == learner
     assert learner != Learner.of("ds_sync_h1_m0") and learner.mixes_by is not None
     given = after_steps("ds_sync_h1_m0", ranks=4, mixes_by=scheme)
     assert float((given - after_steps("ds_sync_h1_m0", ranks=4)).abs().max()) > 1e-6, "others are in a group"
@@ -102,14 +102,13 @@ def test_momenta_take_turns_as_the_plan_has_them() -> None:
         planner = AveragingPlanner(schedule=schedule, momentum_every=every)
         plan = planner.plan(model, task.optimizer(model), Placement.one_per_node(4))
         assert isinstance(plan, Plan)
-        momenta = plan.buckets[-1].make_scheme()
+        momenta = plan.buckets[-1].scheme
         assert isinstance(momenta, Shuffled)
         rounds = momenta.schedule.rounds
         mixed = [len(each.groups) < 4 for each in rounds]
         averages = averaging_method(f"ds_sync_m{every}")
         assert averages is not None
-        scheme = to_expression(Shuffled.by(schedule))
-        replicas = Replicas.of(averages, task, seed=0, ranks=4, scheme=scheme)
+        replicas = Replicas.of(averages, task, seed=0, ranks=4, scheme=Shuffled.by(schedule))
         assert [replicas.mixes_momenta(step) for step in range(2 * len(rounds))] == 2 * mixed
 
 

@@ -81,7 +81,7 @@ def only(search: Search, lossy: Compressor | Scheme, here: Job, *, always: bool 
 
 def compressed(plan: Plan) -> list[list[str]]:
     """Returns the names in each lossy bucket."""
-    return [bucket.names for bucket in plan.buckets if not bucket.make_scheme().traits.exact]
+    return [bucket.names for bucket in plan.buckets if not bucket.scheme.traits.exact]
 
 
 @pytest.mark.parametrize("lossy", [TOP, HalfPrecision(), PowerSGD(2)], ids=str)
@@ -101,7 +101,7 @@ def test_there_are_as_many_buckets_of_compressed_gradients_as_asked_for(count: i
     assert sum(map(len, names)) == (LAYERS if matrices_only else 2 * LAYERS)
     in_ready_order = [name for bucket in names for name in bucket]
     assert in_ready_order == sorted(in_ready_order), "buckets of gradients that are ready one after another"
-    biases = [bucket.names for bucket in plan.buckets if bucket.make_scheme() == AllReduce()]
+    biases = [bucket.names for bucket in plan.buckets if bucket.scheme == AllReduce()]
     assert sum(map(len, biases)) == (LAYERS if matrices_only else 0), "which part no buckets of what is compressed"
 
 
@@ -128,9 +128,9 @@ def test_mergecomp_gathers_few_buckets_of_everything() -> None:
     plan = only(mergecomp_plans, TOP, here)
     names = compressed(plan)
     assert 1 <= len(names) <= 4 and sum(map(len, names)) == 2 * LAYERS
-    assert {b.make_scheme().name for b in plan.buckets if b.names in names} == {"compressed_all_gather"}
+    assert {b.scheme.name for b in plan.buckets if b.names in names} == {"compressed_all_gather"}
     shared = only(mergecomp_plans, SHARED, here)
-    assert {b.make_scheme().name for b in shared.buckets if len(b.names) > 1} == {"compressed_all_reduce"}
+    assert {b.scheme.name for b in shared.buckets if len(b.names) > 1} == {"compressed_all_reduce"}
 
 
 def test_mg_wfbp_merges_as_latency_asks_for_and_loses_nothing() -> None:
@@ -138,7 +138,7 @@ def test_mg_wfbp_merges_as_latency_asks_for_and_loses_nothing() -> None:
     for stage_s in (0.0, 5e-4, 1.0):
         (plan,) = mg_wfbp_plans(job(stage_s=stage_s, bandwidth_bytes_per_s=1e12), Constraints((TOP,), always=True))
         assert not compressed(plan)
-        numbers.append(sum(bucket.make_scheme() == AllReduce() for bucket in plan.buckets))
+        numbers.append(sum(bucket.scheme == AllReduce() for bucket in plan.buckets))
     assert numbers == sorted(numbers, reverse=True) and numbers[0] > numbers[-1] == 1
 
 
@@ -148,14 +148,14 @@ def test_lazy_buckets_are_larger_where_latency_is_and_lose_what_is_asked_for() -
         for stage_s in (0.0, 5e-4, 1.0):
             here = job(stage_s=stage_s, bandwidth_bytes_per_s=1e9)
             (plan,) = LazyPlans()(here, Constraints(lossy, always=bool(lossy)))
-            numbers.append(sum(bucket.make_scheme() == scheme for bucket in plan.buckets))
+            numbers.append(sum(bucket.scheme == scheme for bucket in plan.buckets))
         assert numbers == sorted(numbers, reverse=True) and numbers[0] > numbers[-1] == 1
 
 
 @pytest.mark.parametrize(("nbytes", "buckets"), [(0.0, LAYERS * 2), (inf, 1)])
 def test_lazy_buckets_are_of_one_gradient_or_all_of_them(nbytes: float, buckets: int) -> None:
     (plan,) = LazyPlans(nbytes)(job(), Constraints())
-    assert sum(bucket.make_scheme() == AllReduce() for bucket in plan.buckets) == buckets
+    assert sum(bucket.scheme == AllReduce() for bucket in plan.buckets) == buckets
     with pytest.raises(ValueError, match="LazyPlans.nbytes must be a number from 0 on or None, got -1"):
         LazyPlans(-1)
 
@@ -167,7 +167,7 @@ def test_the_share_of_chunks_is_what_travels_for_free() -> None:
     shares: list[Any] = []
     for bandwidth in (1e12, 4e8, 2e8, 1e4):
         (plan,) = FreeRatio()(job(bandwidth_bytes_per_s=bandwidth), allowed)
-        schemes = [bucket.make_scheme() for bucket in plan.buckets]
+        schemes = [bucket.scheme for bucket in plan.buckets]
         shares.append(min([s.ratio for s in schemes if isinstance(s, CoarseGrained)], default=None))
     assert shares[0] is None and shares[-1] <= 0.15, "of few chunks these are as many"
     assert 1 > shares[1] > shares[2] >= shares[3]
@@ -184,7 +184,7 @@ def test_mg_wfbp_does_not_look_for_zeros() -> None:
     here = replace(here, profiles=tuple(replace(p, density=rows) if p.name == "1.weight" else p for p in here.profiles))
     (plan,) = mg_wfbp_plans(here, Constraints())
     (bucket,) = (bucket for bucket in plan.buckets if "1.weight" in bucket.names)
-    assert bucket.make_scheme() == AllReduce()
+    assert bucket.scheme == AllReduce()
 
 
 def test_what_was_found_sparse_by_rows_is_compressed_by_nobody() -> None:
@@ -210,7 +210,7 @@ def test_byteps_codes_on_other_cores_whatever_has_64_kib(nodes: tuple[int, ...])
     plan = only(byteps_plans, FEEDBACK, job(Placement(nodes), bandwidth_bytes_per_s=1e15), always=False)
     assert compressed(plan) == [[f"{layer}.weight"] for layer in range(LAYERS)]
     for bucket in plan.buckets:
-        scheme = bucket.make_scheme()
+        scheme = bucket.scheme
         if isinstance(scheme, Route):
             assert [word for word in scheme.tasks if "@" in word] == ["compress@offload", "decompress@offload"] * 2
             assert (scheme.tasks[0], scheme.ranks_per_node) == (
@@ -225,7 +225,7 @@ def test_bytecomp_takes_a_leaf_for_each_gradient_alone_where_that_shortens_the_s
         assert all(len(bucket.names) == 1 for bucket in plan.buckets)
         assert bool(compressed(plan)) is compresses
         for bucket in plan.buckets:
-            scheme = bucket.make_scheme()
+            scheme = bucket.scheme
             if isinstance(scheme, Route) and not scheme.traits.exact:
                 devices = {word.partition("@")[2] for word in scheme.tasks if "@" in word}
                 assert len(devices) == 1, "a leaf is offloaded as a whole"

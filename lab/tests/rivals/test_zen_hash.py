@@ -198,9 +198,9 @@ def test_lists_go_with_the_plan_that_needed_them() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"seed": 0.5}, r"seed must be an integer, got 0\.5"),
-        ({"expected": -1}, "expected must be a whole number from 0 on, got -1"),
-        ({"expected": True}, "expected must be a whole number from 0 on, got True"),
+        ({"seed": 0.5}, r"seed must be a whole number, got 0\.5"),
+        ({"expected": -1}, "expected must be at least 0, got -1"),
+        ({"expected": True}, "expected must be a whole number, got True"),
     ],
 )
 def test_settings_that_are_none_are_refused(settings: Any, message: str) -> None:

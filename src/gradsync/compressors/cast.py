@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,7 +16,8 @@ from .base import Compressor, CompressorState, CompressorTraits, Summand, check_
 from .expressions import register
 from .law import Biased, Contraction, Exact, Law
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+HalfType = Literal["bfloat16", "float16"]
+DTYPES: dict[HalfType, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @register
@@ -29,14 +31,9 @@ class Cast(Compressor[Summand]):
     Wire: 2 bytes an element.
     """
 
-    dtype: str = "bfloat16"
+    dtype: HalfType = "bfloat16"
 
     traits = CompressorTraits(Summand)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.dtype not in DTYPES:
-            raise ValueError(f"Cast.dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
 
     @property
     def title(self) -> str:

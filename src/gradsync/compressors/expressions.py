@@ -6,46 +6,76 @@ Never import paths: a plan from a file can name only what is registered, by grad
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any, ClassVar, TypeVar
+from enum import StrEnum
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_args, get_type_hints
+
+from annotated_types import Ge, Gt, Interval
+
+if TYPE_CHECKING:
+    from pydantic import GetCoreSchemaHandler, TypeAdapter
+    from pydantic_core import CoreSchema
 
 C = TypeVar("C", bound="type[Nameable]")
 
+PositiveInt = Annotated[int, Ge(1)]
+NonNegativeInt = Annotated[int, Ge(0)]
+PositiveFloat = Annotated[float, Gt(0)]
+Ratio = Annotated[float, Interval(gt=0, le=1)]  # a share of something, of which there is always some
+Decay = Annotated[float, Interval(ge=0, lt=1)]  # the share of a running sum that is left after a step
+
+
+class Word(StrEnum):
+    """A choice among words: plans write the words."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """A pydantic field of this type: reads a member or its word, also where all else is strict."""
+        from pydantic_core import core_schema
+
+        return core_schema.enum_schema(cls, list(cls), sub_type="str", strict=False)
+
 
 class Nameable:
-    """A frozen dataclass of settings that a plan can name, once its class is registered."""
+    """A frozen dataclass of settings that a plan can name, once its class is registered.
+
+    Annotations say what settings may be: numbers, texts and Literals, in bounds where they are `Annotated`, members of
+    a family, and tuples of all these. Pydantic holds settings to them, strictly: a float or a bool is no whole number.
+    Settings may also be what JSON has: a list for a tuple, an expression for a member.
+    """
 
     kind: ClassVar[str]  # of the family, for errors
     name: ClassVar[str]
 
     def __post_init__(self) -> None:
-        """Holds numbers and texts to what they are annotated as; who overrides it calls this first.
+        """Holds the settings to their annotations; who overrides it calls this first.
 
         Raises:
-            ValueError: for a float or a bool where a whole number belongs, and the like.
+            ValueError: for a setting that is something else, naming it, what it must be, and what it is.
         """
-        for setting in fields(self):  # type: ignore[arg-type]  # dataclass by register
-            annotation = str(getattr(setting.type, "__name__", setting.type))  # a text where annotations are postponed
-            given = getattr(self, setting.name)
-            if annotation in _SETTINGS and not _is_of(given, *_SETTINGS[annotation][1:]):
-                raise ValueError(
-                    f"{type(self).__name__}.{setting.name} must be {_SETTINGS[annotation][0]}, got {given!r}"
-                )
+        named: Any = type(self)
+        given = {name: getattr(self, name) for name in _annotations(named)}
+        for name, value in _checked(named, given).items():
+            if value is not given[name]:
+                object.__setattr__(self, name, value)
 
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """A pydantic field of this family: reads a member or its expression, and is written as an expression."""
+        from pydantic_core import PydanticCustomError, core_schema
 
-_SETTINGS: dict[str, tuple[Any, ...]] = {
-    "int": ("a whole number", int),
-    "float": ("a number", int, float),
-    "float | None": ("a number or None", int, float, type(None)),
-    "bool": ("True or False", bool),
-    "str": ("a text", str),
-    "str | None": ("a text or None", str, type(None)),
-}
+        def read(given: Any) -> Any:
+            if isinstance(given, dict):
+                return from_expression(given, cls)
+            if isinstance(given, cls):
+                return given
+            form = f'{_member_of(cls)} (in JSON {{"name": {{settings}}}})'
+            raise PydanticCustomError("family", "Input should be {form}", {"form": form})
 
-
-def _is_of(value: Any, *types: type) -> bool:
-    """Whether it is of one of the types, where a bool is no int."""
-    return isinstance(value, types) and (bool in types or not isinstance(value, bool))
+        written = core_schema.plain_serializer_function_ser_schema(to_expression)
+        return core_schema.no_info_plain_validator_function(read, serialization=written)
 
 
 _registry: dict[str, type[Nameable]] = {}
@@ -86,49 +116,119 @@ def to_expression(named: Nameable) -> dict[str, Any]:
     return {named.name: {name: _plain(value) for name, value in settings.items()}}
 
 
-def from_expression(expression: Any, family: Any, kind: str) -> Any:
-    """The member of `family`, called a `kind` in errors, that an expression names.
+def from_expression(expression: Any, family: Any) -> Any:
+    """The member of `family` that an expression names.
 
     Raises:
         ValueError: naming what is unknown or illegal, and what there is.
     """
-    made = _made(expression, kind)
-    if not isinstance(made, family):
-        raise ValueError(f"{made.name!r} is a {made.kind}, expected a {kind}")
-    return made
-
-
-def _made(expression: Any, kind: str) -> Nameable:
     if not isinstance(expression, dict) or len(expression) != 1:
-        raise ValueError(f'a {kind} is written {{"name": {{settings}}}}, got {expression!r}')
+        raise ValueError(f'a {family.kind} is written {{"name": {{settings}}}}, got {expression!r}')
     ((name, settings),) = expression.items()
     if name not in _registry:
-        there_are = sorted(known for known, named in _registry.items() if named.kind == kind)
-        raise ValueError(f"unknown {kind} {name!r}; there are {', '.join(there_are)}")
+        there_are = sorted(known for known, named in _registry.items() if named.kind == family.kind)
+        raise ValueError(f"unknown {family.kind} {name!r}; there are {', '.join(there_are)}")
     named = _registry[name]
+    if not issubclass(named, family):
+        raise ValueError(f"{name!r} is a {named.kind}, expected {_member_of(family)}")
     if not isinstance(settings, dict):
         raise ValueError(f"the settings of {named.kind} {name!r} must be an object, got {settings!r}")
-    known = {f.name: f for f in fields(named)}  # type: ignore[arg-type]  # dataclass by register
+    known = [setting.name for setting in fields(named)]  # type: ignore[arg-type]  # dataclass by register
     if unknown := sorted(set(settings) - set(known)):
         raise ValueError(f"{named.kind} {name!r} has no setting {unknown[0]!r}; it has {', '.join(known) or 'none'}")
-    arguments = {key: _setting(value, str(known[key].type), kind) for key, value in settings.items()}
     try:
-        return named(**arguments)
+        return named(**_checked(named, settings))
     except TypeError as error:
         raise ValueError(f"{named.kind} {name!r}: {error}") from None
 
 
-def _setting(value: Any, annotation: str, kind: str) -> Any:
-    """A setting as JSON has it; what is annotated as one of a family is an expression in turn."""
-    if "Compressor" in annotation:
-        kind = "compressor"
-    elif "Scheme" in annotation or "Partitioned" in annotation:
-        kind = "scheme"
-    else:
-        return value
-    if isinstance(value, list):
-        return tuple(_made(part, kind) for part in value)
-    return None if value is None else _made(value, kind)
+def _member_of(family: type[Nameable]) -> str:
+    narrower = "" if "kind" in vars(family) else f" of type {family.__name__}"
+    return f"a {family.kind}{narrower}"
+
+
+def _checked(named: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a class as it keeps them: lists are tuples, and expressions what they name."""
+    if not given:
+        return {}  # without pydantic, whose import takes time
+    frozen = {name: _frozen(value) for name, value in given.items()}
+    validate = _adapter(named).validator.validate_python
+    try:
+        read = validate(frozen)
+    except ValueError as error:  # pydantic's
+        raise ValueError(_told(named, error)) from None
+    return {name: _exactly(value, read[name]) for name, value in frozen.items()}
+
+
+def _exactly(given: Any, read: Any) -> Any:
+    """A setting as read, but whole numbers as given: digests of plans tell a ratio of 1 from one of 1.0."""
+    if type(read) is tuple:
+        return tuple(map(_exactly, given, read))
+    return given if isinstance(given, int) else read
+
+
+@cache
+def _adapter(named: Any) -> TypeAdapter[Any]:
+    """What holds some settings or all to their annotations: made once for each class that is used."""
+    from pydantic import ConfigDict, TypeAdapter, with_config
+    from typing_extensions import TypedDict
+
+    settings: Any = TypedDict(f"{named.__name__}Settings", _annotations(named), total=False)  # type: ignore[misc]
+    return TypeAdapter(with_config(ConfigDict(strict=True, arbitrary_types_allowed=True))(settings))
+
+
+@cache
+def _annotations(named: Any) -> dict[str, Any]:
+    """The types of a class's settings.
+
+    Raises:
+        ValueError: for an annotation that means nothing at run time.
+    """
+    try:
+        hints = get_type_hints(named, include_extras=True)
+    except NameError as error:
+        raise ValueError(f"the annotations of {named.__name__} must be importable at run time: {error}") from None
+    return {setting.name: hints[setting.name] for setting in fields(named)}
+
+
+_IN_WORDS = {  # of pydantic's types of errors, those that it words otherwise
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "string_type": "a text",
+    "bool_type": "True or False",
+    "tuple_type": "a list",
+    "greater_than": "greater than {gt:g}",
+    "greater_than_equal": "at least {ge:g}",
+}
+
+
+def _told(named: Any, error: Any) -> str:
+    """The first thing that is wrong: what must be what, and what it is."""
+    first = error.errors()[0]
+    where = ".".join([named.__name__, *map(str, first["loc"])])
+    if first["type"] == "value_error":
+        return f"{where}: {first['ctx']['error']}"
+    annotation = _annotations(named)[str(first["loc"][0])]
+    form = _IN_WORDS.get(first["type"])
+    expected = form.format(**first.get("ctx", {})) if form else first["msg"].removeprefix("Input should be ")
+    if first["type"].startswith(("greater_than", "less_than")):
+        expected = _interval(annotation) or expected
+    or_none = " or None" if type(None) in get_args(annotation) else ""
+    return f"{where} must be {expected}{or_none}, got {first['input']!r}"
+
+
+def _interval(annotation: Any) -> str | None:
+    """The first interval in an annotation, as mathematics has it."""
+    for each in getattr(annotation, "__metadata__", ()):
+        if isinstance(each, Interval):
+            low = f"({each.gt}" if each.ge is None else f"[{each.ge}"
+            return f"in {low}, {each.lt})" if each.le is None else f"in {low}, {each.le}]"
+    return next(filter(None, map(_interval, get_args(annotation))), None)
+
+
+def _frozen(value: Any) -> Any:
+    """A setting without lists, as JSON has them."""
+    return tuple(map(_frozen, value)) if type(value) in (list, tuple) else value
 
 
 def _plain(value: Any) -> Any:

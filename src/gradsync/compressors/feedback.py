@@ -29,8 +29,6 @@ class Feedback(Compressor[P]):
     def __post_init__(self) -> None:
         super().__post_init__()
         name = type(self).__name__
-        if not isinstance(self.compressor, Compressor):
-            raise ValueError(f"{name}.compressor must be a compressor, got {self.compressor!r}")
         if isinstance(self.compressor, Feedback):
             inner = type(self.compressor).__name__
             raise ValueError(f"{name} of {inner}: the inner one leaves nothing to feed back; use one")

@@ -24,7 +24,7 @@ from .base import (
     corrected_by,
     narrowed,
 )
-from .expressions import register
+from .expressions import Decay, PositiveFloat, PositiveInt, register
 from .feedback import RESIDUAL, ErrorFeedback, Feedback
 from .sparsify import TopK
 from .warmup import Warmup
@@ -48,25 +48,19 @@ class MomentumCorrection(Feedback[P]):
     Wire: as the compressor's, whose payload it is.
     """
 
-    momentum: float = 0.9  # m, in [0, 1)
+    momentum: Decay = 0.9  # m
     nesterov: bool = False
     masking: bool = True
-    clip: float | None = None  # the largest norm of a tensor's gradient; None: any
-    ranks: int = 1  # that clip together: schemes refuse another number
+    clip: PositiveFloat | None = None  # the largest norm of a tensor's gradient; None: any
+    ranks: PositiveInt = 1  # that clip together: schemes refuse another number
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"MomentumCorrection.momentum must be in [0, 1), got {self.momentum}")
         if self.masking and not issubclass(self.traits.payload, SparseMessage):
             raise ValueError(
                 f"MomentumCorrection.masking needs a compressor that sends some elements, got {self.compressor}: use "
                 "masking=False"
             )
-        if self.clip is not None and not self.clip > 0:
-            raise ValueError(f"MomentumCorrection.clip must be positive or None, got {self.clip}")
-        if self.ranks < 1:
-            raise ValueError(f"MomentumCorrection.ranks must be at least 1, got {self.ranks}")
 
     @property
     def title(self) -> str:
@@ -128,8 +122,8 @@ def dgc(
     momentum: float = 0.9,
     nesterov: bool = False,
     masking: bool = True,
-    clip: float | None = None,
-    ranks: int = 1,
+    clip: PositiveFloat | None = None,
+    ranks: PositiveInt = 1,
     warmup: Sequence[float] = (),
     steps_per_ratio: int = 0,
 ) -> MomentumCorrection[SparseMessage]:

@@ -10,9 +10,10 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from annotated_types import Interval
 from torch import Tensor
 
 from .. import kernels
@@ -32,10 +33,12 @@ from .base import (
     fields,
     fields_nbytes,
 )
-from .expressions import register
+from .expressions import NonNegativeInt, PositiveFloat, PositiveInt, register
 from .law import Biased, Contraction, Law, Unbiased
 
 LEVELS = {8: 127, 4: 7, 2: 1}  # of a code of so many bits, on either side of zero
+
+Summands = Annotated[int, Interval(ge=1, le=LEVELS[8])]  # of which each has a level
 
 
 class Quantizer(Compressor[P]):
@@ -190,15 +193,10 @@ class BlockInt(MessageQuantizer):
     Wire: bits / 8 bytes an element, 4 a block.
     """
 
-    bits: int = 8
-    block: int = 256
+    bits: Literal[8, 4] = 8
+    block: PositiveInt = 256
     stochastic: bool = False
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_bits(self, self.bits, (8, 4))
-        _check_positive(self, "block", self.block)
 
     @property
     def grid(self) -> Grid:
@@ -216,15 +214,10 @@ class SharedBlockInt(SharedScaleQuantizer):
     Wire: 1 byte an element in an all-reduce of int8, after one of 4 bytes a block (maxima).
     """
 
-    summands: int  # ranks that sum, at most
-    block: int = 256
+    summands: Summands  # ranks that sum, at most
+    block: PositiveInt = 256
     stochastic: bool = False
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_summands(self, self.summands)
-        _check_positive(self, "block", self.block)
 
     @property
     def grid(self) -> Grid:
@@ -246,18 +239,10 @@ class QSGD(MessageQuantizer):
     Wire: 2, 4 or 8 bits an element for s of 1, up to 7, up to 127; 4 bytes a bucket. No Elias codes.
     """
 
-    levels: int
-    bucket: int = 512
+    levels: Annotated[int, Interval(ge=1, le=LEVELS[8])]
+    bucket: PositiveInt = 512
     norm: Literal["l2", "max"] = "l2"
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 1 <= self.levels <= LEVELS[8]:
-            raise ValueError(f"QSGD.levels must be in [1, {LEVELS[8]}], got {self.levels}")
-        if self.norm not in ("l2", "max"):
-            raise ValueError(f"QSGD.norm must be l2 or max, got {self.norm!r}")
-        _check_positive(self, "bucket", self.bucket)
 
     @property
     def grid(self) -> Grid:
@@ -282,13 +267,9 @@ class TernGrad(MessageQuantizer):
     Wire: 2 bits an element, 4 bytes a block.
     """
 
-    block: int = 0
-    clip: float | None = None
+    block: NonNegativeInt = 0
+    clip: PositiveFloat | None = None
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_block_and_clip(self, self.block, self.clip)
 
     @property
     def grid(self) -> Grid:
@@ -310,15 +291,10 @@ class SharedTernGrad(SharedScaleQuantizer):
     Wire: 1 byte an element in an all-reduce of int8, after one of 4 bytes a block (maxima).
     """
 
-    summands: int = 127  # ranks that sum, at most
-    block: int = 0
-    clip: float | None = None
+    summands: Summands = 127  # ranks that sum, at most
+    block: NonNegativeInt = 0
+    clip: PositiveFloat | None = None
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_summands(self, self.summands)
-        _check_block_and_clip(self, self.block, self.clip)
 
     @property
     def grid(self) -> Grid:
@@ -366,13 +342,7 @@ class Float8(MessageQuantizer):
     """
 
     format: Literal["e4m3", "e5m2"] = "e4m3"
-    block: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.format not in ("e4m3", "e5m2"):
-            raise ValueError(f"Float8.format must be e4m3 or e5m2, got {self.format!r}")
-        _check_not_negative(self, "block", self.block)
+    block: NonNegativeInt = 0
 
     @property
     def grid(self) -> FloatGrid:
@@ -417,29 +387,3 @@ def _length(spec: FlatSpec, block: int) -> int:
     """Of the longest block."""
     longest = max(spec.lengths, default=0)
     return max(1, min(block or longest, longest))
-
-
-def _check_bits(maker: object, bits: int, known: tuple[int, ...]) -> None:
-    if bits not in known:
-        raise ValueError(f"{type(maker).__name__}.bits must be one of {known}, got {bits}")
-
-
-def _check_positive(maker: object, name: str, number: int) -> None:
-    if number < 1:
-        raise ValueError(f"{type(maker).__name__}.{name} must be at least 1, got {number}")
-
-
-def _check_not_negative(maker: object, name: str, number: int) -> None:
-    if number < 0:
-        raise ValueError(f"{type(maker).__name__}.{name} must not be negative, got {number}")
-
-
-def _check_summands(maker: object, summands: int) -> None:
-    if not 1 <= summands <= LEVELS[8]:
-        raise ValueError(f"{type(maker).__name__}.summands must be in [1, {LEVELS[8]}], got {summands}")
-
-
-def _check_block_and_clip(maker: object, block: int, clip: float | None) -> None:
-    _check_not_negative(maker, "block", block)
-    if clip is not None and not clip > 0:
-        raise ValueError(f"{type(maker).__name__}.clip must be positive or None, got {clip}")

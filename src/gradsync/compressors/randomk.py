@@ -28,7 +28,7 @@ from .base import (
     fields_nbytes,
     narrowed,
 )
-from .expressions import register
+from .expressions import PositiveInt, Ratio, register
 from .law import Contraction, Law, Unbiased
 
 
@@ -48,18 +48,14 @@ class RandomK(Sparsifier):
     Wire: the kept values; if not shared, and 8 bytes that tell whose draws they are.
     """
 
-    ratio: float  # kept share, in (0, 1]
-    block: int = 1
+    ratio: Ratio  # kept share
+    block: PositiveInt = 1
     shared: bool = True
     scaled: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.ratio <= 1:
-            raise ValueError(f"RandomK.ratio must be in (0, 1], got {self.ratio}")
-        if self.block < 1:
-            raise ValueError(f"RandomK.block must be at least 1, got {self.block}")
 
     @cached_property
     def traits(self) -> CompressorTraits:

@@ -19,7 +19,7 @@ from ..kernels import SignScale, accumulation_dtype
 from ..tensors import allocator as memory
 from ..tensors.bucket import FlatSpec
 from .base import Compressor, CompressorState, Message, by_spec, check_payload, check_tensor, fields, fields_nbytes
-from .expressions import register
+from .expressions import Decay, NonNegativeInt, register
 from .law import Biased, Contraction, Law
 
 MOMENTUM = "momentum"  # its key in the state
@@ -107,13 +107,7 @@ class ScaledSign(Signs):
     """
 
     scale: Literal["mean", "rms"] = "mean"
-    block: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.scale not in ("mean", "rms"):
-            raise ValueError(f"ScaledSign.scale must be mean or rms, got {self.scale!r}")
-        _check_block(self)
+    block: NonNegativeInt = 0
 
     @property
     def kept(self) -> tuple[SignScale, int]:
@@ -135,11 +129,7 @@ class OneBit(Signs):
     Wire: 1 bit an element and 8 bytes a block.
     """
 
-    block: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_block(self)
+    block: NonNegativeInt = 0
 
     @property
     def kept(self) -> tuple[SignScale, int]:
@@ -147,11 +137,6 @@ class OneBit(Signs):
 
     def law(self, spec: FlatSpec) -> Law:
         return self._least(spec)
-
-
-def _check_block(compressor: ScaledSign | OneBit) -> None:
-    if compressor.block < 0:
-        raise ValueError(f"{type(compressor).__name__}.block must not be negative, got {compressor.block}")
 
 
 @register
@@ -181,12 +166,7 @@ class Signum(Sign):
     Wire: 1 bit an element.
     """
 
-    momentum: float = 0.9
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"Signum.momentum must be in [0, 1), got {self.momentum}")
+    momentum: Decay = 0.9
 
     @property
     def of_sums(self) -> Sign:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from annotated_types import Interval
 from torch import Tensor
 
 from .. import kernels
@@ -31,7 +33,7 @@ from .base import (
     stacked,
     unstack,
 )
-from .expressions import register
+from .expressions import PositiveInt, Ratio, register
 from .law import Biased, Contraction, Law
 from .sparsify import TopK
 
@@ -50,14 +52,8 @@ class SketchML(Sparsifier):
     Wire: a byte an element, float32 means (float64 for float64), and positions as of TopK.
     """
 
-    ratio: float  # kept share, in (0, 1]
-    buckets: int = 256
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        TopK(self.ratio)
-        if not 2 <= self.buckets <= 256:
-            raise ValueError(f"SketchML.buckets must be in [2, 256], got {self.buckets}")
+    ratio: Ratio  # kept share
+    buckets: Annotated[int, Interval(ge=2, le=256)] = 256
 
     def num_kept(self, spec: FlatSpec, step: int = 0) -> int:
         return TopK(self.ratio).num_kept(spec, step)
@@ -157,18 +153,15 @@ class CountSketch(Compressor[Summand]):
 
     traits = CompressorTraits(Summand, feeds_back=False)
 
-    ratio: float  # counters for each element, in (0, 1]
-    keep: float  # elements that are kept, in (0, 1]
-    rows: int = 5
+    ratio: Ratio  # counters for each element
+    keep: Ratio  # elements that are kept
+    rows: PositiveInt = 5
     seed: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, share in (("ratio", self.ratio), ("keep", self.keep)):
-            if not 0 < share <= 1:
-                raise ValueError(f"CountSketch.{name} must be in (0, 1], got {share}")
-        if self.rows < 1 or self.rows % 2 == 0:
-            raise ValueError(f"CountSketch.rows must be odd and positive, got {self.rows}")
+        if self.rows % 2 == 0:
+            raise ValueError(f"CountSketch.rows must be odd, got {self.rows}")
 
     def columns(self, numel: int) -> int:
         """Counters of a row: a number with a power of two as divisor, by which neighbours move together."""

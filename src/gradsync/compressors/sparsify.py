@@ -26,20 +26,11 @@ from .base import (
     fields,
     fields_nbytes,
 )
-from .expressions import register
+from .expressions import PositiveInt, Ratio, register
 from .law import Biased, Contraction, Law
 
 WireValues = Literal["same", "bfloat16", "float16"]  # "same": as the tensor
 BFLOAT16_ROUNDING = 2.0**-8  # the most, relative to a value
-
-
-def check_ratio(name: str, ratio: float) -> None:
-    """
-    Raises:
-        ValueError: for what is no share.
-    """
-    if not 0 < ratio <= 1:
-        raise ValueError(f"{name} must be in (0, 1], got {ratio}")
 
 
 def share_of(ratio: float, numel: int) -> int:
@@ -63,14 +54,8 @@ class TopK(Sparsifier):
     Wire: k values, and their positions in the format that is the smallest for k of so many.
     """
 
-    ratio: float  # kept share, in (0, 1]
+    ratio: Ratio  # kept share
     values: WireValues = "same"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_ratio("TopK.ratio", self.ratio)
-        if self.values not in ("same", "bfloat16", "float16"):
-            raise ValueError(f"TopK.values must be same, bfloat16 or float16, got {self.values!r}")
 
     def kept(self, numel: int) -> int:
         """Elements that are sent of so many."""
@@ -156,14 +141,8 @@ class BlockTopK(Sparsifier):
     Wire: the values of so many whole blocks, and the positions of the blocks.
     """
 
-    ratio: float  # kept share of the blocks, in (0, 1]
-    block: int = 256  # elements
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_ratio("BlockTopK.ratio", self.ratio)
-        if self.block < 1:
-            raise ValueError(f"BlockTopK.block must be at least 1, got {self.block}")
+    ratio: Ratio  # kept share of the blocks
+    block: PositiveInt = 256  # elements
 
     def law(self, spec: FlatSpec) -> Law:
         return Contraction(least_share(self._kept(spec), self._blocks(spec)))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import Annotated
 
 import torch
+from annotated_types import Interval
 from torch import Tensor
 
 from .. import kernels
@@ -26,9 +29,9 @@ from .base import (
     fields_nbytes,
     stacked,
 )
-from .expressions import register
+from .expressions import Ratio, register
 from .law import Absolute, Biased, Law
-from .sparsify import check_ratio, packed_layout, packed_positions, share_of
+from .sparsify import packed_layout, packed_positions, share_of
 
 MOST_CORRECTIONS = 3  # of the threshold of Gaussian-k with error feedback (Shi et al., 2019)
 
@@ -103,14 +106,8 @@ class Threshold(Thresholded):
     Wire: 8 bytes, and values and positions of the full capacity, used or not: all ranks know the size without asking.
     """
 
-    value: float  # what is not above it stays
-    most_ratio: float = 0.1  # capacity, in (0, 1]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_ratio("Threshold.most_ratio", self.most_ratio)
-        if not 0 <= self.value < float("inf"):
-            raise ValueError(f"Threshold.value must be finite and not negative, got {self.value}")
+    value: Annotated[float, Interval(ge=0, lt=math.inf)]  # what is not above it stays
+    most_ratio: Ratio = 0.1  # capacity
 
     def most(self, numel: int) -> int:
         return share_of(self.most_ratio, numel)
@@ -151,11 +148,7 @@ class GaussianK(Thresholded):
     Wire: 8 bytes, and values and positions of 4k/3 elements, used or not.
     """
 
-    ratio: float  # of a tensor, aimed at; in (0, 1]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_ratio("GaussianK.ratio", self.ratio)
+    ratio: Ratio  # of a tensor, aimed at
 
     def most(self, numel: int) -> int:
         return min(4 * share_of(self.ratio, numel) // 3, numel)

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
+from annotated_types import Interval
 from torch import Tensor
 
 from .. import kernels
@@ -32,7 +33,7 @@ from .base import (
     stacked,
     unstack,
 )
-from .expressions import register
+from .expressions import PositiveFloat, PositiveInt, register
 from .law import Biased, Contraction, Law, Unbiased
 
 _INT8_MOST = 127
@@ -55,20 +56,14 @@ class THC(Compressor[Summand]):
     Wire: a byte an element, and before it 4 bytes a chunk to agree on T.
     """
 
-    summands: int = 16  # ranks, at most
-    bits: int = 4  # of the levels, however they travel
-    clip: float | None = None
+    summands: Annotated[int, Interval(ge=1, le=_INT8_MOST)] = 16  # ranks, at most
+    bits: Annotated[int, Interval(ge=2, le=8)] = 4  # of the levels, however they travel
+    clip: PositiveFloat | None = None
     chunk: int = 4096
     seed: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.summands <= _INT8_MOST:
-            raise ValueError(f"THC.summands must be in [1, {_INT8_MOST}], got {self.summands}")
-        if not 2 <= self.bits <= 8:
-            raise ValueError(f"THC.bits must be in [2, 8], got {self.bits}")
-        if self.clip is not None and not self.clip > 0:
-            raise ValueError(f"THC.clip must be positive or None, got {self.clip}")
         kernels.rotation_sizes((), self.chunk)
 
     @property
@@ -230,15 +225,13 @@ class DCTTopK(Compressor[Message]):
     Wire: 2 bytes a coefficient for its place in the rectangle, and the coefficient in the type of the tensor.
     """
 
-    chunk: int = 64
-    k: int = 32
+    chunk: Annotated[int, Interval(ge=1, le=256)] = 64  # for 16-bit places
+    k: PositiveInt = 32
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.chunk <= 256:
-            raise ValueError(f"DCTTopK.chunk must be in [1, 256] for 16-bit places, got {self.chunk}")
-        if not 1 <= self.k <= self.chunk**2:
-            raise ValueError(f"DCTTopK.k must be in [1, chunk^2 = {self.chunk**2}], got {self.k}")
+        if self.k > self.chunk**2:
+            raise ValueError(f"DCTTopK.k must be at most chunk^2 = {self.chunk**2}, got {self.k}")
 
     def tiling(self, shape: tuple[int, ...]) -> Tiling:
         numel = math.prod(shape)

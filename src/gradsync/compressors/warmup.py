@@ -35,12 +35,8 @@ class Warmup(Compressor[P]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "starts", tuple(self.starts))  # a list, if a plan was read from a file
         starts = list(self.starts)
-        if others := [part for part in self.compressors if not isinstance(part, Compressor)]:
-            raise ValueError(f"Warmup.compressors must be compressors, got {others[0]!r}")
-        whole = all(type(start) is int for start in starts)
-        if not whole or len(starts) != len(self.compressors) or starts[:1] != [0] or starts != sorted(set(starts)):
+        if len(starts) != len(self.compressors) or starts[:1] != [0] or starts != sorted(set(starts)):
             raise ValueError(
                 f"Warmup.starts must be one step for each of {len(self.compressors)} compressors, ascending from 0, "
                 f"got {starts}"

@@ -695,7 +695,7 @@ class Engine:
     def _runs_of(self, plan: Plan) -> BucketRuns:
         """Returns the plan's buckets at run time; called on all ranks at once, as schemes may make groups."""
         runs = BucketRuns(
-            BucketRun.make(bucket.bucket(self.specs), bucket.make_scheme(), self._templates, self.device, self.group)
+            BucketRun.make(bucket.bucket(self.specs), bucket.scheme, self._templates, self.device, self.group)
             for bucket in plan.buckets
         )
         if self._other_core is None and runs.offload:

@@ -96,7 +96,7 @@ class OneMomentum:
                 self._require_none(group["params"], momentum)
 
     def _kept_by(self, plan: Plan) -> dict[int, tuple[str, Keeper]]:
-        found = ((bucket.names, _momentum_in(bucket.make_scheme())) for bucket in plan.buckets)
+        found = ((bucket.names, _momentum_in(bucket.scheme)) for bucket in plan.buckets)
         return {id(self._parameters[name]): (name, keeper) for names, keeper in found if keeper for name in names}
 
     def _require_none(self, parameters: Iterable[Tensor], momentum: float) -> None:

@@ -243,7 +243,7 @@ class AveragingPlanner:
 
 def schedule_of(plan: Plan) -> GroupSchedule:
     """Returns the schedule, of nodes or ranks, by which a plan of `AveragingPlanner` averages parameters."""
-    scheme = plan.buckets[0].make_scheme()
+    scheme = plan.buckets[0].scheme
     between = scheme.inter if isinstance(scheme, Hierarchical) else scheme
     assert isinstance(between, Shuffled)
     return between.schedule

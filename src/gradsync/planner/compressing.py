@@ -81,7 +81,7 @@ class CompressingPlanner:
         scheme_of = self._scheme_of(world_size)
         lossy = {p.name for p in profiles if not p.sparse and self.compresses(p.name, p.tensor)}
         default = default_plan([_as_dense(p) if p.name in lossy else p for p in profiles], world_size)
-        made = [(bucket.names, bucket.make_scheme()) for bucket in default.buckets]
+        made = [(bucket.names, bucket.scheme) for bucket in default.buckets]
         dense = {name for names, scheme in made if is_dense(scheme) for name in names}
         ready = in_ready_order([p for p in profiles if p.name in dense])
         compressed = dense_buckets([p for p in ready if p.name in lossy], self.bucket_bytes)

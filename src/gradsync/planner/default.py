@@ -153,7 +153,7 @@ def _rows_of(table: ParameterProfile) -> tuple[str, str]:
 
 def _order(plan: Plan, *, dense_between: bool) -> Iterator[tuple[str, str]]:
     """Yields turns stage by stage, but a table before the last dense bucket takes all its turns at once."""
-    layouts = [bucket.make_scheme().traits.layout for bucket in plan.buckets]
+    layouts = [bucket.scheme.traits.layout for bucket in plan.buckets]
     tail = max((i for i, layout in enumerate(layouts) if layout is Layout.FLAT), default=-1) + 1
     dense: list[BucketPlan] = []
     for bucket, layout in zip(plan.buckets[:tail], layouts, strict=False):
@@ -165,7 +165,7 @@ def _order(plan: Plan, *, dense_between: bool) -> Iterator[tuple[str, str]]:
     if not (dense_between and tables and dense):
         yield from default_order([*dense, *plan.buckets[tail:]], plan.world)
         return
-    last_turns = {(bucket.id, bucket.make_scheme().stages(plan.world)[-1]) for bucket in plan.buckets[tail:]}
+    last_turns = {(bucket.id, bucket.scheme.stages(plan.world)[-1]) for bucket in plan.buckets[tail:]}
     place = next(i for i, turn in enumerate(tables) if turn in last_turns)
     first, last = default_order(dense[:-1], plan.world), default_order(dense[-1:], plan.world)
     yield from [*first, *tables[:place], *last, *tables[place:]]

@@ -79,7 +79,7 @@ def across_at_once(order: Iterable[tuple[str, str]], plan: Plan) -> Iterator[tup
     So it travels between nodes as soon as it is ready, like an all-reduce. The last stage, back into the nodes, comes
     after the next bucket has been sent, as links between nodes are the slow ones.
     """
-    stages = {b.id: b.make_scheme().stages(plan.world) for b in plan.buckets if is_dense(b.make_scheme())}
+    stages = {b.id: b.scheme.stages(plan.world) for b in plan.buckets if is_dense(b.scheme)}
     back: list[tuple[str, str]] = []
     for bucket, stage in order:
         *turns, last = stages.get(bucket, (stage,))

@@ -115,5 +115,5 @@ def planned(scheme: Scheme[Any], profiles: Sequence[ParameterProfile], world_siz
             measured = len(known) == len(bucket.names)
             buckets.append((bucket.names, scheme.planned_for(known) if measured else scheme))
         else:
-            buckets.append((bucket.names, bucket.make_scheme()))
+            buckets.append((bucket.names, bucket.scheme))
     return Plan.make(specs, world_size, buckets)

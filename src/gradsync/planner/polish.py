@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from ..plans.plan import BucketPlan, Plan
-from ..schemes import to_expression
 from ..tensors.bucket import Layout
 from .job import Job
 from .options import Way
@@ -21,7 +20,7 @@ from .turns import with_best_turns
 
 def polished(plan: Plan, job: Job, ways: Sequence[Way]) -> Plan:
     """Returns the plan with other schemes for single buckets where the predicted step gets clearly shorter."""
-    steps = {bucket.id: steps_of(bucket, bucket.make_scheme(), job) for bucket in plan.buckets}
+    steps = {bucket.id: steps_of(bucket, bucket.scheme, job) for bucket in plan.buckets}
     seconds = played(plan, job, steps).seconds
     for place, bucket in enumerate(plan.buckets):
         best = min(alternatives(plan, place, job, ways, steps), key=lambda other: other.step_s, default=None)
@@ -61,7 +60,7 @@ def coarse(plan: Plan, job: Job, ways: Sequence[Way], most_s: float) -> Plan:
 def _with_neighbours_merged(plan: Plan, place: int, job: Job, ways: Sequence[Way]) -> Iterator[Plan]:
     """Yields plans with the bucket at `place` merged into the next one, which keeps its id and turns."""
     first, second = plan.buckets[place : place + 2]
-    schemes = [bucket.make_scheme() for bucket in (first, second)]
+    schemes = [first.scheme, second.scheme]
     dtypes = {p.tensor.dtype for p in job.profiles if p.name in {*first.names, *second.names}}
     if len(dtypes) > 1 or any(scheme.traits.layout is not Layout.FLAT for scheme in schemes):
         return
@@ -69,7 +68,7 @@ def _with_neighbours_merged(plan: Plan, place: int, job: Job, ways: Sequence[Way
     joined = [(name, list(same)) for name, same in groupby(pieces, key=lambda piece: piece[0])]
     segments = tuple((name, same[0][1], same[-1][2]) for name, same in joined)
     for scheme in dict.fromkeys(schemes):
-        both = BucketPlan(id=second.id, segments=segments, scheme=to_expression(scheme))
+        both = BucketPlan(id=second.id, segments=segments, scheme=scheme)
         if any(
             way.scheme.planned_for(()) == scheme.planned_for(()) and may_take(both, scheme, way, job) for way in ways
         ):

@@ -49,7 +49,7 @@ def predict(plan: Plan, job: Job) -> Prediction:
         ValueError: for a plan that does not fit the job.
     """
     plan.check({p.name: p.tensor for p in job.profiles}, job.world_size)
-    return played(plan, job, {bucket.id: steps_of(bucket, bucket.make_scheme(), job) for bucket in plan.buckets})
+    return played(plan, job, {bucket.id: steps_of(bucket, bucket.scheme, job) for bucket in plan.buckets})
 
 
 def played(plan: Plan, job: Job, steps: Mapping[str, Sequence[Step]]) -> Prediction:
@@ -177,7 +177,7 @@ def unmeasured(plan: Plan, job: Job) -> list[str]:
         ValueError: for a plan that does not fit the job.
     """
     plan.check({p.name: p.tensor for p in job.profiles}, job.world_size)
-    steps = (step for bucket in plan.buckets for step in steps_of(bucket, bucket.make_scheme(), job))
+    steps = (step for bucket in plan.buckets for step in steps_of(bucket, bucket.scheme, job))
     return job.network.cost.unmeasured(steps)
 
 

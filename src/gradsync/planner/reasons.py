@@ -11,7 +11,7 @@ from typing import Any
 
 from ..costs.steps import FINISH, Step
 from ..plans.plan import BucketPlan, Plan
-from ..schemes import HalfPrecision, Scheme, to_expression
+from ..schemes import HalfPrecision, Scheme
 from ..tensors.bucket import Layout
 from .default import BUCKET_BYTES, default_plan
 from .job import Job
@@ -74,10 +74,10 @@ def explain(plan: Plan, job: Job, ways: Sequence[Way]) -> Explanation:
         ValueError: for a plan that does not fit the job.
     """
     expected = predict(plan, job)
-    steps = {bucket.id: steps_of(bucket, bucket.make_scheme(), job) for bucket in plan.buckets}
+    steps = {bucket.id: steps_of(bucket, bucket.scheme, job) for bucket in plan.buckets}
     reasons = []
     for place, bucket in enumerate(plan.buckets):
-        scheme = bucket.make_scheme()
+        scheme = bucket.scheme
         others = sorted(alternatives(plan, place, job, ways, steps), key=lambda other: other.step_s)
         lossy = next((other for other in others if not other.scheme.traits.exact), None)
         known = {p.name: p.tensor for p in job.profiles}
@@ -128,7 +128,7 @@ def alternatives(
 ) -> Iterator[Alternative]:
     """Yields other schemes for the bucket at index `place`; `steps` has the present scheme's steps, by bucket id."""
     bucket = plan.buckets[place]
-    present = bucket.make_scheme()
+    present = bucket.scheme
     for way in ways:
         if way.scheme.planned_for(()) != present.planned_for(()) and may_take(bucket, present, way, job):
             changed = {**steps, bucket.id: steps_of(bucket, way.scheme, job)}
@@ -146,11 +146,10 @@ def may_take(bucket: BucketPlan, present: Scheme[Any], way: Way, job: Job) -> bo
 
 def with_scheme(plan: Plan, places: Sequence[int], scheme: Scheme[Any]) -> Plan:
     """Returns the plan with this scheme for the buckets at the indices `places`."""
-    expression = to_expression(scheme)
     return with_buckets(
         plan,
         [
-            bucket.model_copy(update={"scheme": expression}) if place in places else bucket
+            bucket.model_copy(update={"scheme": scheme}) if place in places else bucket
             for place, bucket in enumerate(plan.buckets)
         ],
     )
@@ -162,7 +161,7 @@ def with_buckets(plan: Plan, buckets: Sequence[BucketPlan]) -> Plan:
     turns = [turn for turn in plan.order if turn[0] in ids]
     finishing = {bucket for bucket, stage in turns if stage == FINISH}
     stages = {
-        bucket.id: (*bucket.make_scheme().stages(plan.world), *([FINISH] if bucket.id in finishing else []))
+        bucket.id: (*bucket.scheme.stages(plan.world), *([FINISH] if bucket.id in finishing else []))
         for bucket in buckets
     }
     return plan.model_copy(update={"buckets": tuple(buckets), "order": tuple(reordered(turns, stages))})

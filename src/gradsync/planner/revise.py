@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..plans.plan import BucketPlan, Plan
-from ..schemes import Scheme, select, to_expression
+from ..schemes import Scheme, select
 from ..schemes.selection import CHANGE_MARGIN
 from ..tensors.bucket import Layout, TensorSpec
 from ..tensors.density import DensityProfile, ParameterProfile
@@ -28,7 +28,7 @@ def revised(plan: Plan, before: Sequence[ParameterProfile], now: Sequence[Parame
     """
     known_before, known = {p.name: p for p in before}, {p.name: p for p in now}
     buckets = tuple(_revised(bucket, known_before, known, network) for bucket in plan.buckets)
-    stages = {bucket.id: bucket.make_scheme().stages(plan.world) for bucket in buckets}
+    stages = {bucket.id: bucket.scheme.stages(plan.world) for bucket in buckets}
     return plan.model_copy(update={"buckets": buckets, "order": tuple(reordered(plan.order, stages))})
 
 
@@ -38,7 +38,7 @@ def _revised(
     now: Mapping[str, ParameterProfile],
     network: Network,
 ) -> BucketPlan:
-    scheme = bucket.make_scheme()
+    scheme = bucket.scheme
     of_flat = (*dense_schemes(network.placement), *element_schemes(network.placement))
     rivals = timed_schemes(network.placement) if scheme.traits.layout is Layout.ROWS else of_flat
     then, seen = (_densities(bucket.names, known, scheme.traits.layout) for known in (before, now))
@@ -60,7 +60,7 @@ def _revised(
     chosen = choice.chosen.scheme
     if chosen.planned_for(()) == scheme.planned_for(()) and scheme.has_room_for(seen):
         return bucket
-    return bucket.model_copy(update={"scheme": to_expression(chosen)})
+    return bucket.model_copy(update={"scheme": chosen})
 
 
 def _handicaps(

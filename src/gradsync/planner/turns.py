@@ -15,7 +15,7 @@ def with_best_turns(plan: Plan, job: Job) -> Plan:
     Ties go to the plan's own order. A search knows when each resource is free, but one thread issues everything: a turn
     placed by the begin of its transfer keeps waiting what could be computed meanwhile.
     """
-    schemes = {bucket.id: bucket.make_scheme() for bucket in plan.buckets}
+    schemes = {bucket.id: bucket.scheme for bucket in plan.buckets}
     steps = {bucket.id: steps_of(bucket, schemes[bucket.id], job) for bucket in plan.buckets}
     ready_s = {bucket.id: max(job.ready_s[name] for name in bucket.names) for bucket in plan.buckets}
     stages = {

@@ -21,16 +21,16 @@ class Document(BaseModel):
     @property
     def digest(self) -> str:
         """SHA-256 of the canonical JSON: equal on two ranks exactly if the documents are."""
-        canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(canonical.encode()).hexdigest()
+        return _digest(self.model_dump(mode="json"))
 
     def to_json(self) -> str:
         """JSON text with the digest."""
         data = self.model_dump(mode="json")
+        digest = _digest(data)
         lines = {key: _lines(data.pop(key)) for key in self.by_lines}
         head = json.dumps(data)[:-1]
         body = "".join(f',\n "{key}": {text}' for key, text in lines.items())
-        return f'{head}{body},\n "digest": "{self.digest}"}}\n'
+        return f'{head}{body},\n "digest": "{digest}"}}\n'
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -52,10 +52,10 @@ class Document(BaseModel):
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or cls.noun
             raise ValueError(f"{cls.noun}, field {where}: {first['msg']} (got {str(first['input'])[:80]})") from None
-        if digest is not None and digest != document.digest:
+        if digest is not None and digest != (found := _digest(data)):  # of what is written, as settings may be new
             raise ValueError(
                 f"the {cls.noun} was changed after it was written: its digest says {str(digest)[:12]}, its content is "
-                f"{document.digest[:12]}; delete the digest line if the change was intended"
+                f"{found[:12]}; delete the digest line if the change was intended"
             )
         return document
 
@@ -65,6 +65,11 @@ class Document(BaseModel):
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.to_json(), encoding="utf-8")
+
+
+def _digest(data: dict[str, Any]) -> str:
+    canonical = json.dumps(data, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def _lines(items: list[Any] | dict[str, Any]) -> str:

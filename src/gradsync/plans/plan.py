@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, field_validator
 
 from ..compressors.expressions import to_expression
 from ..costs.steps import FINISH
-from ..schemes import Scheme, from_expression
+from ..schemes import Scheme
 from ..tensors.bucket import Bucket, Layout, Segment, TensorSpec, model_digest
 from .document import Document
 
@@ -42,28 +42,23 @@ class BucketPlan(BaseModel):
     id: str
     segments: tuple[tuple[str, int, int], ...]
     what: What = What.GRADIENT
-    scheme: dict[str, Any]
+    scheme: Scheme[Any]  # in JSON its expression
 
     @field_validator("scheme")
     @classmethod
-    def _scheme_exists(cls, expression: dict[str, Any]) -> dict[str, Any]:
-        from_expression(expression)
-        return expression
+    def _can_be_named(cls, scheme: Scheme[Any]) -> Scheme[Any]:
+        to_expression(scheme)
+        return scheme
 
     @property
     def names(self) -> list[str]:
         return [name for name, _, _ in self.segments]
 
-    def make_scheme(self) -> Scheme[Any]:
-        return from_expression(self.scheme)
-
     def bucket(self, specs: Mapping[str, TensorSpec]) -> Bucket:
         """The bucket over a model's parameters."""
         segments = tuple(Segment(*segment) for segment in self.segments)
-        scheme = self.make_scheme()
-        return Bucket(
-            self.id, segments, tuple(specs[s.name] for s in segments), scheme.traits.layout, scheme.traits.carries_flags
-        )
+        tensors, traits = tuple(specs[s.name] for s in segments), self.scheme.traits
+        return Bucket(self.id, segments, tensors, traits.layout, traits.carries_flags)
 
 
 class Plan(Document):
@@ -100,7 +95,7 @@ class Plan(Document):
         plans = []
         for number, (parts, scheme) in enumerate(buckets):
             segments = tuple((p, 0, specs[p].numel) if isinstance(p, str) else p for p in parts)
-            plans.append(BucketPlan(id=str(number), segments=segments, what=what, scheme=to_expression(scheme)))
+            plans.append(BucketPlan(id=str(number), segments=segments, what=what, scheme=scheme))
         turns = order if order is not None else default_order(plans, world)
         return cls(world=world, model=model_digest(specs), order=tuple(turns), buckets=tuple(plans))
 
@@ -133,14 +128,14 @@ class Plan(Document):
                         f"which has {specs[name].numel} elements"
                     )
                 covered[name].append((start, stop))
-            if bucket.make_scheme().traits.mixes and bucket.what is What.GRADIENT:
+            if bucket.scheme.traits.mixes and bucket.what is What.GRADIENT:
                 raise ValueError(
-                    f"bucket {bucket.id!r}: {bucket.make_scheme().name} is for parameters (what: 'parameter'): ranks "
+                    f"bucket {bucket.id!r}: {bucket.scheme.name} is for parameters (what: 'parameter'): ranks "
                     "that average gradients in groups only go apart for ever"
                 )
             seen = bucket.bucket(specs)  # raises for mixed dtypes and cut tables
             try:
-                bucket.make_scheme().check(seen.specs)
+                bucket.scheme.check(seen.specs)
             except ValueError as error:
                 raise ValueError(f"bucket {bucket.id!r}: {error}") from None
         for name, parts in covered.items():
@@ -156,14 +151,14 @@ class Plan(Document):
                 raise ValueError(f"the order names bucket {bucket_id!r}, which the plan does not have")
             turns[bucket_id].append(stage)
         for bucket in self.buckets:
-            expected = list(bucket.make_scheme().stages(self.world))
+            expected = list(bucket.scheme.stages(self.world))
             if turns[bucket.id] not in (expected, [*expected, FINISH]):
                 raise ValueError(f"the order gives bucket {bucket.id!r} the stages {turns[bucket.id]}, not {expected}")
 
 
 def default_order(buckets: Sequence[BucketPlan], world_size: int) -> list[tuple[str, str]]:
     """All first stages in bucket order, then all second stages, and so on."""
-    stages = [(bucket.id, bucket.make_scheme().stages(world_size)) for bucket in buckets]
+    stages = [(bucket.id, bucket.scheme.stages(world_size)) for bucket in buckets]
     depth = max((len(names) for _, names in stages), default=0)
     return [(i, names[level]) for level in range(depth) for i, names in stages if level < len(names)]
 
@@ -172,8 +167,8 @@ def describe(plan: Plan, specs: Mapping[str, TensorSpec], densities: Mapping[str
     """The plan in words, a line a bucket: which parameters take which way."""
     lines = []
     for bucket in plan.buckets:
-        way = ", ".join(_words(bucket.scheme))
-        if bucket.make_scheme().traits.layout is Layout.ROWS:
+        way = ", ".join(_words(to_expression(bucket.scheme)))
+        if bucket.scheme.traits.layout is Layout.ROWS:
             known = densities or {}
             tables = [f"{n} ({known[n]:.2%} dense)" if n in known else n for n in bucket.names]
             lines.append(f"{', '.join(tables)} -> {way}")

@@ -224,5 +224,5 @@ def from_expression(expression: Any) -> Scheme[Any]:
     Raises:
         ValueError: for an unknown name or an illegal setting; the message lists the known ones.
     """
-    scheme: Scheme[Any] = expressions.from_expression(expression, Scheme, "scheme")
+    scheme: Scheme[Any] = expressions.from_expression(expression, Scheme)
     return scheme

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..comm import LENGTH_BYTES
+from ..compressors.expressions import Nameable, NonNegativeInt
 from ..costs.steps import Pattern, Transfer
 from ..tensors.bucket import TensorSpec
 from ..tensors.density import DensityProfile
@@ -25,16 +26,17 @@ ROOM_MARGIN, ROOM_MARGIN_ROWS = 1.5, 16  # room for rows beyond those measured: 
 
 
 @dataclass(frozen=True)
-class RowCapacity:
+class RowCapacity(Nameable):
     """The settings of schemes that can go without sizes; () for both: they are exchanged."""
 
-    capacity: tuple[int, ...] = ()  # for each table the most distinct rows expected of a rank
-    same_rows: tuple[int, ...] = ()  # for each table the first one expected to have the same rows, perhaps itself
+    capacity: tuple[NonNegativeInt, ...] = ()  # for each table the most distinct rows expected of a rank
+    same_rows: tuple[
+        NonNegativeInt, ...
+    ] = ()  # for each table the first one expected to have the same rows, perhaps itself
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         name = type(self).__name__
-        for setting in ("capacity", "same_rows"):
-            object.__setattr__(self, setting, whole_numbers(f"{name}.{setting}", getattr(self, setting)))
         if len(self.capacity) != len(self.same_rows):
             raise ValueError(
                 f"{name}.capacity has {len(self.capacity)} tables, same_rows {len(self.same_rows)}; "
@@ -137,10 +139,3 @@ def opened(arrived: Sequence[Tensor], tables: int) -> tuple[list[list[int]], lis
     head = head_nbytes(tables)
     headers = torch.stack([message[LENGTH_BYTES:head] for message in arrived]).view(torch.int64)
     return headers.tolist(), [message[head:] for message in arrived]  # the host must know what came
-
-
-def whole_numbers(setting: str, given: Sequence[int]) -> tuple[int, ...]:
-    """JSON gives lists."""
-    if not isinstance(given, list | tuple) or not all(type(number) is int and number >= 0 for number in given):
-        raise ValueError(f"{setting} must be whole numbers from 0 on, got {given!r}")
-    return tuple(given)

@@ -13,15 +13,16 @@ from bisect import bisect_right
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, cast
+from typing import Annotated, Any, Literal, cast
 
 import torch
+from annotated_types import Interval
 from torch import Tensor
 
 from .. import kernels
 from ..comm import Group
 from ..compressors import RESIDUAL, SENT, CompressorState
-from ..compressors.expressions import register
+from ..compressors.expressions import Decay, NonNegativeInt, PositiveInt, Ratio, register
 from ..compressors.momentum import MOMENTUM
 from ..costs.cluster import Placement
 from ..costs.steps import Compute, Pattern, Step, Transfer
@@ -35,8 +36,6 @@ from .dense import AllReduce
 from .precision import HalfPrecision
 
 SCORES, AGES, AGREEMENT, LEVELS, IDLE = "scores", "ages", "agreement", "levels", "idle"  # what is kept of chunks
-CHOICES = ("late", "exact")
-SCORING = ("norm", "agreement", "relative")
 LEVEL_STEPS = 10  # over which a tensor's level is a running mean, about
 
 
@@ -80,48 +79,29 @@ class CoarseGrained(Scheme[Tensor]):
     """
 
     scheme: Scheme[Any] = AllReduce()
-    ratio: float = 0.1
-    chunk: int = 1 << 15
-    choice: str = "late"  # or "exact"
-    scoring: str = "norm"  # or "agreement", or "relative"
-    history: float = 1.0
-    max_age: int | None = None
+    ratio: Ratio = 0.1
+    chunk: PositiveInt = 1 << 15
+    choice: Literal["late", "exact"] = "late"
+    scoring: Literal["norm", "agreement", "relative"] = "norm"
+    history: Annotated[float, Interval(ge=0, le=1)] = 1.0
+    max_age: PositiveInt | None = None
     freeze: bool = False
-    momentum: float = 0.0  # in [0, 1)
+    momentum: Decay = 0.0
     masking: bool = True
-    warmup: tuple[float, ...] = ()
-    steps_per_ratio: int = 0
+    warmup: tuple[Ratio, ...] = ()
+    steps_per_ratio: NonNegativeInt = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         name = type(self).__name__
-        if not isinstance(self.scheme, Scheme):
-            raise ValueError(f"{name}.scheme must be a scheme, got {self.scheme!r}")
         carrier = self._carrier
         if carrier.traits.layout is not Layout.FLAT or not carrier.traits.exact:
             raise ValueError(
                 f"{name}.scheme must be exact and for flat buckets, or HalfPrecision of such a one, got {self.scheme!r}"
             )
-        if not isinstance(self.warmup, list | tuple):
-            raise ValueError(f"{name}.warmup must be ratios, got {self.warmup!r}")
-        object.__setattr__(self, "warmup", tuple(self.warmup))  # a list, if a plan was read from a file
-        for ratio in (self.ratio, *self.warmup):
-            if type(ratio) not in (int, float) or not 0 < ratio <= 1:
-                raise ValueError(f"{name}.ratio, and those of warmup, must be in (0, 1], got {ratio!r}")
-        if self.chunk < 1:
-            raise ValueError(f"{name}.chunk must be at least 1 element, got {self.chunk!r}")
-        for setting, known in (("choice", CHOICES), ("scoring", SCORING)):
-            if (given := getattr(self, setting)) not in known:
-                raise ValueError(f"{name}.{setting} must be one of {', '.join(known)}, got {given!r}")
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"{name}.momentum must be in [0, 1), got {self.momentum}")
         if self.momentum and (self.freeze or self.history < 1):
             raise ValueError(f"{name}.momentum is for plain error feedback: without freeze, with a history of 1")
-        if not 0 <= self.history <= 1:
-            raise ValueError(f"{name}.history must be in [0, 1], got {self.history}")
-        if self.max_age is not None and self.max_age < 1:
-            raise ValueError(f"{name}.max_age must be at least 1 step or None, got {self.max_age}")
-        if bool(self.warmup) != (self.steps_per_ratio > 0) or self.steps_per_ratio < 0:
+        if bool(self.warmup) != (self.steps_per_ratio > 0):
             raise ValueError(
                 f"{name}.warmup needs steps_per_ratio of at least 1, and only it does; got {self.warmup} and "
                 f"{self.steps_per_ratio}"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Group, Pending
-from ..compressors.expressions import register
+from ..compressors.expressions import PositiveInt, register
 from ..costs.cluster import Placement
 from ..costs.steps import Compute, Step, Transfer
 from ..tensors.bucket import Bucket, FlatSpec, Layout, TensorSpec
@@ -41,16 +41,11 @@ class Hierarchical(Scheme[Any]):
 
     intra: Partitioned[Any, Any] = ReduceScatter()
     inter: Scheme[Any] = AllReduce()
-    ranks_per_node: int = 1
-    nodes_per_rack: int = 1
+    ranks_per_node: PositiveInt = 1
+    nodes_per_rack: PositiveInt = 1
 
     def __post_init__(self) -> None:
-        for setting, kind in (("intra", Partitioned), ("inter", Scheme)):
-            if not isinstance(given := getattr(self, setting), kind):
-                raise ValueError(f"Hierarchical.{setting} must be a scheme{_OF_HALVES[kind]}, got {given!r}")
-        for setting in ("ranks_per_node", "nodes_per_rack"):
-            if type(number := getattr(self, setting)) is not int or number < 1:
-                raise ValueError(f"Hierarchical.{setting} must be at least 1, got {number!r}")
+        super().__post_init__()
         if self.inter.traits.layout is not self.intra.traits.layout:
             raise ValueError(
                 f"Hierarchical.intra and inter must be for the same kind of bucket, got {self.intra.name} for "
@@ -228,9 +223,6 @@ def _bucket_of(bucket: Bucket, part: FlatSpec) -> Bucket:
     specs = dict(zip(bucket.names, bucket.tensors, strict=True))
     tensors = tuple(replace(specs[segment.name], dtype=part.dtype) for segment in part.segments)
     return replace(bucket, segments=part.segments, tensors=tensors, flags_ride=False)
-
-
-_OF_HALVES = {Partitioned: " of two halves (push and pull)", Scheme: ""}
 
 
 async def in_turns(coroutine: Coroutine[Any, Any, T], turns: int) -> T:

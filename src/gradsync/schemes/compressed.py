@@ -37,11 +37,6 @@ class Compressed(Scheme[Tensor]):
     compressor: Compressor[Any]
     traits = Traits(Layout.FLAT, lossy=True, carries_flags=True)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.compressor, Compressor):
-            raise ValueError(f"{type(self).__name__}.compressor must be a compressor, got {self.compressor!r}")
-
     @property
     def title(self) -> str:
         return f"{self.name} of {self.compressor.title}"
@@ -229,8 +224,6 @@ class CompressedTwoWay(Compressed):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.sums is not None and not isinstance(self.sums, Compressor):
-            raise ValueError(f"CompressedTwoWay.sums must be a compressor, or None, got {self.sums!r}")
         for way in (self.compressor, self._sums):
             if way.traits.agrees:
                 raise ValueError(f"{way.title} makes payloads for an all-reduce: owners do not agree on anything")
@@ -325,8 +318,7 @@ class Sparsified(Compressed):
             raise ValueError(
                 f"{self.compressor.title} leaves no sparse elements: use another of the compressed schemes"
             )
-        inner = self.inner.traits if isinstance(self.inner, Scheme) else None
-        if inner is None or inner.layout is not Layout.FLAT or not inner.exact:
+        if self.inner.traits.layout is not Layout.FLAT or not self.inner.traits.exact:
             raise ValueError(f"Sparsified.inner must be an exact scheme of flat buckets, got {self.inner!r}")
 
     @property

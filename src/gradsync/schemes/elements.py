@@ -5,21 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from .. import kernels
 from ..comm import LENGTH_BYTES, Group
-from ..compressors.expressions import register
+from ..compressors.expressions import NonNegativeInt, register
 from ..costs.cluster import Placement
 from ..costs.steps import Compute, Pattern, Step, Transfer
 from ..tensors.bucket import Layout, TensorSpec
 from ..tensors.density import DensityProfile
 from ..tensors.sparse import index_dtype
 from .base import Scheme, State, Traits
-from .capacity import whole_numbers, with_margin
+from .capacity import with_margin
 from .dense import AllReduce
 from .formats import PartFormat, PartMessage
 
@@ -42,17 +42,16 @@ class BalancedElements(Scheme[Tensor]):
     would be no less than dense, pushes its counts only; all ranks see that, and go on by the sizes that all know then.
     """
 
-    owners: str = "rotated_stripe"  # who sums what; the only map for single elements so far
+    owners: Literal["rotated_stripe"] = "rotated_stripe"  # who sums what; the only map for single elements so far
     seed: int = 0  # of the rotations; the same on every rank
-    capacity: tuple[int, ...] = ()  # most non-zeros expected of a rank, and of their union; (): sizes are exchanged
+    capacity: tuple[
+        NonNegativeInt, ...
+    ] = ()  # most non-zeros expected of a rank, and of their union; (): sizes are exchanged
 
     traits = Traits(Layout.FLAT)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.owners != "rotated_stripe":
-            raise ValueError(f"BalancedElements.owners must be 'rotated_stripe', got {self.owners!r}")
-        object.__setattr__(self, "capacity", whole_numbers("BalancedElements.capacity", self.capacity))
         if len(self.capacity) not in (0, 2):
             raise ValueError(
                 "BalancedElements.capacity must be two numbers, the most non-zeros of a rank and of the union of all, "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -30,8 +31,6 @@ from .tables import (
     single_groups,
     specs_of,
 )
-
-OWNERS = ("column_stripe", "table_stripe")
 
 
 @dataclass(frozen=True)
@@ -65,16 +64,11 @@ class BalancedParallelism(RowCapacity, Partitioned[Tables, OwnedColumns]):
     once more, by the sizes that all know.
     """
 
-    owners: str = "column_stripe"  # who sums what; "table_stripe": each table striped by itself, whatever rows it has
+    owners: Literal["column_stripe", "table_stripe"] = (
+        "column_stripe"  # who sums what; "table_stripe": each table striped by itself, whatever rows it has
+    )
 
     traits = Traits(Layout.ROWS)
-
-    def __post_init__(self) -> None:
-        if self.owners not in OWNERS:
-            raise ValueError(
-                f"BalancedParallelism.owners must be one of {', '.join(map(repr, OWNERS))}, got {self.owners!r}"
-            )
-        super().__post_init__()
 
     @property
     def owns_alike(self) -> bool:

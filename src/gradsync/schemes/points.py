@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..comm import LENGTH_BYTES, Group
-from ..compressors.expressions import register
+from ..compressors.expressions import Nameable, PositiveInt, register
 from ..costs.cluster import Placement
 from ..costs.steps import Compute, Step, Transfer
 from ..tensors.bucket import Layout, TensorSpec
@@ -38,7 +38,7 @@ OWNERS = {None: (), Balance.BALANCED: ("rotated_stripe", "hash"), Balance.IMBALA
 
 
 @dataclass(frozen=True)
-class DesignPoint:
+class DesignPoint(Nameable):
     """The settings of a point; by default Balanced Parallelism's."""
 
     formats: ClassVar[tuple[IndexFormat, ...]]  # that tell what the layout must know
@@ -54,14 +54,7 @@ class DesignPoint:
     pull_format: str = SMALLEST  # of sums over all ranks
 
     def __post_init__(self) -> None:
-        kinds = {"communication": Communication, "aggregation": Aggregation, "partition": Partition, "balance": Balance}
-        for setting, kind in {**kinds, "pull_by": Communication}.items():
-            given = getattr(self, setting)
-            if given is None and setting in ("balance", "pull_by"):
-                continue
-            if given not in list(kind):
-                raise ValueError(f"{type(self).__name__}.{setting} must be one of {', '.join(kind)}, got {given!r}")
-            object.__setattr__(self, setting, kind(given))  # plans write the names
+        super().__post_init__()
         if self.pull_by is not None and self.partition is Partition.CENTRALIZATION:
             raise ValueError(
                 f"{type(self).__name__}.pull_by is for parallelism, whose owners hand out sums; got {self.pull_by} "
@@ -77,8 +70,6 @@ class DesignPoint:
                 raise ValueError(
                     f"{type(self).__name__}.{setting} must be one of {', '.join(known)}, got {getattr(self, setting)!r}"
                 )
-        if type(self.seed) is not int:
-            raise ValueError(f"{type(self).__name__}.seed must be an integer, got {self.seed!r}")
         _ = self.point
 
     @classmethod
@@ -149,15 +140,10 @@ class ElementPoint(DesignPoint, Scheme[Tensor]):
     has become dense travels as such (SparCML's switch). NaN and infinity travel, -0.0 is zero.
     """
 
-    block: int = 1
+    block: PositiveInt = 1
 
     traits = Traits(Layout.FLAT)
     formats = tuple(IndexFormat)
-
-    def __post_init__(self) -> None:
-        if type(self.block) is not int or self.block < 1:
-            raise ValueError(f"ElementPoint.block must be at least 1, got {self.block!r}")
-        super().__post_init__()
 
     @property
     def title(self) -> str:

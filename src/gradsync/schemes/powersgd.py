@@ -11,15 +11,16 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import cast
+from typing import Annotated, Literal, cast
 
 import torch
+from annotated_types import Interval
 from torch import Tensor
 
 from .. import kernels
 from ..comm import Group
 from ..compressors import SENT, CompressorState
-from ..compressors.expressions import register
+from ..compressors.expressions import NonNegativeInt, PositiveInt, register
 from ..costs.cluster import Placement
 from ..costs.steps import Compute, Pattern, Step, Transfer
 from ..tensors import allocator as memory
@@ -30,7 +31,6 @@ from .compressed import parted
 from .dense import even_ranges
 
 RESIDUAL, Q = "residual", "q"  # what is kept: for each element, and for each segment
-MATRICES = ("tensors", "bucket")
 
 
 @register
@@ -63,25 +63,14 @@ class PowerSGD(Scheme[Tensor]):
     Wire: 2(n-1)/n of rank (rows + columns) numbers for each matrix, and of all else.
     """
 
-    rank: int = 2
-    min_compression: float = 2.0
-    matrices: str = "tensors"  # or "bucket"
-    start_step: int = 0
-    seed: int = 0  # of the first Q, which also depends on the tensor's name
+    rank: PositiveInt = 2
+    min_compression: Annotated[float, Interval(ge=1, lt=math.inf)] = 2.0
+    matrices: Literal["tensors", "bucket"] = "tensors"
+    start_step: NonNegativeInt = 0
+    seed: NonNegativeInt = 0  # of the first Q, which also depends on the tensor's name
 
     name = "powersgd"
     traits = Traits(Layout.FLAT, lossy=True, carries_flags=True, depends_on_shapes=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for setting, least in (("rank", 1), ("start_step", 0), ("seed", 0)):
-            given = getattr(self, setting)
-            if given < least:
-                raise ValueError(f"PowerSGD.{setting} must be a whole number of at least {least}, got {given!r}")
-        if not 1 <= self.min_compression < math.inf:
-            raise ValueError(f"PowerSGD.min_compression must be a number of at least 1, got {self.min_compression}")
-        if self.matrices not in MATRICES:
-            raise ValueError(f"PowerSGD.matrices must be one of {', '.join(MATRICES)}, got {self.matrices!r}")
 
     @property
     def title(self) -> str:

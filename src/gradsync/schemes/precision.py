@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..comm import Group
-from ..compressors.cast import DTYPES
+from ..compressors.cast import DTYPES, HalfType
 from ..compressors.expressions import register
 from ..costs.cluster import Placement
 from ..costs.steps import Compute, Step
@@ -39,13 +39,10 @@ class HalfPrecision(Scheme[Any]):
     """
 
     inner: Scheme[Any] = AllReduce()
-    values: str = "bfloat16"  # or "float16": 3 bits more, in a range up to 65504
+    values: HalfType = "bfloat16"  # or "float16": 3 bits more, in a range up to 65504
 
     def __post_init__(self) -> None:
-        if not isinstance(self.inner, Scheme):
-            raise ValueError(f"HalfPrecision.inner must be a scheme, got {self.inner!r}")
-        if self.values not in DTYPES:
-            raise ValueError(f"HalfPrecision.values must be one of {', '.join(DTYPES)}, got {self.values!r}")
+        super().__post_init__()
 
     @property
     def dtype(self) -> torch.dtype:

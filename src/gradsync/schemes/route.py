@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..comm import Group, Work
 from ..compressors import Compressor, CompressorState, Summand
-from ..compressors.expressions import register
+from ..compressors.expressions import PositiveInt, register
 from ..costs.cluster import Placement
 from ..costs.steps import OFFLOAD, Compute, Pattern, Step, Transfer
 from ..tensors.bucket import Bucket, FlatSpec, Layout, TensorSpec
@@ -56,24 +56,19 @@ class Route(Scheme[Tensor]):
 
     tasks: tuple[str, ...]
     compressor: Compressor[Any] | None = None
-    ranks_per_node: int = 1
+    ranks_per_node: PositiveInt = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.tasks, list | tuple) or not all(isinstance(word, str) for word in self.tasks):
-            raise ValueError(f"Route.tasks must be a list of words, got {self.tasks!r}")
-        object.__setattr__(self, "tasks", tuple(self.tasks))
         try:
             leaf = self.leaf
         except ValueError as error:
             raise ValueError(f"Route.tasks: {error}") from None
         compresses = any(task.kind is Kind.COMP for task in leaf)
-        if compresses and not isinstance(self.compressor, Compressor):
+        if compresses and self.compressor is None:
             raise ValueError(f"Route.compressor must be a compressor, as the tasks compress, got {self.compressor!r}")
         if not compresses and self.compressor is not None:
             raise ValueError(f"Route.compressor must be None, as no task compresses, got {self.compressor!r}")
-        if self.ranks_per_node < 1:
-            raise ValueError(f"Route.ranks_per_node must be at least 1, got {self.ranks_per_node}")
         if is_flat(leaf) and self.ranks_per_node != 1:
             raise ValueError(
                 f"Route.ranks_per_node must be 1 for tasks among all ranks, which know no nodes, got "

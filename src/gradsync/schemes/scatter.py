@@ -40,10 +40,6 @@ class SparseReduceScatter(Partitioned[Tensor, OwnedRange]):
 
     traits = Traits(Layout.FLAT)
 
-    def __post_init__(self) -> None:
-        if type(self.seed) is not int:
-            raise ValueError(f"SparseReduceScatter.seed must be an integer, got {self.seed!r}")
-
     def push_stages(self, size: int) -> tuple[str, ...]:
         return ("push",)
 

@@ -51,23 +51,16 @@ class Shuffled(Scheme[Tensor]):
     def __post_init__(self) -> None:
         super().__post_init__()
         inner = self.scheme.inner if isinstance(self.scheme, HalfPrecision) else self.scheme
-        is_exact = isinstance(inner, Scheme) and inner.traits.layout is Layout.FLAT and inner.traits.exact
+        is_exact = inner.traits.layout is Layout.FLAT and inner.traits.exact
         if not is_exact and not isinstance(self.scheme, CompressedAllGather):
             raise ValueError(
                 f"{type(self).__name__}.scheme must be for flat buckets and exact, HalfPrecision of such a one, or "
                 f"CompressedAllGather, got {self.scheme!r}"
             )
-        try:
-            groups = [tuple(tuple(map(int, group)) for group in each) for each in self.rounds]
-            shares = [tuple(map(float, each)) for each in self.relaxations] or [()] * len(groups)
-        except TypeError:
-            raise ValueError(
-                f"{type(self).__name__}.rounds must be lists of groups of ranks, and relaxations lists of numbers, got "
-                f"{self.rounds!r} and {self.relaxations!r}"
-            ) from None
-        if len(shares) != len(groups):
-            raise ValueError(f"there are {len(groups)} rounds, and relaxations of {len(shares)}")
-        schedule = GroupSchedule(tuple(Round(*each) for each in zip(groups, shares, strict=True)))
+        shares = self.relaxations or ((),) * len(self.rounds)
+        if len(shares) != len(self.rounds):
+            raise ValueError(f"there are {len(self.rounds)} rounds, and relaxations of {len(shares)}")
+        schedule = GroupSchedule(tuple(Round(*each) for each in zip(self.rounds, shares, strict=True)))
         relaxed = any(share != 1 for each in schedule.rounds for share in each.relaxations)
         object.__setattr__(self, "rounds", tuple(each.groups for each in schedule.rounds))
         object.__setattr__(self, "relaxations", tuple(each.relaxations for each in schedule.rounds) if relaxed else ())

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import lru_cache
 
+from ..compressors.expressions import Word
 
-class Communication(StrEnum):
+
+class Communication(Word):
     """The way of a message."""
 
     RING = "ring"
@@ -24,21 +25,21 @@ class Communication(StrEnum):
     POINT_TO_POINT = "point_to_point"
 
 
-class Aggregation(StrEnum):
+class Aggregation(Word):
     """When sums are taken."""
 
     INCREMENTAL = "incremental"
     ONE_SHOT = "one_shot"
 
 
-class Partition(StrEnum):
+class Partition(Word):
     """Whether a tensor is split over owners."""
 
     CENTRALIZATION = "centralization"
     PARALLELISM = "parallelism"
 
 
-class Balance(StrEnum):
+class Balance(Word):
     """Whether the owners' parts are equally dense."""
 
     BALANCED = "balanced"

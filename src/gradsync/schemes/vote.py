@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor
 
 from ..comm import Group
-from ..compressors import Compressor, Sign
+from ..compressors import Sign
 from ..compressors.expressions import register
 from ..costs.cluster import Placement
 from ..costs.steps import Step
@@ -32,14 +32,8 @@ class MajorityVote(Compressed):
     Wire: 1 bit an element of each other rank, or 2(n-1)/n bits an element.
     """
 
-    compressor: Compressor[Any] = Sign()
+    compressor: Sign = Sign()
     via: Literal["all_gather", "two_way"] = "all_gather"
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.compressor, Sign):
-            raise ValueError(f"MajorityVote.compressor must be Sign or Signum, got {self.compressor!r}")
-        if self.via not in ("all_gather", "two_way"):
-            raise ValueError(f"MajorityVote.via must be all_gather or two_way, got {self.via!r}")
 
     @property
     def _counted(self) -> Compressed:

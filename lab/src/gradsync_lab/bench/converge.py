@@ -29,6 +29,7 @@ from gradsync.optim.lars import LARS
 from gradsync.planner import default_plan
 from gradsync.planner.named import DENSE_SCHEMES, SCHEMES_IN_WORDS, PlanMaker, fit_optimizer, is_lossy, lossy_planner
 from gradsync.plans.plan import Plan
+from gradsync.schemes import Scheme
 from gradsync.schemes import coarse_names as coarse
 from gradsync.state import arrived as arrived_of
 from gradsync.tensors.arrivals import Arrival, Arrivals
@@ -212,7 +213,7 @@ def trained(task: Workload, name: str, *, seed: int, steps: int, ranks: int) -> 
 
 
 def training(
-    task: Workload, name: str, *, seed: int, ranks: int, mixes_by: Mapping[str, Any] | None = None
+    task: Workload, name: str, *, seed: int, ranks: int, mixes_by: Scheme[Any] | None = None
 ) -> Iterator[nn.Module]:
     """Yields a fresh model after each of its steps, without end; where replicas differ, their mean.
 
@@ -258,7 +259,7 @@ class Ranks:
 
     def __init__(self, plan: Plan, specs: Mapping[str, TensorSpec], size: int) -> None:
         self._groups = LocalGroup.world(size)
-        self._buckets = [(bucket.bucket(specs), bucket.make_scheme()) for bucket in plan.buckets]
+        self._buckets = [(bucket.bucket(specs), bucket.scheme) for bucket in plan.buckets]
         self._states = [[scheme.init(bucket, group) for group in self._groups] for bucket, scheme in self._buckets]
         self.arrivals = Arrivals()  # of the last step
 

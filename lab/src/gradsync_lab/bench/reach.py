@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from gradsync.schemes import from_expression
+
 from ..report.record import Record, Spread
 from .asynchronous import ASP
 from .converge import BASELINE, opened, processes, training
@@ -319,7 +321,7 @@ def steps_to(
     torch.set_num_threads(1)
     task = opened(workload, **options)
     losses: list[float] = []
-    mixes_by = None if learner.mixes_by is None else json.loads(learner.mixes_by)
+    mixes_by = None if learner.mixes_by is None else from_expression(json.loads(learner.mixes_by))
     steps = training(task, learner.name, seed=seed, ranks=ranks, mixes_by=mixes_by)
     for model in islice(steps, spec.every - 1, spec.most_steps, spec.every):
         losses.append(float(task.evaluate(model)["loss"]))

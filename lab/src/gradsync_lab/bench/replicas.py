@@ -6,7 +6,7 @@ same here. A replica's parameters are a row of a matrix; after each step the row
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from itertools import count
 from typing import Any
 
@@ -20,7 +20,7 @@ from gradsync.compressors import Cast, Compressor
 from gradsync.costs.cluster import Cluster, Link, Placement
 from gradsync.planner.averaging import STATES
 from gradsync.plans.plan import Plan
-from gradsync.schemes import CompressedAllGather, HalfPrecision, Hierarchical, Scheme, Shuffled, from_expression
+from gradsync.schemes import CompressedAllGather, HalfPrecision, Hierarchical, Scheme, Shuffled
 from gradsync.tensors.bucket import FlatSpec
 
 from ..rivals.gossip import Gossip
@@ -30,25 +30,24 @@ from .averaging import AveragingMethod
 ALIKE_BYTES_PER_S = 1.25e8  # 1 Gbit/s; where all links are alike, the rate changes no decision
 
 
-def mixings_of(scheme: Mapping[str, Any] | Scheme[Any], size: int) -> list[Matrix]:
+def mixings_of(scheme: Scheme[Any], size: int) -> list[Matrix]:
     """Returns the mixing matrix W, (size, size), of each round of the scheme's cycle.
 
     Raises:
         ValueError: the scheme does not average parameters.
     """
-    made = scheme if isinstance(scheme, Scheme) else from_expression(scheme)
-    if isinstance(made, Gossip):
-        return [made.mixing(size, round) for round in range(len(made.distances))]
-    if isinstance(made, Hierarchical):
-        within = np.kron(np.eye(size // made.together), np.full((made.together, made.together), 1 / made.together))
-        blocks = np.ones((made.together, made.together)) / made.together
+    if isinstance(scheme, Gossip):
+        return [scheme.mixing(size, round) for round in range(len(scheme.distances))]
+    if isinstance(scheme, Hierarchical):
+        together = scheme.together
+        within = np.kron(np.eye(size // together), np.full((together, together), 1 / together))
+        blocks = np.ones((together, together)) / together
         return [
-            (np.kron(each, blocks) @ within).astype(np.float64)
-            for each in mixings_of(made.inter, size // made.together)
+            (np.kron(each, blocks) @ within).astype(np.float64) for each in mixings_of(scheme.inter, size // together)
         ]
-    if isinstance(made, Shuffled):
-        return [each.mixing for each in made.schedule.rounds]
-    raise ValueError(f"{made.title} mixes no parameters")
+    if isinstance(scheme, Shuffled):
+        return [each.mixing for each in scheme.schedule.rounds]
+    raise ValueError(f"{scheme.title} mixes no parameters")
 
 
 def rests_of(scheme: Scheme[Any]) -> list[bool]:
@@ -69,7 +68,7 @@ class Replicas:
     def __init__(
         self,
         workload: Workload,
-        scheme: Mapping[str, Any],
+        scheme: Scheme[Any],
         *,
         momentum_every: int,
         seed: int,
@@ -78,13 +77,12 @@ class Replicas:
     ) -> None:
         self._workload = workload
         self._mixings = [torch.from_numpy(w).float() for w in mixings_of(scheme, ranks)]
-        made = from_expression(scheme)
-        self._meets = [not rests for rests in rests_of(made)]
+        self._meets = [not rests for rests in rests_of(scheme)]
         if "static" in ablations and any(self._meets):
             first = self._mixings[self._meets.index(True)]
             self._mixings = [first if meets else w for w, meets in zip(self._mixings, self._meets, strict=True)]
         self._is_stale = "stale" in ablations
-        self._compressor = _compressor_of(made)
+        self._compressor = _compressor_of(scheme)
         self._momentum_every = momentum_every
         self._models = [workload.model(sparse=False, seed=seed) for _ in range(ranks)]
         self._parameters = _rows([list(model.parameters()) for model in self._models])
@@ -96,7 +94,7 @@ class Replicas:
 
     @classmethod
     def of(
-        cls, method: AveragingMethod, workload: Workload, *, seed: int, ranks: int, scheme: Mapping[str, Any] | None
+        cls, method: AveragingMethod, workload: Workload, *, seed: int, ranks: int, scheme: Scheme[Any] | None
     ) -> Replicas:
         """Returns replicas that average by this scheme; None: by the method's own choice on links that are all
         alike.

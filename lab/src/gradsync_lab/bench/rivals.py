@@ -19,10 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradsync.comm.shuffle import resting, together
-from gradsync.compressors.expressions import to_expression
 from gradsync.costs.timeline import Task
 from gradsync.engine.bucket_run import BucketStatistics
-from gradsync.schemes import Shuffled
+from gradsync.schemes import Scheme, Shuffled
 from gradsync.tensors.arrivals import Sections
 
 POST_LOCAL_SGD = "post_local_sgd"
@@ -38,7 +37,7 @@ class Rival(ABC):
 
     settled = True
     profile = None
-    mixes_by: dict[str, Any] | None = None  # the scheme by which ranks average parameters; None if they do not
+    mixes_by: Scheme[Any] | None = None  # the scheme by which ranks average parameters; None if they do not
 
     @abstractmethod
     def detach(self) -> None:
@@ -94,7 +93,7 @@ class PostLocalSGD(Rival):
         local = PostLocalSGDState(self._group, None, GRADIENT_STEPS, post_local_gradient_allreduce=False)
         self.ddp.register_comm_hook(local, post_localSGD_hook)
         self._hook = optimizer.register_step_post_hook(self._after_step)
-        self.mixes_by = to_expression(Shuffled.by(resting(together(dist.get_world_size()), every)))
+        self.mixes_by = Shuffled.by(resting(together(dist.get_world_size()), every))
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._averager.average_parameters(optimizer.param_groups)

@@ -27,7 +27,7 @@ from gradsync.planner import Job
 from gradsync.planner.named import fit_optimizer
 from gradsync.planner.predict import predict, unmeasured
 from gradsync.plans.plan import What
-from gradsync.schemes import from_expression
+from gradsync.schemes import Scheme, to_expression
 
 from .. import workloads
 from ..cluster.counters import interface_bytes
@@ -82,7 +82,7 @@ class Contestant:
         if scheme is None or attachment is None:
             return 1
         schemes = [scheme] if isinstance(attachment, Rival) else [b.scheme for b in attachment.plan.buckets]
-        return lcm(*(len(rests_of(from_expression(each))) for each in schemes))
+        return lcm(*(len(rests_of(each)) for each in schemes))
 
     def forget_block(self) -> None:
         """Removes the measurements of the last block; its steps stay made, and its losses are kept."""
@@ -319,7 +319,7 @@ def result_of(workload: AnyWorkload, who: Contestant, spec: TrainSpec) -> dict[s
         "blocks": who.blocks,
         "block_average": spec.block_average,
         "in_step": who.in_step,
-        "mixes_by": mixing_scheme(who),
+        "mixes_by": None if (scheme := mixing_scheme(who)) is None else to_expression(scheme),
         "losses": who.losses,
         "samples_per_step": workload.batch_size,
         "sent_bytes": sum(who.sent_bytes),
@@ -335,7 +335,7 @@ def result_of(workload: AnyWorkload, who: Contestant, spec: TrainSpec) -> dict[s
     }
 
 
-def mixing_scheme(who: Contestant) -> dict[str, Any] | None:
+def mixing_scheme(who: Contestant) -> Scheme[Any] | None:
     """Returns the scheme by which ranks average parameters; None if they do not.
 
     The scheme is the first bucket's, as all buckets have the same groups.

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
+from gradsync.compressors.cast import HalfType
 from gradsync.costs.cluster import Placement
 from gradsync.schemes import (
     BLOCKS_OF_256,
@@ -40,7 +41,7 @@ MOST_RANKS_FOR_POINTS = 16  # with more ranks, rounds and messages of `POINTS` a
 
 
 def candidates(
-    layout: Layout, profiles: Sequence[DensityProfile], placement: Placement, *, values: str | None = None
+    layout: Layout, profiles: Sequence[DensityProfile], placement: Placement, *, values: HalfType | None = None
 ) -> tuple[Scheme[Any], ...]:
     """Returns the schemes that can synchronise a bucket of this layout among ranks with this placement.
 
@@ -71,7 +72,7 @@ def candidates(
     return tuple(dict.fromkeys(schemes))
 
 
-def _in_half(scheme: Scheme[Any], values: str) -> Scheme[Any]:
+def _in_half(scheme: Scheme[Any], values: HalfType) -> Scheme[Any]:
     """Wraps a scheme to round values on the wire: in a hierarchy between nodes only, where bytes cost most."""
     if isinstance(scheme, Hierarchical):
         return replace(scheme, inter=HalfPrecision(scheme.inter, values))

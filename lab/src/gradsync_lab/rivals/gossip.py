@@ -42,7 +42,6 @@ class Gossip(Scheme[Tensor]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "distances", tuple(tuple(map(int, each)) for each in self.distances))
         if not self.distances or not all(self.distances):
             raise ValueError(f"Gossip.distances must have one or more for each round, got {self.distances!r}")
 

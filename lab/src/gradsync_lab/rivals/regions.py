@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradsync import kernels
 from gradsync.comm import Group
-from gradsync.compressors.expressions import register
+from gradsync.compressors.expressions import PositiveInt, register
 from gradsync.costs.cluster import Placement
 from gradsync.costs.steps import Compute, Pattern, Step, Transfer
 from gradsync.schemes.base import Scheme, State, Traits
@@ -44,13 +44,9 @@ class OkTopkLike(Scheme[Tensor]):
     the union.
     """
 
-    bins: int = 64  # per owner: a region is within about a 64th of its share where bins are alike
+    bins: PositiveInt = 64  # per owner: a region is within about a 64th of its share where bins are alike
 
     traits = Traits(Layout.FLAT)
-
-    def __post_init__(self) -> None:
-        if type(self.bins) is not int or self.bins < 1:
-            raise ValueError(f"OkTopkLike.bins must be at least 1, got {self.bins!r}")
 
     def stages(self, size: int) -> tuple[str, ...]:
         return ("histogram", "push", "pull")

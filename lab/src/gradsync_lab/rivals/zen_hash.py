@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradsync import kernels
 from gradsync.comm import LENGTH_BYTES, Group
-from gradsync.compressors.expressions import register
+from gradsync.compressors.expressions import NonNegativeInt, register
 from gradsync.costs.cluster import Placement
 from gradsync.costs.steps import Compute, Step, Transfer
 from gradsync.kernels.hierarchy import HashMemory
@@ -55,15 +55,9 @@ class ZenHash(Scheme[Tensor]):
     """
 
     seed: int = 0  # for all hashes; the same on every rank
-    expected: int = 0  # non-zeros that a rank's memory has room for; 0: as many as the rank has in a step
+    expected: NonNegativeInt = 0  # non-zeros that a rank's memory has room for; 0: as many as the rank has in a step
 
     traits = Traits(Layout.FLAT)
-
-    def __post_init__(self) -> None:
-        if type(self.seed) is not int:
-            raise ValueError(f"ZenHash.seed must be an integer, got {self.seed!r}")
-        if type(self.expected) is not int or self.expected < 0:
-            raise ValueError(f"ZenHash.expected must be a whole number from 0 on, got {self.expected!r}")
 
     def planned_for(self, profiles: Sequence[DensityProfile]) -> ZenHash:
         """Returns the scheme with memory for the measured density, as the paper has it; without a profile for any."""
