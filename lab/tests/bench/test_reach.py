@@ -61,7 +61,9 @@ def test_who_learns_like_a_method() -> None:
     ]
     assert Learner.of("csc0.1_4k_lazy") == Learner.of("csc0.1_4k") == Learner("csc0.1_4k")
     for name in ("auto_lossy", "ddp_int8", "csc_free"):
-        with pytest.raises(ValueError, match=f"what {name} loses is torch's alone, or depends on what it measures"):
+        with pytest.raises(
+            ValueError, match=f"learns as {name} does: its errors are torch's own, or depend on its measurements"
+        ):
             Learner.of(name)
 
 
@@ -94,7 +96,7 @@ def test_times_are_steps_by_seconds(tmp_path: Path) -> None:
     assert ours.params["steps"] == ours.params["baseline_steps"] == [1.0, 1.0]
     assert ours.ratio == Spread.of([0.5]) and ddp.ratio == Spread.of([2.0]) and ours.aa == Spread.of([1.0])
     assert len(events) == 4, "two learners from two seeds"
-    assert len(notes) == 1 and "what auto_lossy loses" in notes[0]
+    assert len(notes) == 1 and "learns as auto_lossy does" in notes[0]
     save_records(records, tmp_path / "timed.json")
     command = ["bench", "reach", str(tmp_path / "timed.json"), "--loss", "1000", "--every", "1", "--seeds", "1"]
     result = CliRunner().invoke(app, [*command, "--json", str(tmp_path / "out.json")])

@@ -61,8 +61,8 @@ def test_a_flow_moves_and_ranks_stall_every_few_seconds() -> None:
     ("asked", "said"),
     [
         (("trunk", 4, "1gbit"), "unknown scenario 'trunk'; there are uniform, slow-node,"),
-        (("racks", 3, "1gbit"), "of 4 nodes or more, got 3"),
-        (("racks", 4, "unshaped"), "of shaped links, got unshaped"),
+        (("racks", 3, "1gbit"), "at least 4 nodes, got 3"),
+        (("racks", 4, "unshaped"), "a link with a rate, such as 1gbit, got unshaped"),
         (("racks", 4, "fast"), "link rate must look like"),
     ],
 )

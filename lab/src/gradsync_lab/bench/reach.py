@@ -52,7 +52,7 @@ class ReachSpec:
     every: int = 10  # steps between evaluations
     most_steps: int = 500
     jobs: int = 2
-    whole: tuple[str, ...] = ()  # methods that are trained on the cluster too, from the first seed, beside the baseline
+    whole: tuple[str, ...] = ()  # methods that are trained on the cluster too, as the baseline is, from the first seed
 
     def __post_init__(self) -> None:
         for what in ("seeds", "every", "jobs"):

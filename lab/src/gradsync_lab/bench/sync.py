@@ -79,7 +79,7 @@ def sync_records(
     environment = {**environment, **ranks[0]["cost"]}
     params = {"nodes": spec.nodes, "link": LOOPBACK if on_loopback else spec.link}
     params |= {"ranks_per_node": spec.ranks_per_node, **spec.scenario}
-    # On loopback all ranks share one interface, which counts what all nodes send.
+    # On loopback all ranks share one interface, which counts the bytes of all nodes.
     node_share = 1 / spec.nodes if on_loopback else 1.0
     records = []
     for index, case in enumerate(ranks[0]["cases"]):

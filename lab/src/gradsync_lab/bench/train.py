@@ -125,7 +125,7 @@ def run_training(spec: TrainSpec, on_event: Callable[[dict[str, Any]], None]) ->
         commit=commit(),
         notes=notes,
     )
-    # On loopback all ranks share one interface, which counts what all of them send.
+    # On loopback all ranks share one interface, which counts the bytes of all ranks.
     _fill(run, spec, ranks, sharing=spec.world_size if on_loopback else spec.ranks_per_node)
     return run
 
@@ -178,7 +178,7 @@ def _pick_in_words(name: str, picked: str, sweep: Figures) -> str:
     if not medians:
         return f"{name} is {picked}: all settings of DDP failed"
     said = ", ".join(f"{member} {median_s * 1e3:.1f} ms" for member, median_s in medians.items())
-    return f"{name} is {picked}, picked before the methods were judged; the steps then: {said}"
+    return f"{name} is {picked}, chosen before the methods were compared, by these steps: {said}"
 
 
 def _ratio(mine: list[float], base: list[float]) -> Spread | None:

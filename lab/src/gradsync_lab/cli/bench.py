@@ -156,10 +156,10 @@ def train(
         str | None,
         typer.Option(
             help=f"Clusters with a bottleneck, comma-separated, one run each: {', '.join(SCENARIOS)}. What they slow "
-            "down is relative to --link. Blocks are judged by their mean step."
+            "down is relative to --link. Blocks are compared by their mean step."
         ),
     ] = None,
-    repeats: Annotated[int, typer.Option(min=5, help="Pairs of blocks that are judged.")] = 10,
+    repeats: Annotated[int, typer.Option(min=5, help="Pairs of blocks that are compared.")] = 10,
     block_steps: Annotated[int, typer.Option(min=1, help="Steps of a block.")] = 8,
     row_length: Annotated[int | None, typer.Option(help="Short for --option dim=N.")] = None,
     grid: Annotated[
@@ -217,7 +217,7 @@ def train(
         records += run.records
         notes += [f"{each.workload}, {each.link}{scene}: {note}" for note in run.notes] if len(cells) > 1 else run.notes
         if len(cells) > 1 and json is not None and json != "-":
-            save_records(records, json)  # what is finished stays if the run is interrupted
+            save_records(records, json)  # finished records stay if the run is interrupted
     finish(records, notes, json, bounds)
 
 
@@ -429,7 +429,7 @@ def converge(
 @app.command()
 def reach(
     timed: Annotated[Path, typer.Argument(help="Records of `gradsync bench train`, of one workload.")],
-    loss: Annotated[float, typer.Option(help="The held-out loss that is to be reached.")],
+    loss: Annotated[float, typer.Option(help="The held-out loss to reach.")],
     baseline: Annotated[str, typer.Option(help="A method of that run.")] = "ddp_bf16",
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each method, with other weights and batches.")] = 3,
     every: Annotated[int, typer.Option(min=1, help="Steps between evaluations.")] = 10,
@@ -441,7 +441,7 @@ def reach(
         str,
         typer.Option(
             help="Methods, comma-separated, that are also trained to the loss on the emulated cluster, each by itself "
-            "from the first seed, beside the baseline: whether the product holds."
+            "from the first seed, and the baseline too: a check of the estimate."
         ),
     ] = "",
     json: Json = None,

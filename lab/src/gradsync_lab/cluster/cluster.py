@@ -379,7 +379,7 @@ def free_port() -> int:
 def _figure(process: subprocess.Popen[Any]) -> float:
     output, _ = process.communicate(timeout=120)
     if process.returncode != 0:
-        raise RuntimeError("a probe of the lab's links failed; what it printed stands above")
+        raise RuntimeError("a probe of the lab's links failed; see its output above")
     return float(output)
 
 

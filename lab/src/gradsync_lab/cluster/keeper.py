@@ -33,7 +33,7 @@ PR_SET_PDEATHSIG = 1
 
 CONGESTION_CONTROL = "cubic"  # BBR, the default of some kernels, does not suit shaped links
 NETWORK = "10.77.0.0/24"
-NOBODY = ("10.77.0.254", 9)  # an address of the network at which nobody listens
+NOBODY = ("10.77.0.254", 9)  # an address of the network without a listener
 PACKET_BYTES = (4 << 10, 64 << 10)  # the smallest and the largest segmentation-offload packet
 BURST_S = 0.001  # tokens kept, in time at full rate: below a timer tick the rate is not reached
 BURST_PACKETS = 1.5  # at least so many segmentation-offload packets, with their headers, must fit into a burst
@@ -202,7 +202,7 @@ class NamespaceNetwork:
         # By route: a namespace may not choose a congestion control that the machine does not allow to everybody.
         # The route replaces the one that came with the address and must look like it (protocol kernel, scope link).
         route = {"dst": NETWORK, "oif": index, "proto": 2, "scope": 253, "prefsrc": spec["addresses"][node]}
-        with contextlib.suppress(NetlinkError):  # the kernel lacks it: `observe` says what is used instead
+        with contextlib.suppress(NetlinkError):  # the kernel lacks this one: `observe` says which is used instead
             inside.route("replace", **route, metrics={"cc_algo": CONGESTION_CONTROL})
         self.set_rate(node, spec["rates"][node], spec["interface"])
 
@@ -282,7 +282,7 @@ def processes_inside(spaces: set[str]) -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
-            with contextlib.suppress(OSError):  # it has ended, or belongs to somebody else
+            with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
                 if network_namespace(entry.name) in spaces:
                     found.append(int(entry.name))
     return found
@@ -290,11 +290,11 @@ def processes_inside(spaces: set[str]) -> list[int]:
 
 def keep() -> None:
     """Builds the network, reports, and obeys commands until its input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the ranks and for who started them
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the ranks and their parent
     die_with_parent(signal.SIGTERM)
     spec = json.loads(sys.stdin.readline())
     try:
-        import pyroute2  # noqa: F401 (before the namespaces change and with them what files may be read)
+        import pyroute2  # noqa: F401 (before the namespaces change, which may make files unreadable)
 
         if not spec["root"]:
             become_root_of_own_namespace()

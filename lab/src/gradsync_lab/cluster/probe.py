@@ -60,7 +60,7 @@ def send(host: str, port: int, seconds: float, rate: float) -> None:
             while time.monotonic() < deadline:
                 stream.sendall(CHUNK)
         except (BrokenPipeError, ConnectionResetError):
-            pass  # the receiver has what it wanted
+            pass  # the receiver has enough and closed the connection
 
 
 def echo(port: int) -> None:

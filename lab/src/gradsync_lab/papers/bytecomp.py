@@ -325,11 +325,11 @@ def unexplained_table(simulated: list[Simulated]) -> Table:
             ],
         )
     return rows.done(
-        "What the bars of two rivals hold beyond the model, ms, beside what it counts for the same",
-        "HiTopKComm compresses every tensor: its bars ask for 0.6 ms and more a tensor than the planner counts. "
+        "Time in two rivals' published bars that the model does not explain, ms, and the model's time for the same",
+        "HiTopKComm compresses every tensor: its bars need 0.6 ms and more a tensor than the planner counts. "
         "It is the authors' own implementation, which is not released.",
         "BytePS-Compress: error feedback, copies to and from the host and servers' sums are in no published figure.",
-        "LSTM: the bars of all rivals are near that of FP32, whatever they send. Nothing here explains that.",
+        "LSTM: the bars of all rivals are near FP32's, whatever they send. The model does not explain that.",
     )
 
 
@@ -362,8 +362,8 @@ def distance_table(jobs: Sequence[ByteCompJob] = JOBS) -> Table:
     return rows.done(
         "Distance from the upper bound, %, 64 ranks (the paper's in brackets)",
         "The paper: below 10 for all 18 with NVLink; with PCIe most within 12, the worst 16.",
-        "Merging can pass the bound, which is of tensors as they are.",
-        "What an iteration takes besides is as fitted to the job of the same model in the table of throughput.",
+        "Merging can exceed the bound, which holds for unmerged tensors.",
+        "The rest of an iteration is fitted to the job of the same model in the table of throughput.",
         decimals=1,
     )
 
@@ -386,7 +386,7 @@ def scaling_table() -> Table:
             rows.add(f"{job.name}, {system}", values)
     return rows.done(
         "Scaling factor, %, from 8 to 64 ranks, 8 on a node (the paper's in brackets)",
-        "One rank: backward and what is fitted. The paper states that gains grow with ranks, and FP32 at 64.",
+        "One rank: backward and the fitted rest. The paper states that gains grow with ranks, and FP32 at 64.",
         decimals=0,
     )
 
@@ -453,7 +453,7 @@ def ablation_table() -> Table:
         rows.add(f"{dimension}, {coding.name}, {network.name.split(',')[0]}", found)
     return rows.done(
         "Ablations, VGG16, 64 ranks, 1e4 images a second (the paper's in brackets, read off figures)",
-        "The paper does not say on which network the first three were; their full figures are those of NVLink.",
+        "The paper does not say on which network the first three were; their full figures equal NVLink's.",
         "all: every tensor by the one option that is best for all; myopic: each by its own time alone.",
         "full can be below a variant with less to choose from: Algorithm 1 is greedy.",
     )

@@ -234,9 +234,9 @@ def sizes_table(scenario: Scenario) -> Table:
             if spread is not None:
                 rows.add(row, [(f"{name}: spread", spread, None)], unit="variances")
     return rows.done(
-        f"Milliseconds of an iteration, {scenario.name}: BSP, the fastest grid, that of two rounds",
-        "Of one grid for each number of rounds, of radices as alike as can be. spread: as above, without momentum; "
-        "it is of all ranks together.",
+        f"Milliseconds of an iteration, {scenario.name}: BSP, the fastest grid, the fastest of two rounds",
+        "For each number of rounds, one grid with radices as equal as possible. spread: as above, without momentum, "
+        "over all ranks.",
         decimals=1,
     )
 
@@ -267,8 +267,8 @@ def loads_table() -> Table:
     return rows.done(
         "The most that a rack's uplink carries in one direction in a round, of the bytes averaged, by racks x ranks "
         "(our notes' figures in brackets)",
-        "Counted: what rings send from rack to rack, by their steps. one crossing group: the most of the rounds of a "
-        "cycle in which one crosses.",
+        "Counted: bytes that rings send from rack to rack, by their steps. one crossing group: the largest of the "
+        "cycle's rounds in which one group crosses.",
     )
 
 
@@ -327,6 +327,6 @@ def chosen_table() -> Table:
         rows.add(f"{name}: {found[0].name}", [("speed", whole.step_s / found[0].step_s, None)])
         rows.add(f"{name}: {found[0].name}", [("spread of a node", found[0].spread, None)], "variances")
     return rows.done(
-        f"Groups that the planner chooses, beside all together (published: up to {PUBLISHED_SPEED} times the speed)",
+        f"Groups that the planner chooses, against one group (published: up to {PUBLISHED_SPEED} times the speed)",
         "One group at a time may cross a rack's uplink; nodes may be 1.5 variances apart. slow: a quarter of the rate.",
     )

@@ -251,8 +251,8 @@ def attribution_table() -> Table:
     modelled_s = ours.seconds - ALEXNET.compute_s
     return rows.done(
         "Milliseconds of an iteration on 512 GPUs (published in brackets)",
-        "latency, then kernels (sums, scaling, rounding), then choosing (and packing): what an iteration is longer by "
-        "with each; bytes: what it is longer by than computation without any.",
+        "bytes: time of an iteration beyond computation, with bytes only; latency, kernels (sums, scaling, rounding), "
+        "choosing (and packing): additional time with each.",
         f"Kernels interrupt backward and go through memory at {MEMORY_BYTES_PER_S / 1e9:.0f} GB/s (assumed).",
         f"Of {1e3 * left_s:.1f} ms that the published iteration takes beyond computation, {1e3 * modelled_s:.1f} are "
         f"modelled here with chunks; the other {1e3 * (left_s - modelled_s):.1f} (stragglers, input, copies, their own "
@@ -268,7 +268,7 @@ def epochs_table() -> Table:
         rows.add(technique, [("alexnet", epochs_minutes(ALEXNET, 512, technique), published)])
     return rows.done(
         "Minutes for 95 epochs of ImageNet, AlexNet on 512 GPUs in batches of 65,536 (published in brackets)",
-        f"{IMAGES:,} images an epoch. What is not modelled, see above, is not in them.",
+        f"{IMAGES:,} images an epoch. Time that is not modelled, see above, is not included.",
         decimals=2,
     )
 
@@ -293,8 +293,8 @@ def threshold_table() -> Table:
         rows.add(row, [("step over the best threshold's", step_s(problem, chosen) / best_s, None)], unit="ratio")
         rows.add(row, [("and parted at the end", step_s(problem, lazy(problem)) / best_s, None)], unit="ratio")
     return rows.done(
-        "From how many bytes of 16 bits on gradients are sent, on 512 GPUs (our notes' figures in brackets)",
-        "Our notes count links between nodes alone; the steps are by all that is moved. Where backward hides most of "
+        "Threshold: bytes in 16 bits from which on gradients are sent, on 512 GPUs (our notes' figures in brackets)",
+        "Our notes count links between nodes alone; the steps count all transfers. Where backward hides most of "
         "the exchange, more and smaller buckets are better than by this rule, which counts bytes and latencies only.",
     )
 
@@ -337,8 +337,8 @@ def sizes_table() -> Table:
         for name, value, figure in zip(QUANTITIES, found, stated, strict=True):
             rows.add(name, [(job.model, float(value), figure)])
     return rows.done(
-        "What moving gradients once around takes at 7 GB/s, without latency (our notes' figures in brackets)",
-        "Of a ring so long that a rank sends everything twice.",
+        "Time to move gradients once around a ring at 7 GB/s, without latency (our notes' figures in brackets)",
+        "The ring is so long that a rank sends everything twice.",
         decimals=1,
     )
 

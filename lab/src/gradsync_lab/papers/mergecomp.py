@@ -210,8 +210,8 @@ def factors_table() -> Table:
         "Scaling factors, %, of 2, 4, 8 ranks in one server: layer-wise, merged as released (the paper's in brackets)",
         "Fitted, by FP32 and the layer-wise bars of DGC, Random-k, EFSignSGD and OneBit: an iteration of one rank "
         f"({fitted}), {1e6 * COLLECTIVE_S:.0f} us a collective, {links}, PCIe {1e-9 * PCIE.bytes_per_s:.1f} GB/s.",
-        "Modelled: all else. Merged bars are fitted to nothing. QSGD is assumed to compute as signs do.",
-        "FP16 and QSGD, which send most, come out too fast when merged: their bars ask for a slower link than FP32's.",
+        "Modelled: all else. Merged bars are not fitted. QSGD's kernels are assumed to be as fast as those of signs.",
+        "FP16 and QSGD, which send most, come out too fast when merged: their bars need a slower link than FP32's.",
         "cuts: any number of buckets, by our search. cuts and kinds: each bucket compressed, or in 32 or 16 bits.",
         "Left out: Top-k, SignSGD, SIGNUM (no constants of their kernels), Mask R-CNN (no backward).",
         decimals=0,

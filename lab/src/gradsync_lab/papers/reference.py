@@ -146,8 +146,8 @@ def searches_table(models: Sequence[str] = MODELS) -> Table:
             rows.add(name, [("gap at most", 100 * certificate.gap, None)], "%")
     return rows.done(
         "Backward and synchronisation, ms, by search; three options a tensor, one channel",
-        "A, B, C: 10, 25, 100 Gb/s, 0.27, 0.62, 0.27 ms to encode. The gap is that of the plan with cuts.",
-        f"{_OF_NOTES} Device only and joint are exact there; here they are what our search finds.",
+        "A, B, C: 10, 25, 100 Gb/s, 0.27, 0.62, 0.27 ms to encode. The gap is of the plan with cuts.",
+        f"{_OF_NOTES} Device only and joint are exact there; here gradsync's search finds them.",
         _TRACE,
     )
 
@@ -189,8 +189,8 @@ def ways_table(models: Sequence[str] = MODELS) -> Table:
             rows.add(name, ((c, 1e3 * s, p) for c, s, p in zip(WAYS, found, stated, strict=True)))
             rows.add(name, [("gap at most", 100 * certify(problem, solution).gap, None)], "%")
     return rows.done(
-        "Backward and synchronisation, ms, by what is decided together; options and cases as in ByteComp's tables",
-        f"{_OF_NOTES} Exact there; here what our search finds, and how far from the best that can be.",
+        "Backward and synchronisation, ms, by what is searched together; options and cases as in ByteComp's tables",
+        f"{_OF_NOTES} Exact there; here found by gradsync's search, with the largest possible gap to the best.",
         _TRACE,
     )
 
@@ -237,6 +237,6 @@ def released_table(models: Sequence[str] = MODELS) -> Table:
         rows.add(model, [("probes", len(set(probed)), None)], "of 20 steps")
     return rows.done(
         "MergeComp's released binary search for two buckets, on exact times, against exact cuts",
-        "Probes: different cuts that it measures, 20 iterations each, behind 100 of warm-up; ours needs none.",
+        "Probes: different cuts that it measures, 20 iterations each, after 100 of warm-up; gradsync's needs none.",
         decimals=1,
     )

@@ -29,7 +29,7 @@ def balance_rows(records: Sequence[Record], *, compact: bool = False) -> list[li
     columns = balance_columns(records)[3:]
     rows: dict[tuple[str, int], dict[str, str]] = {}
     for record in records:
-        assert record.balance is not None, "the records are those of `bench balance`"
+        assert record.balance is not None, "expected records of `bench balance`"
         params = record.params
         row = rows.setdefault((params["gradient"], params["ranks"]), {"density": f"{100 * params['density']:.2f}"})
         row[record.baseline] = _in_words(record.balance.baseline, compact=compact)
@@ -53,7 +53,7 @@ def balance_table(records: Sequence[Record], *, compact: bool = False) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    figures = "push" if compact else "push / pull (push less that of the first map, +- standard error)"
+    figures = "push" if compact else "push / pull (push minus the first map's, +- standard error)"
     table = Table(title=Text("Imbalance of owner maps"), caption=Text(f"{figures}, mean over draws; 1: even"))
     for number, heading in enumerate(balance_columns(records)):
         table.add_column(heading.replace("_", " "), justify="right" if number else "left", overflow="fold")

@@ -100,7 +100,7 @@ def loss_rows(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
 
 def loss_table(records: Sequence[Record], *, compact: bool = False) -> Table:
     """Returns the rows of `loss_rows` as a rich table; `compact` changes nothing."""
-    note = "held-out loss, mean over seeds (over that of the baseline, seed by seed); points of accuracy above it"
+    note = "held-out loss, mean over seeds (over the baseline's, seed by seed); points of accuracy above it"
     return _table("Losses after as many steps", note, *loss_rows(records))
 
 

@@ -80,7 +80,7 @@ def figures(run: TrainingRun) -> list[tuple[str, str, go.Figure]]:
     for method in run.methods:
         if method.buckets:
             title, most = f"Bytes by bucket: {method.name}", plots.MOST_SHOWN_BUCKETS
-            hint = "What the plan predicts beside what was recorded."
+            hint = "Recorded bytes, and the plan's prediction."
             if len(method.buckets) > most:
                 hint += f" The {most} largest of {len(method.buckets)} buckets."
             result.append((title, hint, plots.bytes_by_bucket(run, method)))

@@ -121,7 +121,7 @@ def bytes_by_bucket(run: TrainingRun, method: MethodRun) -> go.Figure:
             marker={"color": colour, "opacity": opacity},
             hovertemplate=f"{name}: %{{x:,.3f}} kB<extra></extra>",
         )
-    plot.update_layout(margin={"r": 70})  # the longest bar's figure stands beside it
+    plot.update_layout(margin={"r": 70})  # room for the figure behind the longest bar
     return _rows_from_the_top(plot, labels)
 
 

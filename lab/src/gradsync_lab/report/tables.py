@@ -124,7 +124,7 @@ def _figures(method: MethodRun, records: dict[str, Record], run: TrainingRun) ->
 
 SCALING, LEARNED = RECORD_COLUMNS.index("scaling"), RECORD_COLUMNS.index("held-out")
 COMPACT_RECORD_COLUMNS = (0, 1, 2, 3, 5, 6, SCALING, LEARNED)
-COMPACT_COLUMNS = (0, 1, 3, 5, 6, 7)  # what matters most, for narrow terminals
+COMPACT_COLUMNS = (0, 1, 3, 5, 6, 7)  # the most important columns, for narrow terminals
 
 
 def training_table(run: TrainingRun, *, compact: bool = False) -> Table:

@@ -176,7 +176,7 @@ class _Asleep:
 
     def __call__(self, step: Tensor) -> Tensor:
         asleep = _Clock()
-        # Copied here: autograd takes over memory that nobody else holds, as that of real gradients.
+        # Copied here: autograd takes over memory without other references, as it does for real gradients.
         gradients = {n: g.clone() for n, g in self._gradients[int(step) % len(self._gradients)].items()}
         clock = _Clock()
         token = _node(_Rest, torch.zeros((), requires_grad=True), clock, self.times.backward_s)

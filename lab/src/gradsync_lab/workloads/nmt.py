@@ -23,7 +23,7 @@ from .language import SampledSoftmaxWorkload
 from .phrases import MAX_WORDS, open_pairs
 from .softmax import sampled_softmax_loss
 
-PADDING, UNKNOWN, BORDER = 0, 1, 2  # ids before those of words; the border opens and closes an English sentence
+PADDING, UNKNOWN, BORDER = 0, 1, 2  # ids below the words' ids; the border opens and closes an English sentence
 HELD_OUT_RATIO = 0.02
 EVALUATION_PAIRS = 256
 EVALUATION_BATCH = 64
