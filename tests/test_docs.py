@@ -50,3 +50,13 @@ def test_usual_changes_name_files_that_are_there_and_few() -> None:
     words = " ".join(text for _, text in rows)
     for name in re.findall(r"`([a-z_]+)` (?:in|chooses)", words):
         assert any(f"def {name}(" in path.read_text() for top in PACKAGES for path in top.rglob("*.py")), name
+
+
+def test_the_way_of_a_gradient_names_calls_that_are_there() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \d \| `(\w+)\.(\w+)`.*?\]\(\.\./(\S+?\.py)\)", page, re.MULTILINE)
+    assert len(rows) == 8
+    for owner, call, path in rows:
+        source = (ROOT / path).read_text(encoding="utf-8")
+        assert f"def {call}(" in source, f"{owner}.{call} is not in {path}"
+        assert owner == "Scheme" or f"class {owner}" in source, f"{owner} is not in {path}"
