@@ -1,7 +1,7 @@
 """Parameter servers: asynchronous training (ASP), and asynchronous training with bounded staleness (SSP).
 
-These servers emulate other systems and are re-implemented for comparison. Every rank is a worker and serves a stripe of
-the parameters. After its backward a worker pushes to each server its stripe of the gradients, and takes over the
+ASP and SSP emulate other systems here and are re-implemented for comparison. Every rank is a worker and serves a stripe
+of the parameters. After its backward a worker pushes to each server its stripe of the gradients, and takes over the
 parameters that the servers answer. A server steps its stripe once for each push, in the order in which pushes arrive.
 
 In ASP no worker waits for another. In SSP a worker that is ahead of the slowest one by more steps than a bound gets its

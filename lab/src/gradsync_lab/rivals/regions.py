@@ -71,7 +71,10 @@ class OkTopkLike(Scheme[Tensor]):
         placement: Placement,
         round: int = 0,
     ) -> tuple[Step, ...]:
-        """The profile's rows are the elements of the flat tensor; without a profile no element counts as zero."""
+        """Returns the scheme's steps; the profile's rows are the elements of the flat tensor.
+
+        Without a profile, all elements count as non-zero.
+        """
         (flat,) = specs
         n, index_nbytes = placement.size, index_dtype(flat.numel).itemsize
         profile = elements_of(flat, profiles)
