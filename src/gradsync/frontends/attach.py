@@ -355,23 +355,10 @@ def attach(
     plan = planner_of(plan)
     averaging: AveragingPlanner | None = getattr(plan, "averaging", None)  # of an `AutoPlanner`
     refusal = "" if averaging is None else why_not_parameters(model, optimizer, grad_scaler)
-    if has_reducer(model) and refusal:
-        raise ValueError(refusal)
     if has_reducer(model):
-        state = DDPState(
-            model,
-            plan=plan,
-            timeout_s=timeout_s,
-            exclude=exclude,
-            optimizer=optimizer,
-            grad_scaler=grad_scaler,
-            verify_every=verify_every,
-            verify_tolerance=verify_tolerance,
-        )
-        _register(model, state)
-        return Attachment(
-            FrontendSwitch(Frontend(state.engine, state.no_sync, state.detach, joinable=lambda: state.model)), model
-        )
+        if refusal:
+            raise ValueError(refusal)
+        return Attachment(_behind_reducer(model, attached, plan, grad_scaler), model)
     if isinstance(model, DistributedDataParallel):
         refusal = DROP_IN
     settings = f"broadcast_buffers={broadcast_buffers}, grad_scaler={grad_scaler is not None}"
@@ -407,6 +394,24 @@ def attach(
         other = ParametersBeside(switch, hooks, averaging, attached)
         switch.choice = GradientsOrParameters(engine, model, optimizer, other)
     return Attachment(switch, model)
+
+
+def _behind_reducer(
+    model: DistributedDataParallel, attached: Attached, plan: Plan | Planner, grad_scaler: torch.amp.GradScaler | None
+) -> FrontendSwitch:
+    """Registers DDP's communication hook on a model that torch's DDP has wrapped."""
+    state = DDPState(
+        model,
+        plan=plan,
+        timeout_s=attached.timeout_s,
+        exclude=attached.exclude,
+        optimizer=attached.optimizer,
+        grad_scaler=grad_scaler,
+        verify_every=attached.verification.every,
+        verify_tolerance=attached.verification.tolerance,
+    )
+    _register(model, state)
+    return FrontendSwitch(Frontend(state.engine, state.no_sync, state.detach, joinable=lambda: state.model))
 
 
 def _averaging_switch(

@@ -136,13 +136,16 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         if isinstance(module, DistributedDataParallel):
             self._attachment = module.attachment  # the inner wrapper averages; once is enough
             return
-        earlier = _wrappers.get(module, lambda: None)()
-        if earlier is not None and earlier._attachment is not None:
-            earlier._attachment.detach()
         self._attach(init_sync=init_sync, buffers=not keeps_buffers_apart)
 
     def _attach(self, *, init_sync: bool, buffers: bool) -> None:
-        """Attaches to the module, on all ranks at once; `buffers`: buffers start as rank 0's."""
+        """Attaches to the module, on all ranks at once; `buffers`: buffers start as rank 0's.
+
+        An earlier wrapper of the module is detached.
+        """
+        earlier = _wrappers.get(self.module, lambda: None)()
+        if earlier is not None and earlier._attachment is not None:
+            earlier._attachment.detach()
         self._attachment = attach(
             self.module,
             process_group=self.process_group,

@@ -6,6 +6,7 @@ import logging
 import secrets
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -356,32 +357,38 @@ def averaging_frontend(
         also,
         verification=attached.verification,
     )
-    assert optimizer is not None
-    regrouping: Regrouping | None = None
-    averaging: Averaging | None = None
     try:
-        if not apart:
-            initial = [p for n, p in model.named_parameters() if not matches(n, exclude)]
-            level(engine, [*initial, *buffers_of(model, exclude).values()])
+        return _frontend_of(engine, attached, regroups, apart=apart)
+    except BaseException:
+        forget(model.modules(), parameters.values())
+        engine.close()
+        raise
+
+
+def _frontend_of(
+    engine: Engine, attached: Attached, regroups: tuple[AveragingPlanner, Cluster] | None, *, apart: bool
+) -> Frontend:
+    """Puts averaging on a model and an optimiser, and regrouping if groups may change; see `averaging_frontend`."""
+    model, optimizer, exclude = attached.model, attached.optimizer, attached.exclude
+    assert optimizer is not None
+    if not apart:
+        initial = [p for n, p in model.named_parameters() if not matches(n, exclude)]
+        level(engine, [*initial, *buffers_of(model, exclude).values()])
+    with ExitStack() as on_error:
         averaging = Averaging(model, engine, optimizer, exclude)
+        on_error.callback(averaging.remove)
+        regrouping: Regrouping | None = None
         if regroups is not None and regroups[0].regroups(engine.group.placement):
             planner, links = regroups
             regrouping = Regrouping(planner, engine, averaging, model, optimizer, links, exclude)
         if apart:
             averaging.consensus()
-    except BaseException:
-        if averaging is not None:
-            averaging.remove()
-        forget(model.modules(), parameters.values())
-        engine.close()
-        raise
-
-    present = averaging
+        on_error.pop_all()
 
     def remove() -> None:
         if regrouping is not None:
             regrouping.remove()
-        present.remove()
+        averaging.remove()
 
     return Frontend(engine, averaging.no_sync, remove, averaging, regrouping)
 

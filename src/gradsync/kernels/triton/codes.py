@@ -221,6 +221,30 @@ def divided(a: tl.tensor, b: tl.tensor, SUM: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def integer_level(
+    scaled: tl.tensor,
+    row: tl.tensor,
+    first: tl.tensor,
+    lane: tl.tensor,
+    accumulator: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    TOP: tl.constexpr,
+    TILE: tl.constexpr,
+) -> tl.tensor:
+    """Returns the whole number in [-TOP, TOP] that each of (TILE,) scaled elements is rounded to; 0 for NaN."""
+    kept = tl.where(tl.abs(scaled) >= 0, scaled, 0.0)  # NaN is not
+    most = tl.full([TILE], TOP, accumulator)
+    kept = tl.minimum(tl.maximum(kept, -most), most)
+    if ROUNDING == "stochastic":
+        fixed = (kept * 16777216).to(tl.int32)  # towards zero
+        level = ((fixed + (noise_from(row, first, lane) >> 8).to(tl.int32)) >> 24).to(accumulator)
+    else:
+        whole = tl.full([TILE], 6755399441055744 if accumulator == tl.float64 else 12582912, accumulator)
+        level = (kept + whole) - whole  # at that magnitude an ulp is 1, so that adding rounds
+    return level
+
+
+@triton.jit
 def _encode(
     x: tl.tensor,
     residual: tl.tensor,
@@ -272,21 +296,11 @@ def _encode(
             code = exponent_code(in_float(scaled), noise_from(row, first, lane))
             level = exponent_value(code).to(accumulator)
         else:
-            kept = tl.where(tl.abs(scaled) >= 0, scaled, 0.0)  # NaN is not
-            most = tl.full([TILE], TOP, accumulator)
-            kept = tl.minimum(tl.maximum(kept, -most), most)
-            if ROUNDING == "stochastic":
-                fixed = (kept * 16777216).to(tl.int32)  # towards zero
-                level = ((fixed + (noise_from(row, first, lane) >> 8).to(tl.int32)) >> 24).to(accumulator)
-            else:
-                whole = tl.full(
-                    [TILE], 6755399441055744 if accumulator == tl.float64 else 12582912, accumulator
-                )  # ulp 1: added, it rounds
-                level = (kept + whole) - whole
+            level = integer_level(scaled, row, first, lane, accumulator, ROUNDING, TOP, TILE)
             if BITS == 8:
                 code = level.to(tl.int32) & 0xFF
             else:
-                code = (level + most).to(tl.int32)
+                code = (level + TOP).to(tl.int32)
         packed = packed | tl.where(inside, code << (part * BITS), 0)
         if KEEPS:
             tl.store(next_residual + begin + element, p - level * step, mask=inside)
