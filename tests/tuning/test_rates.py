@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from gradsync.comm import Group, GroupError, run_local
 from gradsync.comm.links import Exchange
 from gradsync.costs.cluster import Cluster, Link, Placement
+from gradsync.costs.transport import DEFAULT_TRANSPORT
 from gradsync.tuning.rates import SIZES, Rates, cluster_of, measured_rates, tournament
 
 LINK = Link(125e6)  # 1 Gbit/s
@@ -134,7 +135,8 @@ def test_a_rate_is_of_the_quickest_exchange_of_a_pair_and_large_enough_to_be_tim
     cluster, asked = Cluster(5, link, slow={3: Link(20e6)}), Counter[tuple[int, int]]()
 
     def seconds(exchange: Exchange, group: Group, timeout_s: float) -> float:
-        messages = list(exchange.transfer.peers(group.rank))
+        traffic = exchange.transfer.carried_by(DEFAULT_TRANSPORT)
+        messages = [(to, nbytes) for source, to, nbytes in traffic.messages() if source == group.rank]
         if not messages:
             return 0.0
         ((peer, sent),) = messages

@@ -21,10 +21,12 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "demo": Command(None, "Trains with DDP and with gradsync in turns, and shows what each gradient cost on the wire."),
+    "demo": Command(
+        None, "Trains with DDP and with gradsync in turns, and shows the bytes that each gradient cost on the wire."
+    ),
     "simulate": Command(
         None,
-        "A paper's evaluation beside the published values: of communication (zen), or of whole steps, up to a minute.",
+        "Simulates a paper's evaluation and shows the published values: communication (zen), or whole steps.",
     ),
     "characterize": Command(
         ".characterize:characterize",
@@ -41,8 +43,8 @@ COMMANDS = {
     "explain": Command(
         ".plan:explain", "Explain a plan: the best other schemes for each bucket, and whether plain DDP is as fast."
     ),
-    "bench": Command(None, "Measure methods beside each other and keep the records."),
-    "lab": Command(None, "An emulated cluster on this machine: namespaces joined by shaped links."),
+    "bench": Command(None, "Compare methods in one run and keep the records."),
+    "lab": Command(None, "An emulated cluster on this machine: namespaces joined by limited links."),
 }
 
 

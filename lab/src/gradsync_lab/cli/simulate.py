@@ -41,9 +41,7 @@ def simulate(
     paper: Annotated[Paper, typer.Option(help="Whose evaluation to simulate.")] = Paper.ZEN,
     json: Annotated[str | None, typer.Option(help="Write the rows here; - prints them instead of the table.")] = None,
 ) -> None:
-    """Simulates a paper's evaluation and shows the published values: communication (zen), or whole steps, up to a
-    minute.
-    """
+    """Simulates a paper's evaluation and shows the published values: communication (zen), or whole steps."""
     rows: Sequence[Any]
     match paper:
         case Paper.ZEN:
