@@ -64,7 +64,7 @@ class Compressed(Scheme[Tensor]):
         if issubclass(self.compressor.traits.payload, Summand) and most is not None and group.size > most:
             raise ValueError(
                 f"{self.compressor.title} makes payloads of which {most} can be summed, there are {group.size} ranks: "
-                "use compressed_all_gather or compressed_two_way"
+                "give it more summands, or fewer levels"
             )
         return {SENT: (self.compressor.init(bucket.flat_spec, group.rank),)}
 

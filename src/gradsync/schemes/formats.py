@@ -49,12 +49,12 @@ class RowFormat:
 
     @cached_property
     def pieces(self) -> tuple[tuple[Piece, ...], ...]:
-        """For each group the spans, cut at the borders of tables: pieces of the tables' own columns."""
+        """The spans of each group, cut at the borders of tables: pieces of the tables' own columns."""
         return tuple(tuple(group.pieces(spans)) for group, spans in zip(self.groups, self.spans, strict=True))
 
     @cached_property
     def _widths(self) -> tuple[tuple[int, ...], ...]:
-        """For each piece of each group the bytes of one row's values."""
+        """The bytes of one row's values in each piece of each group."""
         return tuple(tuple(piece.width * piece.itemsize for piece in pieces) for pieces in self.pieces)
 
     def nbytes(self, rows: Sequence[float]) -> float:
@@ -66,7 +66,7 @@ class RowFormat:
         return total
 
     def sections(self, message: Tensor, rows: Sequence[int]) -> list[Section]:
-        """Returns views of a message, (`nbytes(rows)`,) uint8, group by group, to be written or read."""
+        """Returns views of a message, (bytes,) uint8, of `nbytes(rows)` bytes, group by group, to write or read."""
         found, offset = [], 0
         for group, pieces, widths, count in zip(self.groups, self.pieces, self._widths, rows, strict=True):
             choice = smallest(count, group.num_rows)
@@ -139,7 +139,7 @@ class PartFormat:
         return min(self.formats, key=lambda choice: self._nbytes(choice, count))
 
     def part(self, message: Tensor, count: int) -> PartMessage:
-        """Returns views of a message with `count` rows, (`nbytes(count)`,) uint8, to be written or read."""
+        """Returns views of a message with `count` rows, (bytes,) uint8, of `nbytes(count)` bytes, to write or read."""
         choice = self.choice(count)
         rows = self.length if choice is IndexFormat.DENSE else count
         start = int(choice.nbytes(count, self.length))

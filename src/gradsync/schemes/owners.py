@@ -46,7 +46,7 @@ class StripedGroups:
 
     @cached_property
     def formats(self) -> tuple[RowFormat, ...]:
-        """For each owner the layout of messages to it: in each group its own columns, then the shared ones."""
+        """The layout of messages to each owner: in each group the owner's columns, then the shared ones."""
         owners = [column_owners(group.dim, self.size, self.most_shared) for group in self.groups]
         return tuple(
             RowFormat(self.groups, tuple((group.stripes[owner], group.shared) for group in owners))
@@ -55,13 +55,13 @@ class StripedGroups:
 
     @cached_property
     def shared(self) -> tuple[tuple[Piece, ...], ...]:
-        """For each group the pieces that all owners sum; they stand last among the group's pieces in `formats`."""
+        """The pieces of each group that all owners sum, last among the group's pieces in `formats`."""
         owners = [column_owners(group.dim, self.size, self.most_shared) for group in self.groups]
         return tuple(tuple(group.pieces([of.shared])) for group, of in zip(self.groups, owners, strict=True))
 
     @cached_property
     def owned(self) -> tuple[tuple[tuple[Piece, ...], ...], ...]:
-        """For each owner and each group the pieces that the owner sums alone."""
+        """The pieces that each owner sums alone: by owner, by group."""
         return tuple(
             tuple(
                 pieces[: len(pieces) - len(shared)] for pieces, shared in zip(format.pieces, self.shared, strict=True)
@@ -71,7 +71,7 @@ class StripedGroups:
 
     @cached_property
     def widths(self) -> tuple[tuple[int, ...], ...]:
-        """For each owner and each group the number of columns that the owner sums alone."""
+        """The number of columns that each owner sums alone: by owner, by group."""
         return tuple(tuple(sum(piece.width for piece in pieces) for pieces in owner) for owner in self.owned)
 
     def pull_bytes(self, rows: Sequence[float]) -> tuple[float, ...]:

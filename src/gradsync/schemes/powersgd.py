@@ -59,7 +59,7 @@ class PowerSGD(Scheme[Tensor]):
     Wire: 2(n-1)/n of rank (rows + columns) numbers for each matrix, and of everything uncompressed.
     """
 
-    rank: PositiveInt = 2  # columns of each factor
+    rank: PositiveInt = 2  # of the approximation of each matrix
     min_compression: Annotated[float, Interval(ge=1, lt=math.inf)] = 2.0
     # "bucket" treats the whole bucket as one matrix, as square as possible (torch's `batched_powerSGD_hook`): two
     # products a bucket, and factors of about 2 `rank` times the root of its elements. But rows then mix unrelated
