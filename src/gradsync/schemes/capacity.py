@@ -146,4 +146,4 @@ def opened(arrived: Sequence[Tensor], tables: int) -> tuple[list[list[int]], lis
     """Returns for each message, (bytes,) uint8, the header of `tables` numbers, and the rest as a view."""
     head = head_nbytes(tables)
     headers = torch.stack([message[LENGTH_BYTES:head] for message in arrived]).view(torch.int64)
-    return headers.tolist(), [message[head:] for message in arrived]  # the host must know what came
+    return headers.tolist(), [message[head:] for message in arrived]  # the host needs the numbers to cut messages

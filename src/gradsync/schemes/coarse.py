@@ -103,7 +103,8 @@ class CoarseGrained(Scheme[Tensor]):
         carrier = self._carrier
         if carrier.traits.layout is not Layout.FLAT or not carrier.traits.exact:
             raise ValueError(
-                f"{name}.scheme must be exact and for flat buckets, or HalfPrecision of such a one, got {self.scheme!r}"
+                f"{name}.scheme must be exact and for flat buckets, or HalfPrecision of such a scheme, "
+                f"got {self.scheme!r}"
             )
         if self.momentum and (self.freeze or self.history < 1):
             raise ValueError(
@@ -129,9 +130,10 @@ class CoarseGrained(Scheme[Tensor]):
         return self.scheme.inner if isinstance(self.scheme, HalfPrecision) else self.scheme
 
     def check(self, specs: tuple[TensorSpec, ...]) -> None:
-        """
+        """Checks that the bucket has a floating-point dtype and that `scheme` takes the message.
+
         Raises:
-            ValueError: for a bucket of integers, or one that `scheme` does not take.
+            ValueError: if not.
         """
         (flat,) = specs
         if not flat.dtype.is_floating_point:
@@ -143,9 +145,10 @@ class CoarseGrained(Scheme[Tensor]):
         return ("scores", *stages) if self.choice == "exact" else stages
 
     def init(self, bucket: Bucket, group: Group) -> State:
-        """
+        """Returns residuals of zero, and the numbers kept for each chunk, before the first step.
+
         Raises:
-            ValueError: for a `scheme` that keeps state.
+            ValueError: if `scheme` keeps state.
         """
         if self._carrier.init(bucket, group):
             raise ValueError(

@@ -242,7 +242,7 @@ class CompressedTwoWay(Compressed):
                 )
         if isinstance(self._sums, Feedback) and not isinstance(self.compressor, Feedback):
             raise ValueError(
-                f"CompressedTwoWay.sums has error feedback, and {self.compressor.title} has none: a plan with other "
+                f"CompressedTwoWay.sums has error feedback and {self.compressor.title} has none: a plan with other "
                 "buckets adds residuals of sums to those of gradients; give the compressor error feedback too"
             )
 

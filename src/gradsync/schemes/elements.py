@@ -242,11 +242,14 @@ def counts_in(arrived: Sequence[Tensor], head: int) -> list[list[int]]:
     counts: list[list[int]] = (
         torch.stack([message[LENGTH_BYTES:head] for message in arrived]).view(torch.int64).tolist()
     )
-    return counts  # the host must know what came
+    return counts  # the host needs the numbers to cut messages
 
 
 def part_format(flat: TensorSpec, size: int) -> PartFormat:
-    """Returns the format of an owner's part of a flat bucket: equally long for all `size` owners, the end unused."""
+    """Returns the format of an owner's part of a flat bucket, equally long for all `size` owners.
+
+    A place at the end stays empty where `size` does not divide the number of elements.
+    """
     return PartFormat(-(-flat.numel // size), 1, flat.dtype)
 
 

@@ -162,7 +162,7 @@ def _pushes(tasks: Sequence[RouteTask]) -> Iterator[RouteTask]:
 
 
 def _cut(held: Held, sizes: Sequence[int]) -> Iterator[Piece]:
-    """Yields the pieces for collectives that divide a range among so many members each, one inside the other."""
+    """Yields the pieces of a range divided among `sizes[0]` members, each share among `sizes[1]`, and so on."""
     if not sizes:
         yield held.start, held.stop
         return

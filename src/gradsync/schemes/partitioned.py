@@ -107,7 +107,7 @@ class BalancedParallelism(RowCapacity, Partitioned[Tables, OwnedColumns]):
         return _sum_columns(messages, agreed, stripes, group.rank, scale, dtype), state
 
     async def pull(self, shard: OwnedColumns, state: State, group: Group) -> Tables:
-        # Pull: from each owner its columns of the sum; everybody knows the rows already.
+        # Pull: from each owner its columns of the sum; all ranks know the rows since push.
         sizes = [shard.numel_of(owner) for owner in range(group.size)]
         return _join_stripes(await group.all_gather(shard.values, sizes), shard)
 

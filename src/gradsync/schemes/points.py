@@ -217,7 +217,7 @@ def _in_blocks(x: Tensor, block: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _Space:
-    """A schedule for the tables of one bucket, with owner maps and message formats; runs and prices it."""
+    """A schedule for the tables of one bucket, with owner maps and message formats."""
 
     plan: Schedule
     specs: tuple[TensorSpec, ...]

@@ -243,7 +243,7 @@ class Route(Scheme[Tensor]):
         return [nbytes for spec in specs for nbytes in [compressor.nbytes(spec, step)] * leg.bundle]
 
     def keeps_fp32_at(self, point: int) -> bool:
-        """Whether a compression is of sums, which have a wider dtype: all but one that is the route's first task."""
+        """Whether the compression with this number is of sums, in a wider dtype; only a route's first task is not."""
         return point > 0 or self.leaf[0].kind is not Kind.COMP
 
     @property

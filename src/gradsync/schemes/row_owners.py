@@ -92,10 +92,10 @@ class EvenSplit(RowOwners):
 
 @dataclass(frozen=True)
 class RotatedStripe(RowOwners):
-    """A rotated map: row i = n q + r is the q-th of owner (r + rho(q)) mod n, where rho is a seeded mix.
+    """A map that rotates the owners of neighbouring rows: row i = n q + r is the q-th of owner (r + rho(q)) mod n.
 
-    Balanced: each run of n neighbours goes to n owners, so that neither dense regions nor regular patterns of rows load
-    one owner. See `kernels.partition_rotated`.
+    Here rho is a seeded mix. Balanced: each run of n neighbours goes to n owners, so that neither dense regions nor
+    regular patterns of rows load one owner. See `kernels.partition_rotated`.
     """
 
     seed: int = 0

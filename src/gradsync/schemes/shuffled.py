@@ -55,7 +55,7 @@ class Shuffled(Scheme[Tensor]):
         is_exact = inner.traits.layout is Layout.FLAT and inner.traits.exact
         if not is_exact and not isinstance(self.scheme, CompressedAllGather):
             raise ValueError(
-                f"{type(self).__name__}.scheme must be for flat buckets and exact, HalfPrecision of such a one, or "
+                f"{type(self).__name__}.scheme must be for flat buckets and exact, HalfPrecision of such a scheme, or "
                 f"CompressedAllGather, got {self.scheme!r}"
             )
         shares = self.relaxations or ((),) * len(self.rounds)

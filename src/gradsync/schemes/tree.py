@@ -173,7 +173,7 @@ class Grammar:
         return left
 
     def count(self, symbol: str | None = None, devices: int = len(DEVICES)) -> int:
-        """Returns the number of leaves on so many devices, or of derivations of `symbol`."""
+        """Returns the number of leaves with `devices` devices, or of derivations of `symbol`."""
         symbol = self.start if symbol is None else symbol
         if symbol not in self.rules:
             kind = Kind(symbol)
@@ -200,13 +200,13 @@ class Grammar:
             paths = [(done, point) for done, point in ahead if done[-1].word == word]
             if not paths:
                 legal = sorted({done[-1].word for done, _ in ahead})
-                known = ", ".join(legal) if legal else "nothing"
+                known = ", ".join(legal) if legal else "the end"
                 after = f"after {', '.join(words[:number])}" if number else "at the beginning"
-                raise ValueError(f"{word!r} may not come {after}; there may come {known}")
+                raise ValueError(f"{word!r} may not come {after}; expected {known}")
         ended = [done for done, point in paths if not point.todo]
         if not ended:
             legal = sorted({task.word for _, point in paths for task, _ in self._next(point, tuple(devices))})
-            raise ValueError(f"the tasks {', '.join(words) or '()'} end too early: there must come {', '.join(legal)}")
+            raise ValueError(f"the tasks {', '.join(words) or '()'} end too early: expected {', '.join(legal)}")
         (leaf,) = ended
         return _scoped(leaf)
 
@@ -252,7 +252,7 @@ class Grammar:
         there_are += [name for name in dict.fromkeys(self.seconds.values()) if name not in there_are]
         for name in constraints.without:
             if name not in there_are:
-                raise ValueError(f"LeafConstraints.without names {name!r}; there are {', '.join(there_are)}")
+                raise ValueError(f"LeafConstraints.without names {name!r}; expected some of {', '.join(there_are)}")
 
 
 def compressions(leaf: Leaf) -> int:
