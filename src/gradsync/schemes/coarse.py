@@ -72,7 +72,7 @@ class CoarseGrained(Scheme[Tensor]):
             gradients are served as well. In all three, chunks whose parameters no rank used in the last n steps
             get 1 / (n + 1) of their score.
         history: the share of the residual that is added to the next gradient, in [0, 1]; 0 drops the residual. Below 1,
-            old gradients fade, and none is much older than others.
+            gradients that were not sent fade, so that no residual consists of very old ones.
         max_age: chunks that were not sent for so many steps go first, the oldest first, in up to half of the places;
             then none waits longer than max_age + 2 / ratio steps.
         freeze: the optimiser changes neither weights nor optimiser state where no chunk arrived. Otherwise the
