@@ -106,7 +106,7 @@ def slack_bytes(member: Member, inputs: list[Any]) -> float:
 
 
 def largest_group(member: Member) -> int:
-    """Of two sizes whose halves are sizes too: nodes with several ranks need the larger one."""
+    """Returns the larger or the smaller of two group sizes: nodes with several ranks need the larger one."""
     return 8 if member.nested else 4
 
 
@@ -146,7 +146,7 @@ def contract(members: Sequence[Member], others: Sequence[Member] = ()) -> dict[s
 
     @runs(everyone, dtypes=True)
     def test_recorded_bytes_are_those_of_the_steps(member: Member, case: str, size: int, dtype: torch.dtype) -> None:
-        """To the byte on every rank where the data does not matter; else over all ranks within `slack_bytes`."""
+        """Checks bytes exactly on every rank if data does not matter, else over all ranks within `slack_bytes`."""
         inputs = make_inputs(member.scheme, case, size, dtype)
         outcome = mean_of(member, case, size, dtype)
         expected = predicted(member, inputs)

@@ -341,7 +341,7 @@ def any_density(kinds: Sequence[type[Scheme[Tensor]]]) -> Callable[[], None]:
         special: list[tuple[int, float]],
         seed: int,
     ) -> None:
-        """Of each rank another one, with values that are not finite, and strides that a bad map sends to one owner."""
+        """Ranks have densities in any order, values that are not finite, and strides that a bad map gives one owner."""
         scheme = kind().planned_for([DensityProfile(numel, expected * numel, {len(densities): 1.0})])
         inputs = [
             normal(random_places(d, numel, seed + r) // stride * stride, numel, r) for r, d in enumerate(densities)

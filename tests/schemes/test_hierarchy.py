@@ -173,19 +173,19 @@ BUCKET = Bucket("0", (Segment("p", 0, 4),), (TensorSpec((4,), torch.float32),), 
         (lambda: Hierarchical(ReduceScatter(), AllReduce(), 0), "ranks_per_node must be at least 1, got 0"),
         (
             lambda: Hierarchical(ReduceScatter(), AGSparse()),
-            "the same kind of bucket, got reduce_scatter for flat and ags",
+            "the same kind of bucket, got reduce_scatter for flat buckets and ags",
         ),
         (
             lambda: Hierarchical(BalancedParallelism(), AGSparse()),
-            "BalancedParallelism does with owners='table_stripe', got",
+            "BalancedParallelism with owners='table_stripe' does, got",
         ),
         (
             lambda: over_nodes(Hierarchical(inter=Remembering(), ranks_per_node=2)),
-            "keeps 'momentum' of the whole bucket",
+            "which keeps 'momentum' of the whole bucket",
         ),
         (
             lambda: over_nodes(Hierarchical(SparseReduceScatter(), CompressedAllGather(TopK(0.5)), 2)),
-            "compressed_all_gather keeps state, for which Hierarchical of sparse_reduce_scatter has no place",
+            "without state beside sparse_reduce_scatter, got compressed_all_gather, which keeps state",
         ),
         (lambda: SparseReduceScatter(seed=0.5), r"seed must be a whole number, got 0\.5"),  # type: ignore[arg-type]
         (lambda: BalancedParallelism(owners="luck"), "owners must be 'column_stripe' or 'table_stripe', got 'luck'"),

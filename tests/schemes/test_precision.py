@@ -36,7 +36,7 @@ every_type = pytest.mark.parametrize("values", ["bfloat16", "float16"])
 
 
 def brought(scheme: Scheme[Any], values: Tensor) -> Any:
-    """These values as a table's rows, or strewn over a flat tensor."""
+    """Returns a bucket with these values, as a table's rows or spread over a flat tensor."""
     if scheme.traits.layout is Layout.FLAT:
         return torch.zeros(50 * len(values)).index_copy_(0, 3 + 50 * torch.arange(len(values)), values)
     return (SparseRows(3 * torch.arange(len(values)), values[:, None], 50 * len(values)),)

@@ -120,7 +120,7 @@ def test_plans_can_name_it(schedule: GroupSchedule) -> None:
         ({"rounds": [[[0, 1, 1]]]}, "each rank from 0 on once"),
         ({"rounds": [3]}, r"Shuffled\.rounds\.0 must be a list, got 3"),
         ({"rounds": []}, "one or more"),
-        ({"rounds": [[[0, 1]]], "relaxations": [[1.0], [1.0]]}, "1 rounds, and relaxations of 2"),
+        ({"rounds": [[[0, 1]]], "relaxations": [[1.0], [1.0]]}, "relaxations must be for 1 rounds or none, got 2"),
         ({"rounds": [[[0, 1]]], "relaxations": [[2.5]]}, r"in \(0, 2\)"),
         ({"rounds": [[[0, 1]]], "scheme": BalancedParallelism()}, "for flat buckets and exact"),
         ({"rounds": [[[0, 1]]], "scheme": CoarseGrained()}, "for flat buckets and exact"),

@@ -199,7 +199,9 @@ def test_balance_goes_with_parallelism_only(partition: Partition, balance: Balan
     if (partition is Partition.PARALLELISM) == (balance is not None):
         assert Point(Communication.RING, Aggregation.ONE_SHOT, partition, balance) in POINTS
         return
-    with pytest.raises(ValueError, match="parallelism is balanced or imbalanced, centralization is neither; got"):
+    with pytest.raises(
+        ValueError, match="balance must be balanced or imbalanced for parallelism, None for centralization; got"
+    ):
         Point(Communication.RING, Aggregation.ONE_SHOT, partition, balance)
 
 
@@ -207,7 +209,7 @@ def test_balance_goes_with_parallelism_only(partition: Partition, balance: Balan
 def test_settings_that_are_none_are_refused(kind: type[RowPoint] | type[ElementPoint]) -> None:
     with pytest.raises(ValueError, match=r"communication must be 'ring', 'hierarchy' or 'point_to_point', got 'star'"):
         kind(communication="star")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"centralization is neither; got centralization with balance balanced"):
+    with pytest.raises(ValueError, match="None for centralization; got balanced for centralization"):
         kind(partition=Partition.CENTRALIZATION)
     with pytest.raises(ValueError, match="pull_by is for parallelism, .* got ring with centralization"):
         kind(partition=Partition.CENTRALIZATION, balance=None, pull_by=Communication.RING)

@@ -123,7 +123,7 @@ def test_constraints_that_leave_nothing_are_named_and_no_others() -> None:
         ),
         (
             lambda: BYTECOMP.leaves(constraints=LeafConstraints(without=("ring",))),
-            "names 'ring'; there are compute, off",
+            "names 'ring'; expected some of compute, off",
         ),
     ],
 )
@@ -135,12 +135,12 @@ def test_constraints_that_are_none_are_refused(make: Callable[[], object], messa
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), "end too early: there must come all_reduce, compress@compute"),
-        (("all_to_all",), "'all_to_all' may not come at the beginning; there may come all_reduce, compress@"),
-        (("reduce_scatter", "broadcast"), "'broadcast' may not come after reduce_scatter; there may come all_gather"),
+        ((), "end too early: expected all_reduce, compress@compute"),
+        (("all_to_all",), "'all_to_all' may not come at the beginning; expected all_reduce, compress@"),
+        (("reduce_scatter", "broadcast"), "'broadcast' may not come after reduce_scatter; expected all_gather"),
         (("compress@gpu", "all_gather"), "'compress@gpu' may not come at the beginning"),
-        (("compress@compute", "all_gather"), "end too early: there must come decompress@compute, decompress@offload"),
-        (("all_reduce", "all_reduce"), "'all_reduce' may not come after all_reduce; there may come nothing"),
+        (("compress@compute", "all_gather"), "end too early: expected decompress@compute, decompress@offload"),
+        (("all_reduce", "all_reduce"), "'all_reduce' may not come after all_reduce; expected the end"),
     ],
 )
 def test_words_that_are_no_leaf_are_refused_with_what_there_may_be(words: tuple[str, ...], message: str) -> None:

@@ -52,7 +52,7 @@ def start(lab: Lab, code: str, env: dict[str, str] | None = None) -> list[subpro
 
 
 def uplink_loads(groups: Iterable[RankGroup], cluster: Cluster) -> list[float]:
-    """What each rack's uplink carries each way: of a ring, 2 (n - 1) / n of what each member averages."""
+    """Returns the load of each rack's uplink in each direction: a ring moves 2 (n - 1) / n of a member's data."""
     assert cluster.rack_size is not None
     loads = [0.0] * -(-cluster.nodes // cluster.rack_size)
     for group in groups:

@@ -43,7 +43,7 @@ test_any_density_may_follow_any_other = any_density([ZenHash, OkTopkLike])
 
 
 def test_every_registered_rival_is_a_row_of_the_table() -> None:
-    """But for gossip, which averages neighbours and has a contract of its own."""
+    """Gossip is left out: it averages neighbours, and has a contract of its own."""
     rivals = {name for name, scheme in registered().items() if scheme.__module__.startswith("gradsync_lab.")}
     assert {member.scheme.name for member in RIVALS} == rivals - {Gossip.name}
     assert {scheme.name for scheme in EVERY_RIVAL} == rivals

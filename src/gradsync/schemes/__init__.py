@@ -1,4 +1,4 @@
-"""Schemes: how one bucket becomes the synchronised one. Each runs (`synchronize`) and tells what it does (`steps`)."""
+"""Schemes: algorithms that turn one bucket into its sum over all ranks (`synchronize`), with their cost (`steps`)."""
 
 from ..compressors.expressions import register as register
 from ..compressors.expressions import to_expression as to_expression

@@ -1,4 +1,4 @@
-"""The protocol of schemes, and of schemes in two halves, and the schemes that a plan can name."""
+"""Base classes of schemes, and of schemes in two halves; a registry of the schemes that a plan can name."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from ..costs.steps import Step
 from ..tensors.bucket import Bucket, Layout, TensorSpec
 from ..tensors.density import DensityProfile
 
-# By compress point: a tensor with one element for each of the bucket's, or the compressors' states of its parts.
+# By compress point: a tensor with one element for each element of the bucket, or the states of compressors, one for
+# each part of the bucket.
 State = Mapping[str, Tensor | tuple[CompressorState, ...]]
 
-X = TypeVar("X")  # Tensor for flat buckets, tuple[SparseRows, ...] for tables
+X = TypeVar("X")  # a bucket: Tensor for flat ones, tuple[SparseRows, ...] for tables
 S = TypeVar("S")  # what a rank owns between push and pull
 
 
@@ -32,15 +33,15 @@ class Traits:
 
     Attributes:
         layout: the kind of bucket that the scheme synchronises.
-        lossy: less travels than the ranks brought, by more than the rounding of a sum.
-        mixes: each rank gets a result of its own, nearer to the mean; only plans of parameters take such a scheme.
-        carries_flags: the numbers behind a flat bucket's elements arrive, at least as whether their sum is zero. By
-            default those of an exact scheme do.
+        lossy: the payloads lack something of the ranks' gradients, more than the rounding of a sum takes away.
+        mixes: each rank gets a result of its own, nearer to the mean; only averages of parameters use such a scheme.
+        carries_flags: the numbers behind a flat bucket's elements are summed too, or at least show whether the sum is
+            zero. By default true for exact schemes.
         depends_on_shapes: `steps` follow from the shapes of a bucket's tensors, not from its size alone.
         prepares: `synchronize` first awaits `Work`, which begins when the bucket is complete and has no stage.
         offloads: some of the scheme's `Work` runs on another core.
-        shows_infinity: a flat result is not finite if a rank's gradients, or its next state, are not. Exact schemes
-            without state need not say it.
+        shows_infinity: a flat result is not finite if a rank's gradients, or next state, are not. Exact schemes without
+            state need not set it.
         freezes: optimisers leave alone what `CompressorState.arrived` says did not arrive.
     """
 
@@ -60,7 +61,7 @@ class Traits:
 
     @property
     def exact(self) -> bool:
-        """Whether the result is the sum over the group, up to rounding."""
+        """Whether the result is `scale` times the sum over the group, up to rounding."""
         return not (self.lossy or self.mixes)
 
 
@@ -77,25 +78,32 @@ class Scheme(Nameable, ABC, Generic[X]):
     @property
     @abstractmethod
     def traits(self) -> Traits:
-        """The scheme's traits: an attribute of the class, or a `cached_property` where settings decide."""
+        """The scheme's traits: a class attribute in subclasses, or a `cached_property` where settings decide."""
 
     @property
     def title(self) -> str:
-        """The scheme's name in tables, which tells it from other schemes without all its settings."""
+        """The scheme's name in printed tables: short, but different from the names of other schemes there."""
         return self.name
 
     @abstractmethod
     def stages(self, size: int) -> tuple[str, ...]:
-        """Returns one name for each await of `synchronize` by one of `size` ranks; a plan orders these turns.
+        """Returns one name for each await of `synchronize` on one of `size` ranks; a plan orders these stages as turns.
 
-        The first await of a scheme that `prepares` has no name.
+        The first await of a scheme with the trait `prepares` has no name.
         """
 
     @abstractmethod
     async def synchronize(self, x: X, state: State, group: Group, scale: float) -> tuple[X, State]:
-        """Returns `scale` times the sum of `x` over the group, and the next state. It may overwrite `x`.
+        """Returns `scale` times the sum of `x` over the group, and the next state; may overwrite `x`.
 
-        `x` is a flat tensor, (numel,) and flags behind it, or a tuple of `SparseRows`, one for each table.
+        Args:
+            x: a flat tensor, (numel + flags,), the flags last, or a tuple of `SparseRows`, one for each table.
+            state: what `init` or the last step returned.
+            group: the ranks that synchronise the bucket.
+            scale: 1 / ranks for the mean.
+
+        Returns:
+            The sum, with shapes and dtypes of `x`, and the next state.
         """
 
     @abstractmethod
@@ -106,67 +114,71 @@ class Scheme(Nameable, ABC, Generic[X]):
         placement: Placement,
         round: int = 0,
     ) -> tuple[Step, ...]:
-        """Returns the work and transfers of `synchronize`, in order, for a bucket of `specs` with such `profiles`.
+        """Returns the work and transfers of `synchronize`, in order, for a bucket of `specs` with these `profiles`.
 
-        `round` is the number of the training step, on which few schemes depend.
+        Args:
+            specs: one for each table, or one of (numel + flags,) for a flat bucket.
+            profiles: one for each of `specs`; none for a flat bucket of which no density is known.
+            placement: the ranks on their nodes.
+            round: the number of the training step, on which few schemes depend.
         """
 
     def unchanged_since(self, round: int) -> int:
-        """Returns the first round since which `steps` are the same as in this one."""
+        """Returns the first training step since which `steps` are the same as in step `round`."""
         return 0
 
     def check(self, specs: tuple[TensorSpec, ...]) -> None:
-        """Compares the settings with the bucket that a plan gives the scheme.
+        """Checks that the settings fit the bucket that a plan gives the scheme.
 
         Raises:
             ValueError: if the settings are for other tensors than `specs`.
         """
 
     def init(self, bucket: Bucket, group: Group) -> State:
-        """Returns the state before the first step. All ranks have one, or none has; most schemes have none."""
+        """Returns the state before the first step: empty on all ranks or on none; most schemes keep none."""
         return {}
 
     def planned_for(self, profiles: Sequence[DensityProfile]) -> Scheme[X]:
-        """Returns the scheme with settings that follow from such data, as the room that messages need.
+        """Returns the scheme with the settings that follow from `profiles`, such as the room that messages need.
 
-        Without profiles it returns the scheme without such settings: two plans of one scheme give equal ones.
+        Without profiles the result has no such settings, so that schemes which differ only in them compare equal.
         """
         return self
 
     def has_room_for(self, profiles: Sequence[DensityProfile]) -> bool:
-        """Returns whether the room that `planned_for` made is enough for the busiest rank of these profiles."""
+        """Whether messages as `planned_for` sized them have room for the rank with the most rows of these profiles."""
         return True
 
 
 class Partitioned(Scheme[X], Generic[X, S]):
-    """A scheme in two halves: `push` gives each rank the sum of the part that it owns, `pull` gives all parts to all.
+    """A scheme in two halves: `push` gives each owner the sum of one part, `pull` hands all parts to all ranks.
 
-    A rank's part is a bucket as well (`part`), which another scheme may sum further between the halves.
+    A part is a bucket as well (`part`), which another scheme may sum over more ranks between the halves.
     """
 
     @property
     def owns_alike(self) -> bool:
-        """Whether a rank owns the same part whatever the data, so that groups agree on owners without a word."""
+        """Whether a rank owns the same part whatever the data, so that groups agree on owners without communication."""
         return True
 
     @abstractmethod
     async def push(self, x: X, state: State, group: Group, scale: float, *, keep_fp32: bool = False) -> tuple[S, State]:
-        """Returns `scale` times the sum of this rank's part, and the next state.
+        """Returns `scale` times the sum of this rank's part, and the next state; may overwrite `x`.
 
-        With `keep_fp32` sums of 16-bit floats stay in float32, so that further sums can be added to them.
+        With `keep_fp32` sums of 16-bit floats stay in float32, so that further sums can be added. See `synchronize`.
         """
 
     @abstractmethod
     async def pull(self, shard: S, state: State, group: Group) -> X:
-        """Returns the whole bucket, made of the shards of all ranks."""
+        """Returns the whole bucket, joined from what `push` returned on each rank (`shard` on this one)."""
 
     @abstractmethod
     def part(self, shard: S) -> X:
-        """Returns the sums that the rank owns, as a bucket, which the caller may overwrite."""
+        """Returns the sums in `shard` as a bucket, which the caller may overwrite."""
 
     @abstractmethod
     def with_part(self, shard: S, part: X) -> S:
-        """Returns the shard with other sums in place of its own, rounded to the bucket's dtype."""
+        """Returns `shard` with the sums of `part` in place of the former ones, rounded to the bucket's dtype."""
 
     @abstractmethod
     def push_stages(self, size: int) -> tuple[str, ...]:
@@ -186,7 +198,7 @@ class Partitioned(Scheme[X], Generic[X, S]):
     def pull_steps(
         self, specs: tuple[TensorSpec, ...], profiles: tuple[DensityProfile, ...], size: int, summed: int
     ) -> tuple[Step, ...]:
-        """Returns the work and transfers of `pull` among `size` ranks, of sums over `summed` ranks."""
+        """Returns the work and transfers of `pull` among `size` ranks, for sums over `summed` ranks, in order."""
 
     @abstractmethod
     def part_of(
@@ -213,13 +225,13 @@ class Partitioned(Scheme[X], Generic[X, S]):
 
 
 def registered() -> dict[str, type[Scheme[Any]]]:
-    """Returns all schemes that a plan can name, by name."""
+    """Returns the classes of all schemes that a plan can name, by name."""
     known: dict[str, type[Scheme[Any]]] = expressions.registered(Scheme)
     return known
 
 
 def from_expression(expression: Any) -> Scheme[Any]:
-    """Returns the scheme that an expression names.
+    """Returns the scheme that an expression, `{"name": {"setting": value}}`, describes.
 
     Raises:
         ValueError: for an unknown name or an illegal setting; the message lists the known ones.

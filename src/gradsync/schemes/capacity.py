@@ -1,7 +1,8 @@
-"""What a plan fixes of tables before a step: with room for so many rows, no sizes need to be exchanged.
+"""Capacities of messages with rows of tables: where a plan fixes them, ranks need not exchange sizes in a step.
 
-A rank's header travels with its rows, in a message of which the receiver knows the largest size. A rank whose rows do
-not fit sends its header only; all ranks see that, and repeat the exchange by the sizes that all of them know by then.
+A header, the numbers of a rank's rows, travels in front of the rows, in a message whose largest size all ranks know. A
+rank whose rows do not fit sends the header only; all ranks see that, and exchange the rows once more, by the sizes in
+the headers.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from ..tensors.density import DensityProfile
 from .formats import RowFormat, head_nbytes
 from .tables import RowGroup, Survey, groups_of, origins
 
-ROOM_MARGIN, ROOM_MARGIN_ROWS = 1.5, 16  # room for rows beyond those measured: batches differ; costs memory, no bytes
+ROOM_MARGIN, ROOM_MARGIN_ROWS = 1.5, 16  # room for more rows than measured, as batches differ; costs memory, no traffic
 
 
 @dataclass(frozen=True)
 class RowCapacity(Nameable):
-    """The settings of schemes that can go without sizes; () for both: they are exchanged."""
+    """Settings of schemes that need not exchange the sizes of messages; with () for both they exchange sizes."""
 
-    capacity: tuple[NonNegativeInt, ...] = ()  # for each table the most distinct rows expected of a rank
+    capacity: tuple[NonNegativeInt, ...] = ()  # for each table the most distinct rows that a rank is expected to have
     same_rows: tuple[
         NonNegativeInt, ...
-    ] = ()  # for each table the first one expected to have the same rows, perhaps itself
+    ] = ()  # for each table the position of the first table expected to have the same rows, perhaps its own
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,7 +51,7 @@ class RowCapacity(Nameable):
                 )
 
     def planned_for(self, profiles: Sequence[DensityProfile]) -> Self:
-        """Returns the scheme with room for the rows of tables like these; without profiles it exchanges sizes."""
+        """Returns the scheme with room for the rows of these profiles; without profiles, one that exchanges sizes."""
         capacity = tuple(with_margin(max(d.rows, d.most_rows), d.num_rows) for d in profiles)
         rows = [(d.pattern, d.num_rows) if d.pattern else position for position, d in enumerate(profiles)]
         return replace(self, capacity=capacity, same_rows=tuple(rows.index(known) for known in rows))
@@ -60,25 +61,27 @@ class RowCapacity(Nameable):
             self.planned_groups(specs)
 
     def planned_groups(self, specs: tuple[TensorSpec, ...]) -> tuple[RowGroup, ...]:
-        """The groups of tables that messages are laid out by.
+        """Returns the groups of tables with the same rows, as planned, by which messages are laid out.
 
         Raises:
-            ValueError: for other tables than those of the plan.
+            ValueError: if `specs` are other tables than those of the plan.
         """
         if len(self.same_rows) != len(specs):
-            raise ValueError(f"the scheme is planned for {len(self.same_rows)} tables, the bucket has {len(specs)}")
+            raise ValueError(
+                f"the scheme is planned for {len(self.same_rows)} tables, the bucket has {len(specs)}; make a new plan"
+            )
         members: dict[int, list[int]] = {}
         for position, first in enumerate(self.same_rows):
             if specs[first].num_rows != specs[position].num_rows:
                 raise ValueError(
                     f"tables {first} and {position} of the bucket cannot have the same rows: they have "
-                    f"{specs[first].num_rows} and {specs[position].num_rows}"
+                    f"{specs[first].num_rows} and {specs[position].num_rows}; make a new plan"
                 )
             members.setdefault(first, []).append(position)
         return groups_of(members.values(), specs)
 
     def fits(self, header: Sequence[int]) -> bool:
-        """Whether a rank with this header has no more rows than planned, and the same ones where it is planned so."""
+        """Whether a rank with this header has rows as planned: not too many, the same where tables share rows."""
         origin = origins(header)
         rows = [max(header[first], 0) for first in origin]
         return all(
@@ -88,7 +91,7 @@ class RowCapacity(Nameable):
         )
 
     def expects_to_fit(self, profiles: Sequence[DensityProfile]) -> bool:
-        """Whether the rows of ranks like these have room."""
+        """Whether the rows of a rank with these profiles are expected to fit."""
         return bool(self.capacity) and all(
             profile.rows <= room and profile.may_have_rows_of(profiles[first])
             for profile, room, first in zip(profiles, self.capacity, self.same_rows, strict=True)
@@ -100,9 +103,14 @@ class RowCapacity(Nameable):
     def transfers(
         self, stage: str, pattern: Pattern, part_bytes: tuple[float, ...], tables: int, *, at_once: bool
     ) -> list[Transfer]:
-        """How rows of these bytes travel: at once behind a header, or as `pattern` when their sizes are known.
+        """Returns the transfers that rows take: one behind a header, or one of sizes or headers and one as `pattern`.
 
-        `at_once`: they are expected to fit.
+        Args:
+            stage: the name of the transfer that carries rows.
+            pattern: the collective in which rows travel once all ranks know the sizes.
+            part_bytes: for each rank the bytes of rows in one message.
+            tables: the number of tables in the bucket.
+            at_once: the rows are expected to fit, and travel behind the header.
         """
         n, head = len(part_bytes), float(head_nbytes(tables))
         if at_once:
@@ -114,28 +122,28 @@ class RowCapacity(Nameable):
         return [sizes, Transfer(stage, pattern, part_bytes)]
 
     def largest_nbytes(self, format: RowFormat) -> int:
-        """The size of a full message in this format, the same on every rank."""
+        """Returns the bytes of a full message in this format, the same on every rank."""
         rows = [self.capacity[group.first] for group in format.groups]
         return head_nbytes(len(self.capacity)) + int(format.nbytes(rows))
 
 
 def busiest(profile: DensityProfile) -> DensityProfile:
-    """The profile of the rank that brings the most rows."""
+    """Returns the profile of the rank that touches the most rows."""
     return replace(profile, rows=max(profile.rows, profile.most_rows))
 
 
 def with_margin(rows: float, num_rows: int) -> int:
-    """Room for somewhat more rows than were measured."""
+    """Returns the capacity, in rows, for a table of `num_rows` of which `rows` were measured: somewhat more."""
     return min(math.ceil(ROOM_MARGIN * rows) + ROOM_MARGIN_ROWS, num_rows)
 
 
 def write_header(message: Tensor, survey: Survey) -> None:
-    """The header's place is behind that of the message's length."""
+    """Writes the survey's header into `message`, (bytes,) uint8, behind the first `LENGTH_BYTES`, left to the group."""
     message[LENGTH_BYTES : head_nbytes(len(survey.header))].copy_(survey.header.view(torch.uint8))
 
 
 def opened(arrived: Sequence[Tensor], tables: int) -> tuple[list[list[int]], list[Tensor]]:
-    """The headers and bodies of the messages of all ranks."""
+    """Returns for each message, (bytes,) uint8, the header of `tables` numbers, and the rest as a view."""
     head = head_nbytes(tables)
     headers = torch.stack([message[LENGTH_BYTES:head] for message in arrived]).view(torch.int64)
-    return headers.tolist(), [message[head:] for message in arrived]  # the host must know what came
+    return headers.tolist(), [message[head:] for message in arrived]  # the host needs the numbers to cut messages

@@ -25,14 +25,14 @@ from .tables import Agreement, Survey, Tables, common_groups, expected_groups, s
 @register
 @dataclass(frozen=True)
 class AGSparse(RowCapacity, Scheme[Tables]):
-    """All-gather of rows, summed on every rank: what DDP does with sparse gradients (Zen, section 3). Exact.
+    """An all-gather of rows, summed on every rank, as DDP does with sparse gradients (Zen, section 3). Exact.
 
-    Unlike DDP's, it merges repeated rows first and sends 4-byte indices and values in one message, and the indices of
-    tables with the same rows once.
-    Wire: each rank sends its rows, indices and values, to n-1 others; volume grows with n.
+    Unlike DDP, AGSparse merges repeated rows first, sends 4-byte indices and values in one message, and sends the
+    indices of tables with the same rows once.
+    Wire: each rank sends its rows, indices and values, to n-1 others; the volume grows with n.
 
-    With `capacity` nothing is asked beforehand: a rank's header travels with its rows. Where rows do not fit, all
-    gather once more, by the sizes that all know.
+    With `capacity` no sizes are exchanged beforehand: a header travels in front of the rows. If rows of any rank do not
+    fit, all ranks gather once more, by the sizes in the headers.
     """
 
     traits = Traits(Layout.ROWS)
@@ -76,7 +76,7 @@ class AGSparse(RowCapacity, Scheme[Tables]):
         )
 
     def _message(self, x: Tables, survey: Survey, planned: RowFormat) -> Tensor:
-        """Header and my rows, or the header alone if they do not fit."""
+        """Returns this rank's message: header and rows, or the header alone if the rows do not fit."""
         header = survey.header.tolist()  # the host sizes the message
         format = planned if self.fits(header) else RowFormat.whole(())
         (rows,) = Agreement.of([header], format.groups).rows
@@ -86,7 +86,7 @@ class AGSparse(RowCapacity, Scheme[Tables]):
 
 
 def _pack(tables: Tables, survey: Survey, format: RowFormat, rows: Sequence[int], head: int = 0) -> Tensor:
-    """One message with the whole rows of all groups, behind `head` bytes for others to write."""
+    """Returns one message with the whole rows of all groups; the caller fills the first `head` bytes."""
     message = torch.empty(head + int(format.nbytes(rows)), dtype=torch.uint8, device=tables[0].values.device)
     written = format.sections(message[head:], rows)
     for group, pieces, section in zip(format.groups, format.pieces, written, strict=True):
@@ -99,7 +99,7 @@ def _pack(tables: Tables, survey: Survey, format: RowFormat, rows: Sequence[int]
 
 
 def _sum_messages(messages: Sequence[Tensor], agreed: Agreement, format: RowFormat, scale: float) -> Tables:
-    """`scale` times the sum of all ranks' messages, in rank order."""
+    """Returns `scale` times the sum of the rows in all ranks' messages, added in rank order."""
     received = [format.sections(message, rows) for message, rows in zip(messages, agreed.rows, strict=True)]
     result: dict[int, SparseRows] = {}
     for number, group in enumerate(format.groups):
@@ -110,7 +110,7 @@ def _sum_messages(messages: Sequence[Tensor], agreed: Agreement, format: RowForm
         places = {piece.position: place for place, piece in enumerate(format.pieces[number])}
         for position, spec in zip(group.positions, group.specs, strict=True):
             total = indices.new_empty(union.count, spec.dim, dtype=spec.dtype)
-            if position in places:  # else rows without elements
+            if position in places:  # else the table has no columns
                 union.sum([part.values[places[position]] for part in parts], [total], scale=scale)
             result[position] = SparseRows(indices, total, group.num_rows, agreed.present[position])
     return tuple(result[position] for position in range(len(result)))

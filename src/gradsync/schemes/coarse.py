@@ -1,9 +1,9 @@
 """Coarse-grained sparse communication: whole chunks of a bucket, the same on all ranks, summed densely.
 
-GradientFlow (Sun et al., 2019) publishes the idea: chunks of 32 Ki elements, the ranks agree on those whose gradients
-have the largest L1 norms together, and all-reduce these alone. So no position travels, and messages do not grow with
-the number of ranks, as those of element-wise sparsifiers do. When norms are exchanged, and what becomes of chunks that
-are not sent, is not published; here it is ours.
+GradientFlow (Sun et al., 2019) publishes the idea: ranks agree on the chunks of 32 Ki elements whose gradients have the
+largest summed L1 norms, and all-reduce these alone. So no positions travel, and messages do not grow with the number of
+ranks, as messages of element-wise sparsifiers do. The publication does not say when norms are exchanged, nor what
+becomes of chunks that are not sent; the rules here are gradsync's own.
 """
 
 from __future__ import annotations
@@ -35,47 +35,53 @@ from .compressed import parted
 from .dense import AllReduce
 from .precision import HalfPrecision
 
-SCORES, AGES, AGREEMENT, LEVELS, IDLE = "scores", "ages", "agreement", "levels", "idle"  # what is kept of chunks
-LEVEL_STEPS = 10  # over which a tensor's level is a running mean, about
+SCORES, AGES, AGREEMENT, LEVELS, IDLE = "scores", "ages", "agreement", "levels", "idle"  # numbers kept for each chunk
+LEVEL_STEPS = 10  # steps over which a tensor's level is a running mean, about
 
 
 @register
 @dataclass(frozen=True)
 class CoarseGrained(Scheme[Tensor]):
-    """A share `ratio` of a bucket's chunks, those with the largest summed norms, by `scheme`. Not exact.
+    """A scheme that sums a share `ratio` of a bucket's chunks, the ones with the largest summed norms. Not exact.
 
-    With p a rank's gradient and what it has not sent yet: the ranks send p of the chosen chunks and keep that of all
-    others (error feedback), so sent + residual = gradient + residual before, to the bit. The result is `scale` times
-    the sum of p in chosen chunks and 0 elsewhere. A chunk's score is the L1 norm of p, summed over the ranks.
+    Let p be a rank's gradient plus its residual. The ranks send p in the chosen chunks, and keep p in all others as the
+    next residual (error feedback), so sent + residual = gradient + former residual, to the bit. The result is `scale`
+    times the sum of p in the chosen chunks, and 0 elsewhere. A chunk's score is the L1 norm of p, summed over the
+    ranks. Chunks cross the borders of tensors. NaN or infinity on any rank, in whichever chunk, makes the first element
+    of the result NaN.
 
-    `choice="late"`: the scores are what the last step lets one expect. Behind its chunks ride the mean magnitudes of
-    what was left of each chunk, or of p where it was sent, so that no rank ever waits for a choice. What gathered in so
-    many steps is expected to be larger by one step's share in the next. (By p itself they would choose again what was
-    just emptied; by what was left alone, what has the largest gradients only every other time.) The first step, which
-    has no scores, takes the first chunks.
-    `choice="exact"`: the scores are this step's, for an all-reduce of one number a chunk ahead of the chunks.
+    A residual that a plan with other buckets takes over stays with its tensor; scores begin anew. With one chunk, or a
+    ratio of 1, the scheme is `scheme` with error feedback for the rounding.
+    Wire: that of `scheme` for max(1, ratio x chunks) chunks, the last one padded with zeros, and one number a chunk.
 
-    `scheme` gets the chunks end to end, with the flags behind them: one that is exact and keeps no state, or
-    `HalfPrecision` of such a one. Then each rank's sums are scaled by a power of two before they are rounded, and what
-    rounding takes away is kept. (What the sum itself loses in 16 bits is lost.)
-
-    `scoring="agreement"`: norms times the share of them that the sum kept when the chunk was sent last: where ranks
-    cancel out, there is little but noise. `"relative"`: norms over the usual ones in the same tensor (that which has
-    most of the chunk), so that tensors with small gradients are served as well.
-    Chunks of which no rank used anything in the last n steps have 1 / (n + 1) of their score.
-    `history`: of what is kept, the share that is added to the next gradient; 0: it is dropped. Below 1 it is lost by
-    and by, and nothing is older than it should be. `max_age`: chunks that were not sent for so many steps go first, the
-    oldest of them, in up to half of the places; then none waits longer than max_age + 2 / ratio steps.
-    `freeze`: the optimiser changes neither weights nor its own state where nothing arrived. Without, it takes what did
-    not arrive for a gradient of 0: momentum goes on to move the weights, and fades; weight decay goes on.
-    `momentum`, in place of the optimiser's: each rank's own ahead of the choice, u = m u + g, which is then sent as
-    gradients are (deep gradient compression); with `masking` it is set to 0 where it was sent, but for dense steps.
-    `warmup`: the ratios of the first steps, `steps_per_ratio` with each; 1 is dense.
-    NaN and infinity of any rank, in whichever chunk, make the first element of the result NaN.
-
-    Chunks lie across the borders of tensors. State goes with the tensors: under other buckets residuals stay, and
-    scores begin anew. Of one chunk, or with a ratio of 1, it is `scheme` with error feedback for its rounding.
-    Wire: that of `scheme` for max(1, ratio x chunks) chunks, the last one filled up with zeros, and one number a chunk.
+    Attributes:
+        scheme: sums one message, the chosen chunks end to end and then the flags. It is exact and keeps no state, or is
+            `HalfPrecision` of such a scheme; then each rank scales p by a power of two before rounding, and the
+            rounding error goes to the residual. (The rounding error of the sum itself is lost.)
+        ratio: the share of chunks that travel, in (0, 1].
+        chunk: the elements of a chunk.
+        choice: "late" takes the scores that the last step predicts. The message of each step ends with the mean
+            magnitude of each chunk's residual, or of p in chosen chunks, so that no rank ever waits for a choice. A
+            residual gathered over k steps is expected to be larger by one k-th in the next step. (By p itself the ranks
+            would choose again the chunks just emptied; by the residual alone, the chunks with the largest gradients
+            only every other time.) The first step, which has no scores, takes the first chunks. "exact" takes this
+            step's scores, at the price of an all-reduce of one number a chunk ahead of the chunks.
+        scoring: "norm" ranks chunks by the score. "agreement" multiplies the score by the share of it that the sum kept
+            when the chunk was sent last: where ranks cancel out, there is little but noise. "relative" divides the
+            score by the usual one in the same tensor (the tensor with most of the chunk), so that tensors with small
+            gradients are served as well. In all three, chunks whose parameters no rank used in the last n steps
+            get 1 / (n + 1) of their score.
+        history: the share of the residual that is added to the next gradient, in [0, 1]; 0 drops the residual. Below 1,
+            gradients that were not sent fade, so that no residual consists of very old ones.
+        max_age: chunks that were not sent for so many steps go first, the oldest first, in up to half of the places;
+            then none waits longer than max_age + 2 / ratio steps.
+        freeze: the optimiser changes neither weights nor optimiser state where no chunk arrived. Otherwise the
+            optimiser sees a gradient of 0 there: momentum goes on to move the weights, and fades; weight decay goes on.
+        momentum: the coefficient m of a momentum that replaces the optimiser's: each rank computes u = m u + g ahead of
+            the choice, and sends u in place of gradients (deep gradient compression).
+        masking: sets u to 0 in the chunks that were sent, except in dense steps.
+        warmup: the ratios of the first steps; 1 is dense.
+        steps_per_ratio: the number of steps with each ratio of `warmup`.
     """
 
     scheme: Scheme[Any] = AllReduce()
@@ -97,14 +103,17 @@ class CoarseGrained(Scheme[Tensor]):
         carrier = self._carrier
         if carrier.traits.layout is not Layout.FLAT or not carrier.traits.exact:
             raise ValueError(
-                f"{name}.scheme must be exact and for flat buckets, or HalfPrecision of such a one, got {self.scheme!r}"
+                f"{name}.scheme must be exact and for flat buckets, or HalfPrecision of such a scheme, "
+                f"got {self.scheme!r}"
             )
         if self.momentum and (self.freeze or self.history < 1):
-            raise ValueError(f"{name}.momentum is for plain error feedback: without freeze, with a history of 1")
+            raise ValueError(
+                f"{name}.momentum needs freeze=False and history=1, got freeze={self.freeze}, history={self.history}"
+            )
         if bool(self.warmup) != (self.steps_per_ratio > 0):
             raise ValueError(
-                f"{name}.warmup needs steps_per_ratio of at least 1, and only it does; got {self.warmup} and "
-                f"{self.steps_per_ratio}"
+                f"{name}.steps_per_ratio must be at least 1 with a warmup, and 0 without; got warmup {self.warmup} and "
+                f"{self.steps_per_ratio} steps"
             )
 
     @property
@@ -117,13 +126,14 @@ class CoarseGrained(Scheme[Tensor]):
 
     @property
     def _carrier(self) -> Scheme[Any]:
-        """Who has the message."""
+        """The scheme that sums the message, whose values the caller has rounded where necessary."""
         return self.scheme.inner if isinstance(self.scheme, HalfPrecision) else self.scheme
 
     def check(self, specs: tuple[TensorSpec, ...]) -> None:
-        """
+        """Checks that the bucket has a floating-point dtype and that `scheme` takes the message.
+
         Raises:
-            ValueError: for element types that have no norms, and what `scheme` does not take.
+            ValueError: if not.
         """
         (flat,) = specs
         if not flat.dtype.is_floating_point:
@@ -135,13 +145,14 @@ class CoarseGrained(Scheme[Tensor]):
         return ("scores", *stages) if self.choice == "exact" else stages
 
     def init(self, bucket: Bucket, group: Group) -> State:
-        """
+        """Returns residuals of zero, and the numbers kept for each chunk, before the first step.
+
         Raises:
-            ValueError: for a `scheme` that keeps state.
+            ValueError: if `scheme` keeps state.
         """
         if self._carrier.init(bucket, group):
             raise ValueError(
-                f"{self.name} cannot carry its chunks by {self.scheme.title}, which keeps state of its own"
+                f"{self.name}.scheme must be a scheme without state, got {self.scheme.title}, which keeps state"
             )
         spec, chunks = bucket.flat_spec, self.num_chunks(bucket.numel)
         zeros = torch.zeros(spec.numel, dtype=kernels.accumulation_dtype(spec.dtype))
@@ -151,7 +162,7 @@ class CoarseGrained(Scheme[Tensor]):
 
     @property
     def _kept_of_chunks(self) -> dict[str, float]:
-        """By name, with what there is before the first step."""
+        """The names of the numbers kept for each chunk, with the values before the first step."""
         late, kept = self.choice == "late", {IDLE: 0.0}
         if late:
             kept[SCORES] = 0.0
@@ -185,7 +196,9 @@ class CoarseGrained(Scheme[Tensor]):
             kernels.take_chunks(brought, residual, chosen, payload, left, norms, chunk=self.chunk, scale=factors.before)
             magnitudes = norms.mul(factors.before / self.chunk)
             magnitudes[chosen] = _magnitudes(payload, self.chunk)
-            most = torch.finfo(wire).max / (2 * group.size)  # so that the sum stays in range: infinity means infinity
+            most = torch.finfo(wire).max / (
+                2 * group.size
+            )  # keeps the sum in range, so that infinity comes from infinity only
             scores.copy_(torch.where(norms.isfinite(), magnitudes.clamp_(max=most), torch.nan))
         else:
             nothing = torch.empty(0, dtype=torch.int64, device=x.device)
@@ -203,16 +216,19 @@ class CoarseGrained(Scheme[Tensor]):
         behind.copy_(flags)
 
         if self.choice == "late":
-            found = scores.float()  # of what was left, and where it was sent of p
+            found = scores.float()  # of the residuals, and in chosen chunks of p
         else:
             found = summed_norms * (factors.before * factors.through / self.chunk)
-        # A step that some rank cannot keep shows to all, also where nothing was sent.
+        # All ranks see that some rank's values are not finite, also in chunks that were not sent.
         values[:1] = torch.where(found.sum(dtype=torch.float64).isfinite(), values[:1], torch.nan)
         kept |= self._numbers_after(kept, found, sums, chosen, own.spec)
         return x, {SENT: (replace(own.next(elements=following, together=kept), agreed=chosen),)}
 
     def _put(self, values: Tensor, sums: Tensor, chosen: Tensor, factor: float, momentum: Tensor | None) -> None:
-        """The chosen chunks of what the ranks have summed; with `momentum`, alone, and it begins anew if masked."""
+        """Overwrites the chosen chunks of `values` by `factor` times `sums`; with `momentum`, zeros all other chunks.
+
+        With `momentum` and `masking`, also zeros the momentum in the chosen chunks, except in a dense step.
+        """
         if momentum is not None:
             values.zero_()
         if parts := _parts(values, chosen, self.chunk):
@@ -225,7 +241,7 @@ class CoarseGrained(Scheme[Tensor]):
     def _numbers_after(
         self, kept: Mapping[str, Tensor], found: Tensor, sums: Tensor, chosen: Tensor, spec: FlatSpec
     ) -> dict[str, Tensor]:
-        """Of each chunk, after a step that found these magnitudes, and sent the chosen ones."""
+        """Returns the numbers kept for each chunk after a step with magnitudes `found`, which sent `chosen`."""
         after: dict[str, Tensor] = {}
         if AGREEMENT in kept:
             agreement = self._root_mean_squares(sums) / found[chosen]
@@ -234,7 +250,7 @@ class CoarseGrained(Scheme[Tensor]):
             ages = kept[AGES] + 1
             after[AGES] = ages.index_fill(0, chosen, 0)
             if self.choice == "late":
-                share = found / ages  # of one step
+                share = found / ages  # what one step adds
                 after[SCORES] = (found + share).index_copy(0, chosen, share[chosen])
                 after |= self._levels(after[SCORES], kept, spec)
         return after
@@ -250,7 +266,9 @@ class CoarseGrained(Scheme[Tensor]):
         (message,) = self._message(specs, round)
         wide = kernels.accumulation_dtype(spec.dtype).itemsize
         sent = self.num_chosen(spec.numel, round) * self.chunk
-        passed = float(2 * spec.nbytes + 2 * wide * spec.numel)  # the gradient, and zeros in its place; the residuals
+        passed = float(
+            2 * spec.nbytes + 2 * wide * spec.numel
+        )  # gradients read, zeros written; residuals read and written
         passed += float(self.momentum > 0) * (2 * spec.nbytes + 4 * wide * spec.numel)
         taken, put = float(message.itemsize * sent), float((message.itemsize + spec.itemsize) * sent)
         carried = self._carrier.steps((message,), (), placement, round)
@@ -268,25 +286,25 @@ class CoarseGrained(Scheme[Tensor]):
         return self.steps_per_ratio * min(round // self.steps_per_ratio, len(self.warmup)) if self.warmup else 0
 
     def num_chunks(self, numel: int) -> int:
-        """Of a bucket of so many elements; the last one may be shorter."""
+        """Returns the number of chunks of a bucket with `numel` elements; the last chunk may be shorter."""
         return -(-numel // self.chunk)
 
     def num_chosen(self, numel: int, step: int) -> int:
-        """How many of them travel in a step of this number."""
+        """Returns how many chunks of `numel` elements travel in the training step of this number."""
         starts = [self.steps_per_ratio * place for place in range(1, len(self.warmup) + 1)]
         ratio = (*self.warmup, self.ratio)[bisect_right(starts, step)]
         chunks = self.num_chunks(numel)
         return min(max(1, round(ratio * chunks)), chunks)
 
     def _message(self, specs: tuple[TensorSpec, ...], step: int) -> tuple[TensorSpec, ...]:
-        """What the carrier sees."""
+        """Returns the spec of the message that the carrier sums: chunks, scores if late, flags; one 1-D tensor."""
         spec, behind = parted(specs)
         riding = self.num_chunks(spec.numel) if self.choice == "late" else 0
         numel = self.num_chosen(spec.numel, step) * self.chunk + riding + behind
         return (TensorSpec((numel,), self._wire(spec.dtype)),)
 
     def _wire(self, dtype: torch.dtype) -> torch.dtype:
-        """The type of the message for gradients of this one."""
+        """Returns the dtype of the message for gradients of `dtype`."""
         return self.scheme.dtype if isinstance(self.scheme, HalfPrecision) and self.scheme.rounds(dtype) else dtype
 
     def _factors(self, dtype: torch.dtype, scale: float) -> Factors:
@@ -296,7 +314,7 @@ class CoarseGrained(Scheme[Tensor]):
         return Factors(before=before, after=scale / before)
 
     def _chosen(self, norms: Tensor, kept: Mapping[str, Tensor], count: int) -> Tensor:
-        """(count,) int64, ascending: the chunks with the largest scores, of equal ones the first."""
+        """Returns the chunks with the largest scores, (count,) int64, ascending; of equal scores the first."""
         scores = norms / (1 + kept[IDLE])
         if AGREEMENT in kept:
             scores = scores * kept[AGREEMENT]
@@ -311,7 +329,10 @@ class CoarseGrained(Scheme[Tensor]):
         return order[:count].sort().values
 
     def _levels(self, norms: Tensor, kept: Mapping[str, Tensor], spec: FlatSpec) -> dict[str, Tensor]:
-        """The usual norm of chunks of the same tensor, after a step with these; by the mean, as loss scales change."""
+        """Returns the usual norm of chunks in each chunk's tensor, after a step with `norms`; empty unless kept.
+
+        Norms are divided by their mean over the bucket, as loss scales change.
+        """
         if LEVELS not in kept:
             return {}
         tensor_of = torch.tensor(_owners(tuple(spec.lengths), self.chunk))
@@ -325,7 +346,7 @@ class CoarseGrained(Scheme[Tensor]):
         return {LEVELS: torch.where(means.isfinite(), after, before)}  # all may be 0
 
     def _root_mean_squares(self, sums: Tensor) -> Tensor:
-        """Of each chunk, in an order of additions that all ranks keep."""
+        """Returns the root mean square of each chunk; all ranks add in the same order, and get the same bits."""
         squares = torch.empty(len(sums) // self.chunk, dtype=torch.float64, device=sums.device)
         kernels.squared_norms(sums, Sections((len(sums),)), squares, block=self.chunk)
         return squares.div_(self.chunk).sqrt_().float()
@@ -333,7 +354,7 @@ class CoarseGrained(Scheme[Tensor]):
 
 @dataclass(frozen=True)
 class ChunkState(CompressorState):
-    """A rank's residuals, and its numbers of each chunk; `agreed` are the chunks that the last step sent."""
+    """A rank's residuals, and the numbers kept for each chunk; `agreed` are the chunks that the last step sent."""
 
     chunk: int = 1  # elements
 
@@ -345,7 +366,10 @@ class ChunkState(CompressorState):
         return [(first * self.chunk, min((first + 1) * self.chunk, numel)) for first in self.agreed.tolist()]
 
     def unused(self, names: Collection[str]) -> ChunkState:
-        """Counts the steps in which nobody used a chunk: what its parameters left would take places for ever."""
+        """Returns the state with one more step counted for chunks that no rank used, and none for the others.
+
+        Otherwise residuals of parameters that are no longer used would be chosen for ever.
+        """
         if names:
             idle, start = self.together[IDLE] + 1, 0
             for segment in self.spec.segments:
@@ -359,16 +383,16 @@ class ChunkState(CompressorState):
 
 @dataclass(frozen=True)
 class Factors:
-    """Whose product is the scale of the sum: what a rank brings in 16 bits is scaled by a power of two only."""
+    """Factors with the scale of the sum as product; before a 16-bit sum by a power of two, to round nothing."""
 
-    before: float = 1.0
+    before: float = 1.0  # of the message, on each rank
     through: float = 1.0  # by the carrier
-    after: float = 1.0
+    after: float = 1.0  # of the sum
 
 
 @lru_cache(maxsize=256)
 def _owners(lengths: tuple[int, ...], chunk: int) -> list[int]:
-    """For each chunk the tensor that has most of it, of equal ones the first."""
+    """Returns for each chunk the tensor with most of its elements; of equal ones the first."""
     found: list[tuple[int, int]] = [(0, 0)] * -(-sum(lengths) // chunk)  # (elements, tensor)
     start = 0
     for tensor, length in enumerate(lengths):
@@ -385,12 +409,12 @@ def _parts(flat: Tensor, chosen: Tensor, chunk: int) -> list[Tensor]:
 
 
 def _magnitudes(payload: Tensor, chunk: int) -> Tensor:
-    """The mean of each chunk."""
+    """Returns the mean magnitude of each chunk, (chunks,) float64."""
     return payload.view(-1, chunk).abs().mean(dim=1, dtype=torch.float32).double()
 
 
 def _take_more(left: Tensor, chosen: Tensor, payload: Tensor, chunk: int, scale: float) -> None:
-    """As `take_chunks` of what is left already, but for the norms."""
+    """Moves the chosen chunks of the residual `left` to `payload`, as `kernels.take_chunks` does, without norms."""
     parts = _parts(left, chosen, chunk)
     if not parts:
         return

@@ -1,4 +1,4 @@
-"""Coarse-grained schemes by the names that records and `gradsync bench` give them: `csc0.1`, `csc0.1_bf16_exact`."""
+"""Names of coarse-grained schemes in records and in `gradsync bench`: `csc0.1`, `csc0.1_bf16_exact`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from . import CoarseGrained, HalfPrecision
 CHUNK = 1 << 15  # elements; tensors with fewer travel dense
 MOMENTUM = 0.9
 
-VARIANTS: dict[str, dict[str, Any]] = {  # what a word behind the ratio changes; without any, what did best
+VARIANTS: dict[
+    str, dict[str, Any]
+] = {  # settings that a word behind the ratio changes; the others are those that did best
     "bf16": {"scheme": HalfPrecision(values="bfloat16")},
     "fp16": {"scheme": HalfPrecision(values="float16")},
     "exact": {"choice": "exact"},
@@ -25,20 +27,24 @@ VARIANTS: dict[str, dict[str, Any]] = {  # what a word behind the ratio changes;
     "dgc": {"freeze": False, "momentum": MOMENTUM},
     "unmasked": {"freeze": False, "momentum": MOMENTUM, "masking": False},
 }
-USUAL = ("csc0.05", "csc0.1", "csc0.25", "csc0.1_bf16")  # measured unless others are named
+USUAL = ("csc0.05", "csc0.1", "csc0.25", "csc0.1_bf16")  # the names that benchmarks run by default
 NAMES_IN_WORDS = f"{', '.join(USUAL)}, with other ratios too, and behind them any of _{', _'.join(VARIANTS)}"
 
 
 def named(ratio: float) -> CoarseGrained:
-    """`csc` and this ratio."""
+    """Returns the scheme that `csc` with this ratio of chunks, and no other word, names."""
     return CoarseGrained(ratio=ratio, chunk=CHUNK, scoring="agreement", freeze=True)
 
 
 def coarse(name: str, momentum: float) -> CoarseGrained | None:
-    """The scheme of this name; None for other names. `momentum`: the optimiser's, for schemes that do it in its place.
+    """Returns the scheme that `name` describes; None for names of another form.
+
+    Args:
+        name: `csc`, a ratio of chunks in (0, 1], and any keys of `VARIANTS`, joined by underscores.
+        momentum: the optimiser's, for schemes that apply momentum in place of the optimiser.
 
     Raises:
-        ValueError: for a ratio that is none.
+        ValueError: for a ratio outside (0, 1].
     """
     form = re.fullmatch(r"csc(?P<ratio>\d+(?:\.\d+)?)(?P<words>(?:_[a-z0-9]+)*)", name)
     words = form["words"].split("_")[1:] if form else []

@@ -1,7 +1,7 @@
-"""Schemes made of schemes: inside nodes first, where links are fast, then between them (Zen, OSDI 2025).
+"""Schemes made of two schemes: one inside nodes, where links are fast, one between nodes (Zen, OSDI 2025).
 
-Zen reduces inside a node always densely, however little there is to reduce; here both stages are schemes of one's
-choice, and the cost model tells which pay.
+Zen always reduces densely inside a node, however few elements are non-zero; here both levels take any scheme, and the
+cost model tells which pair is fastest.
 """
 
 from __future__ import annotations
@@ -30,13 +30,19 @@ T = TypeVar("T")
 @register
 @dataclass(frozen=True)
 class Hierarchical(Scheme[Any]):
-    """Push inside each node, `inter` among the ranks that own the same part on all nodes, pull inside each node.
+    """A hierarchy of schemes: push inside nodes, `inter` between the owners of the same part, pull inside nodes.
 
-    Exact if its parts are. After the push each rank of a node owns the node's sum of one part; these parts travel
-    between nodes, each once, and not every rank's own tensor. Sums of 16-bit floats stay in float32 until they are
-    complete, and the scale is applied there. With one rank a node it is `inter` alone, on one node `intra`.
-    `nodes_per_rack`: so many nodes, which follow each other, count as one, as those of a rack with a narrow uplink.
-    Wire: what the halves of `intra` move among a node's ranks, and `inter`, for a part, among as many ranks as nodes.
+    Exact if `intra` and `inter` are. After the push each rank of a node owns the node's sum of one part, so that one
+    sum a node travels between nodes, not every rank's tensor. Sums of 16-bit floats stay in float32 until they are
+    complete; then they are scaled. With one rank a node only `inter` runs, on a single node only `intra`.
+    Wire: the traffic of both halves of `intra` among a node's ranks, and of `inter`, for a part, among as many ranks as
+    nodes.
+
+    Attributes:
+        intra: sums inside a node, in two halves.
+        inter: sums one part between nodes.
+        ranks_per_node: the same on all nodes.
+        nodes_per_rack: so many consecutive nodes count as one, such as the nodes of a rack with a narrow uplink.
     """
 
     intra: Partitioned[Any, Any] = ReduceScatter()
@@ -49,17 +55,17 @@ class Hierarchical(Scheme[Any]):
         if self.inter.traits.layout is not self.intra.traits.layout:
             raise ValueError(
                 f"Hierarchical.intra and inter must be for the same kind of bucket, got {self.intra.name} for "
-                f"{self.intra.traits.layout} and {self.inter.name} for {self.inter.traits.layout}"
+                f"{self.intra.traits.layout} buckets and {self.inter.name} for {self.inter.traits.layout} buckets"
             )
         if self.together > 1 and self.inter.traits.freezes:
             raise ValueError(
-                "Hierarchical.inter must not freeze, as a rank knows what arrived of its own part only, got "
+                "Hierarchical.inter must not freeze parameters, as a rank knows only of its own part what arrived, got "
                 f"{self.inter!r}"
             )
         if not self.intra.owns_alike:
             raise ValueError(
-                "Hierarchical.intra must give the same parts to the same ranks of all nodes, whatever the data: "
-                f"BalancedParallelism does with owners='table_stripe', got {self.intra!r}"
+                "Hierarchical.intra must give the same parts to the same ranks of all nodes, whatever the data, as "
+                f"BalancedParallelism with owners='table_stripe' does, got {self.intra!r}"
             )
 
     @cached_property
@@ -75,7 +81,7 @@ class Hierarchical(Scheme[Any]):
 
     @property
     def together(self) -> int:
-        """Ranks that sum first, and each have a part of that."""
+        """The number of ranks among which `intra` runs."""
         return self.ranks_per_node * self.nodes_per_rack
 
     @property
@@ -83,7 +89,7 @@ class Hierarchical(Scheme[Any]):
         return f"{self.name} of {self.intra.title} and {self.inter.title}"
 
     def planned_for(self, profiles: Sequence[DensityProfile]) -> Scheme[Any]:
-        """With room inside the nodes, and across them for what the ranks of a node have together."""
+        """Returns the hierarchy with both schemes planned: `intra` for `profiles`, `inter` for the sums of nodes."""
         sums = self._across(profiles)
         parts: dict[str, Any] = {"intra": self.intra.planned_for(profiles), "inter": self.inter.planned_for(sums)}
         return replace(self, **parts)
@@ -92,11 +98,11 @@ class Hierarchical(Scheme[Any]):
         return self.intra.has_room_for(profiles) and self.inter.has_room_for(self._across(profiles))
 
     def _across(self, profiles: Sequence[DensityProfile]) -> Sequence[DensityProfile]:
-        """Of the sums of nodes; of a flat bucket those in the fullest of the parts, as one plan is for all of them."""
+        """Returns the profiles of the sums of nodes; for a flat bucket, in the densest part, as one plan is for all."""
         if self.traits.layout is Layout.ROWS or not profiles:
             return [profile.of_sums(self.together) for profile in profiles]
         (known,) = profiles
-        flat = (TensorSpec((known.num_rows,), torch.float32),)  # of whatever type: it is about numbers of elements
+        flat = (TensorSpec((known.num_rows,), torch.float32),)  # any dtype will do: only numbers of elements matter
         owners = range(self.together)
         parts = [self.intra.part_of(flat, (known,), self.together, owner)[1] for owner in owners]
         return max(parts, key=lambda part: part[0].rows)
@@ -119,19 +125,22 @@ class Hierarchical(Scheme[Any]):
         self.inter.check(self.intra.part_of(specs, (), self.together, 0)[0])
 
     def init(self, bucket: Bucket, group: Group) -> State:
-        """What `inter` keeps of the part that this rank has between nodes.
+        """Returns the state of `inter` for the part that this rank sums between nodes.
 
         Raises:
-            ValueError: on every rank, where nodes do not have as many ranks as planned; for state that has no place.
+            ValueError: on every rank, if nodes have another number of ranks than planned, or a scheme keeps state that
+                Hierarchical cannot hold.
         """
         placement = self._placement(group.placement)
         if self.intra.init(bucket, group):
-            raise ValueError(f"{self.intra.name} keeps state, for which Hierarchical has no place inside nodes")
+            raise ValueError(
+                f"Hierarchical.intra must be a scheme without state, got {self.intra.name}, which keeps state"
+            )
         if self.together == 1:
             return self.inter.init(bucket, group)
         if not placement.is_hierarchy:
             return {}
-        # Made here, where all ranks come by between their operations.
+        # Process groups are made here, because all ranks call `init` in the same order.
         node, across = (group.subgroup(find(group.rank)) for find in (placement.within, placement.across))
         if bucket.layout is Layout.ROWS:
             part = bucket
@@ -140,10 +149,16 @@ class Hierarchical(Scheme[Any]):
             part = bucket if spec.flat is None else _bucket_of(bucket, spec.flat)
         state = self.inter.init(part, across)
         if part is bucket and state:
-            raise ValueError(f"{self.inter.name} keeps state, for which Hierarchical of {self.intra.name} has no place")
+            raise ValueError(
+                f"Hierarchical.inter must be a scheme without state beside {self.intra.name}, got {self.inter.name}, "
+                "which keeps state"
+            )
         for point, kept in state.items():
             if isinstance(kept, Tensor):
-                raise ValueError(f"{self.inter.name} keeps {point!r} of the whole bucket, between nodes it has a part")
+                raise ValueError(
+                    f"Hierarchical.inter must keep state of the part that it sums, got {self.inter.name}, which keeps "
+                    f"{point!r} of the whole bucket"
+                )
         return state
 
     async def synchronize(self, x: Any, state: State, group: Group, scale: float) -> tuple[Any, State]:
@@ -191,16 +206,23 @@ class Hierarchical(Scheme[Any]):
         return max(self.intra.unchanged_since(round), self.inter.unchanged_since(round))
 
     def _nodes(self, size: int) -> int:
-        """
+        """Returns the number of nodes, or racks, that `size` ranks fill.
+
         Raises:
-            ValueError: for a number of ranks that does not fill nodes.
+            ValueError: if `size` is no multiple of the ranks in one.
         """
         if size % self.together:
-            raise ValueError(f"Hierarchical is planned for {self.together} ranks a node, there are {size} ranks")
+            raise ValueError(
+                f"Hierarchical is planned for {self.together} ranks a node, there are {size} ranks; make a new plan"
+            )
         return size // self.together
 
     def _placement(self, placement: Placement) -> Placement:
-        """With racks in place of nodes."""
+        """Returns the placement with racks in place of nodes.
+
+        Raises:
+            ValueError: if it is not as planned.
+        """
         if placement.ranks_per_node != self.ranks_per_node:
             counts = [placement.nodes.count(node) for node in dict.fromkeys(placement.nodes)]
             raise ValueError(
@@ -212,25 +234,25 @@ class Hierarchical(Scheme[Any]):
         if placement.num_nodes % self.nodes_per_rack:
             raise ValueError(
                 f"Hierarchical is planned for {self.nodes_per_rack} nodes in each rack, there are "
-                f"{placement.num_nodes} nodes"
+                f"{placement.num_nodes} nodes; make a plan for this placement"
             )
         order = {node: number for number, node in enumerate(dict.fromkeys(placement.nodes))}
         return Placement(tuple(order[node] // self.nodes_per_rack for node in placement.nodes))
 
 
 def _bucket_of(bucket: Bucket, part: FlatSpec) -> Bucket:
-    """The part of a flat bucket, in another type perhaps, without flags."""
+    """Returns one part of a flat bucket as a bucket without flags; dtypes are those of `part`."""
     specs = dict(zip(bucket.names, bucket.tensors, strict=True))
     tensors = tuple(replace(specs[segment.name], dtype=part.dtype) for segment in part.segments)
     return replace(bucket, segments=part.segments, tensors=tensors, flags_ride=False)
 
 
 async def in_turns(coroutine: Coroutine[Any, Any, T], turns: int) -> T:
-    """What a scheme in a subgroup returns, after exactly so many awaits.
+    """Runs a scheme of a subgroup in exactly `turns` awaits, and returns its result.
 
-    One subgroup may need another round, as when rows do not fit, and others not. Did their ranks then have different
-    numbers of turns, they would issue what comes after in different orders. So rounds beyond the planned ones are made
-    at the last turn, and missing ones are empty.
+    One subgroup may need an additional collective, for instance when rows do not fit, while others do not. If ranks had
+    different numbers of turns, they would issue later collectives in different orders. So collectives beyond the
+    planned number run within the last turn, and missing ones are empty turns.
     """
     value = None
     for turn in range(turns):
@@ -249,7 +271,7 @@ async def in_turns(coroutine: Coroutine[Any, Any, T], turns: int) -> T:
 
 
 def _ended(coroutine: Coroutine[Any, Any, T], pending: Pending[Any], timeout_s: float) -> T:
-    """Runs a coroutine that waits for `pending` to its end."""
+    """Runs a coroutine, which waits for `pending`, to the end, and returns its result."""
     try:
         while True:
             pending = coroutine.send(pending.wait(timeout_s))
@@ -259,20 +281,27 @@ def _ended(coroutine: Coroutine[Any, Any, T], pending: Pending[Any], timeout_s: 
 
 
 def at_once(word: str, size: int, groups: Sequence[tuple[int, ...]], each: Sequence[Sequence[Step]]) -> Iterator[Step]:
-    """`each` of these steps in its own group of the `size` ranks, all at the same time, turn by turn; the most work."""
+    """Yields the steps of all groups at the same time, turn by turn, with the computations of the busiest group.
+
+    Args:
+        word: a prefix of the stages' names.
+        size: the number of all ranks.
+        groups: the ranks of each group.
+        each: the steps of each group.
+    """
     for turn in zip_longest(*map(_turns, each), fillvalue=((), None)):
         yield from max((work for work, _ in turn), key=lambda work: sum(step.nbytes for step in work))
         alike: dict[object, list[tuple[tuple[int, ...], Transfer]]] = {}
         for group, (_, transfer) in zip(groups, turn, strict=True):
             if transfer is not None:
                 alike.setdefault((transfer.stage, transfer.pattern), []).append((group, transfer))
-        for found in alike.values():  # more than one where the data of some parts is sparse enough and of others not
+        for found in alike.values():  # several if groups choose different collectives, as by the density of their parts
             members, transfers = zip(*found, strict=True)
             yield Transfer.at_once(f"{word} {transfers[0].stage}", size, members, transfers)
 
 
 def _turns(steps: Sequence[Step]) -> Iterator[tuple[tuple[Compute, ...], Transfer | None]]:
-    """(computations, the transfer after them), the last ones perhaps without one."""
+    """Yields pairs (computations, the transfer after them); the last transfer may be None."""
     work: tuple[Compute, ...] = ()
     for step in steps:
         if isinstance(step, Compute):

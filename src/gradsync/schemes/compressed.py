@@ -1,10 +1,11 @@
-"""Schemes that carry payloads of compressors: summed on their way, gathered, or exchanged, summed and compressed again.
+"""Schemes that carry payloads of compressors, by all-reduce, all-gather, or with owners who compress the sums again.
 
-Which of them a compressor may take its payload decides (`ways`): an all-reduce sums numbers that it does not
-understand, so their sum must mean something. Who gathers payloads decodes those of all ranks, (n - 1) payloads a rank;
-two-way moves 2 (n - 1) / n of one, and compresses a second time. (ByteComp's indivisible and divisible schemes)
+The type of a compressor's payload decides which schemes can carry it (`ways`): an all-reduce adds numbers without
+decoding them, so their sum must decode to something useful. In an all-gather each rank receives n - 1 payloads and
+decodes n; with owners each rank moves 2 (n - 1) / n of a payload, and sums are compressed a second time. (ByteComp's
+indivisible and divisible schemes)
 
-Numbers behind the elements of the bucket, its flags, travel with each payload, as whether they are zero.
+A bucket's flags, the numbers behind the elements, travel with each payload, as a byte or number that is zero or not.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from .elements import BalancedElements
 
 
 class Compressed(Scheme[Tensor]):
-    """What the schemes of this file have in common."""
+    """The base class of schemes that carry a compressor's payloads of a flat bucket."""
 
     compressor: Compressor[Any]
     traits = Traits(Layout.FLAT, lossy=True, carries_flags=True)
@@ -42,25 +43,28 @@ class Compressed(Scheme[Tensor]):
         return f"{self.name} of {self.compressor.title}"
 
     def check(self, specs: tuple[TensorSpec, ...]) -> None:
-        """
+        """Checks that the bucket has a dtype that compressors take.
+
         Raises:
-            ValueError: for element types that no compressor takes.
+            ValueError: for other dtypes than floating-point ones.
         """
         (flat,) = specs
         if not flat.dtype.is_floating_point:
             raise ValueError(f"{self.name} is for floating-point gradients, got {flat}")
 
     def init(self, bucket: Bucket, group: Group) -> State:
-        """
+        """Returns the compressor's state before the first step.
+
         Raises:
-            ValueError: on every rank, for more ranks than the compressor's numbers can be summed of, or for others than
-                it is made for.
+            ValueError: on every rank, if the group has more ranks than payloads can be summed, or another number than
+                the compressor is made for.
         """
         self._check_ranks(group.size)
         most = self.compressor.traits.most_summands
         if issubclass(self.compressor.traits.payload, Summand) and most is not None and group.size > most:
             raise ValueError(
-                f"{self.compressor.title} makes numbers of which {most} can be summed, there are {group.size} ranks"
+                f"{self.compressor.title} makes payloads of which {most} can be summed, there are {group.size} ranks: "
+                "give it more summands, or fewer levels"
             )
         return {SENT: (self.compressor.init(bucket.flat_spec, group.rank),)}
 
@@ -72,18 +76,21 @@ class Compressed(Scheme[Tensor]):
             )
 
     def agreement(self) -> tuple[str, ...]:
-        """The stage in which the ranks agree on what the compressor needs."""
+        """Returns the stage in which ranks agree on numbers of the compressor, such as a common scale; often none."""
         return ("agree",) if self.compressor.traits.agrees else ()
 
     async def agreed(self, values: Tensor, state: CompressorState, group: Group) -> CompressorState:
-        """The state with what the ranks agree on: the largest that one of them observed."""
+        """Returns the state with the numbers that the ranks agree on: the maximum over what each rank observed.
+
+        `values` are the gradients, (numel,). Gathers the numbers only if the compressor needs any.
+        """
         observed = self.compressor.observe(values, state) if self.compressor.traits.agrees else None
         if observed is None:
             return state
         return replace(state, agreed=torch.stack(await group.all_gather(observed)).amax(dim=0))
 
     def agreement_steps(self, spec: FlatSpec, size: int) -> tuple[Step, ...]:
-        """What `agreed` does."""
+        """Returns the work and transfers of `agreed` among `size` ranks."""
         if not self.compressor.traits.agrees:
             return ()
         nbytes = 4.0 * self.compressor.num_agreed(spec)
@@ -96,7 +103,7 @@ class Compressed(Scheme[Tensor]):
         return self.compressor.unchanged_since(round)
 
     def compute(self, what: str, spec: FlatSpec, payloads: int, round: int) -> Compute:
-        """Work on a tensor and so many payloads of it, a call each."""
+        """Returns the work of the compressor's kernel `what` on a tensor and `payloads` payloads, one call each."""
         nbytes = spec.nbytes + payloads * self.compressor.nbytes(spec, round)
         return Compute(self.compressor.kernel(what), float(nbytes), calls=payloads)
 
@@ -104,10 +111,10 @@ class Compressed(Scheme[Tensor]):
 @register
 @dataclass(frozen=True)
 class CompressedAllReduce(Compressed):
-    """The transport sums payloads, one decode makes the sum of them. For numbers whose sum means something.
+    """An all-reduce of payloads, decoded once, for compressors whose payloads can be summed (`Summand`).
 
-    Where a compressor needs what all ranks know (a common scale), they agree on it first. Numbers in float16 are
-    scaled before they are summed.
+    Ranks first agree on the numbers that the compressor needs from all, such as a common scale. Payloads in float16 are
+    scaled before they are summed, others after.
     Wire: 2(n-1)/n of a payload.
     """
 
@@ -130,7 +137,7 @@ class CompressedAllReduce(Compressed):
         own = await self.agreed(values, own, group)
         payload, next_state = self.compressor.compress(values, own)
         numbers = payload.data.numel()
-        small = payload.data.dtype is torch.float16  # whose range sums leave: there the scale comes first
+        small = payload.data.dtype is torch.float16  # sums may overflow float16, so the scale comes first
         sent = payload.data * scale if small else payload.data
         # All-reduce: the numbers, and whether those behind are zero.
         message = memory.empty(numbers + len(behind), sent.dtype, sent.device)
@@ -161,9 +168,9 @@ class CompressedAllReduce(Compressed):
 @register
 @dataclass(frozen=True)
 class CompressedAllGather(Compressed):
-    """Every rank's payload reaches all, who decode and add them in the order of the ranks.
+    """An all-gather of payloads: every rank decodes all of them and adds the tensors in the order of ranks.
 
-    The sum is made in float32 (float64 for float64), rounded once.
+    Ranks add in float32 (float64 for float64) and round once.
     Wire: n-1 payloads, sent and received by each rank.
     """
 
@@ -184,7 +191,10 @@ class CompressedAllGather(Compressed):
         return x, {SENT: (next_state,)}
 
     def own_part(self, x: Tensor, state: State, scale: float) -> Tensor:
-        """Returns this rank's part of the scaled sum: `x`, which stays as it is, compressed by the same draws."""
+        """Returns this rank's contribution to the scaled sum: `x`, (numel,), compressed by the same random draws.
+
+        The result has the shape and dtype of `x`, which is not changed.
+        """
         (own,) = state[SENT]
         payload, _ = self.compressor.compress(x, own)
         part = torch.empty_like(x)
@@ -211,11 +221,11 @@ class CompressedAllGather(Compressed):
 @register
 @dataclass(frozen=True)
 class CompressedTwoWay(Compressed):
-    """Each rank sums an equal range of the bucket of payloads that all send it; its sums travel compressed as well.
+    """A scheme with owners: each rank sums an equal range of the bucket from payloads, and hands out compressed sums.
 
-    `sums` compresses them, by default as `compressor` does, with draws of its own; momentum is not added twice. With
-    error feedback at both ends there are two residuals, that of the sums at their owner, in units of the sum before it
-    is scaled. A tensor that lies in several ranges is compressed in as many parts.
+    `sums` compresses the sums, by default as `compressor` does, with other random draws and without adding momentum a
+    second time. With error feedback at both points there are two residuals; an owner keeps the residual of its sums, in
+    units of the sum before the scale. A tensor that lies in several ranges is compressed in as many parts.
     Wire: 2(n-1)/n of a payload.
     """
 
@@ -226,11 +236,14 @@ class CompressedTwoWay(Compressed):
         super().__post_init__()
         for way in (self.compressor, self._sums):
             if way.traits.agrees:
-                raise ValueError(f"{way.title} makes payloads for an all-reduce: owners do not agree on anything")
+                raise ValueError(
+                    f"{way.title} needs numbers that all ranks agree on, which schemes with owners do not exchange: "
+                    "use compressed_all_reduce or compressed_all_gather"
+                )
         if isinstance(self._sums, Feedback) and not isinstance(self.compressor, Feedback):
             raise ValueError(
-                f"CompressedTwoWay.sums has error feedback and {self.compressor.title} has none: when a plan cuts "
-                "elsewhere, what is left of sums goes to what is left of gradients; give it error feedback too"
+                f"CompressedTwoWay.sums has error feedback and {self.compressor.title} has none: a plan with other "
+                "buckets adds residuals of sums to those of gradients; give the compressor error feedback too"
             )
 
     @property
@@ -304,9 +317,9 @@ class CompressedTwoWay(Compressed):
 @register
 @dataclass(frozen=True)
 class Sparsified(Compressed):
-    """A scheme for sparse elements sums what a sparsifier leaves: to their owners, and from there to all.
+    """A sparsifier before an exact scheme for sparse elements, `inner`, which sums the elements that are left.
 
-    Wire: that of `inner` for as many elements as the compressor sends, none of which need be another rank's.
+    Wire: that of `inner` for as many elements as the compressor keeps, assuming that ranks keep different ones.
     """
 
     compressor: Compressor[Any]
@@ -316,7 +329,7 @@ class Sparsified(Compressed):
         super().__post_init__()
         if not issubclass(self.compressor.traits.payload, SparseMessage):
             raise ValueError(
-                f"{self.compressor.title} leaves no sparse elements: use another of the compressed schemes"
+                f"{self.compressor.title} leaves no sparse elements: use a sparsifier, or another compressed scheme"
             )
         if self.inner.traits.layout is not Layout.FLAT or not self.inner.traits.exact:
             raise ValueError(f"Sparsified.inner must be an exact scheme of flat buckets, got {self.inner!r}")
@@ -329,12 +342,15 @@ class Sparsified(Compressed):
         return self.inner.stages(size)
 
     def init(self, bucket: Bucket, group: Group) -> State:
-        """
+        """Returns the compressor's state before the first step.
+
         Raises:
-            ValueError: for an inner scheme that keeps state.
+            ValueError: if `inner` keeps state. See `Compressed.init` for others.
         """
         if self.inner.init(bucket, group):
-            raise ValueError(f"{self.inner.name} keeps state, for which Sparsified has no place")
+            raise ValueError(
+                f"Sparsified.inner must be a scheme without state, got {self.inner.name}, which keeps state"
+            )
         return super().init(bucket, group)
 
     async def synchronize(self, x: Tensor, state: State, group: Group, scale: float) -> tuple[Tensor, State]:
@@ -364,11 +380,11 @@ class Sparsified(Compressed):
         return max(self.compressor.unchanged_since(round), self.inner.unchanged_since(round))
 
 
-SchemeOrCompressor = Scheme[Any] | Compressor[Any]  # one of a compressor's `ways` is for the planner to choose
+SchemeOrCompressor = Scheme[Any] | Compressor[Any]  # for a compressor the planner chooses one of the `ways`
 
 
 def ways(compressor: Compressor[Any]) -> tuple[Scheme[Any], ...]:
-    """All schemes that may carry the payloads of a compressor, whatever is the cheapest."""
+    """Returns all schemes that can carry the compressor's payloads, in no order of cost."""
     found: list[Scheme[Any]] = [CompressedAllGather(compressor)]
     if issubclass(compressor.traits.payload, Summand):
         found.append(CompressedAllReduce(compressor))
@@ -380,7 +396,7 @@ def ways(compressor: Compressor[Any]) -> tuple[Scheme[Any], ...]:
 
 
 def parted(specs: tuple[TensorSpec, ...]) -> tuple[FlatSpec, int]:
-    """The elements of a flat bucket, as one tensor where nothing is known of them, and how many numbers lie behind."""
+    """Returns the spec of a flat bucket without flags, and the number of flags; one segment if none are known."""
     (whole,) = specs
     if whole.flat is None:
         return FlatSpec((Segment("", 0, whole.numel),), ((whole.numel,),), whole.dtype), 0
@@ -388,7 +404,7 @@ def parted(specs: tuple[TensorSpec, ...]) -> tuple[FlatSpec, int]:
 
 
 def _ranges(spec: FlatSpec, size: int) -> list[FlatSpec]:
-    """Of each owner."""
+    """Returns the spec of each owner's range."""
     ends = [0]
     for length in even_ranges(spec.numel, size):
         ends.append(ends[-1] + length)
@@ -396,23 +412,29 @@ def _ranges(spec: FlatSpec, size: int) -> list[FlatSpec]:
 
 
 def _sums_of(spec: FlatSpec, dtype: torch.dtype) -> FlatSpec:
-    """Of an owner's sums of such elements: what is drawn for them is not what was drawn for the elements."""
+    """Returns the spec of sums of such elements, salted, so that compressors draw other random numbers for sums."""
     return replace(spec.with_dtype(dtype), salt=spec.salt + 1)
 
 
 def message_nbytes(payload_nbytes: int, behind: int = 0) -> int:
-    """The size of a message: padded, so that what comes after it begins where any element type can be viewed."""
+    """Returns the bytes of a message with a payload and `behind` flags, padded to a multiple of 8.
+
+    With that, the next message in a buffer begins where any dtype can be viewed.
+    """
     return int(aligned(payload_nbytes + behind))
 
 
 def message_of(payload: Payload, behind: Tensor | None = None) -> Tensor:
-    """The payload as bytes, and a byte for each number behind that tells whether it is zero."""
+    """Returns a new message, (bytes,) uint8: the payload, and one byte for each number in `behind`, 0 or 1.
+
+    `behind` is 1-D, of any dtype; its byte is 1 where a number is not zero.
+    """
     nbytes = message_nbytes(payload.nbytes, 0 if behind is None else len(behind))
     return write_message(memory.empty(nbytes, torch.uint8, payload.data.device), payload, behind)
 
 
 def write_message(room: Tensor, payload: Payload, behind: Tensor | None = None) -> Tensor:
-    """Overwrites `room`, as many bytes as the message has, by it."""
+    """Overwrites `room`, (`message_nbytes`,) uint8, with the message that `message_of` describes; returns `room`."""
     room[: payload.nbytes] = payload.data.view(torch.uint8)
     after = room[payload.nbytes :].zero_()
     if behind is not None:
@@ -421,11 +443,11 @@ def write_message(room: Tensor, payload: Payload, behind: Tensor | None = None) 
 
 
 def payload_of(message: Tensor, template: Payload) -> Payload:
-    """The payload at the beginning of a message; all ranks' are alike but for their numbers."""
+    """Returns the payload at the start of a message, (bytes,) uint8, as a view, with all but `data` from `template`."""
     nbytes = template.maker.nbytes(template.spec, template.step)
     return replace(template, data=message[:nbytes].view(template.data.dtype))
 
 
 def any_flags(messages: Sequence[Tensor], payload: Payload, count: int) -> Tensor:
-    """Which of the `count` numbers behind the payloads are not zero on some rank."""
+    """Returns (count,) uint8: 1 where some rank's message has 1 in the byte of this number behind the payload."""
     return torch.stack([message[payload.nbytes : payload.nbytes + count] for message in messages]).amax(dim=0)

@@ -1,4 +1,4 @@
-"""Dense schemes: every element of a flat bucket travels."""
+"""Dense schemes: all elements of a flat bucket travel, zeros too."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .base import Partitioned, Scheme, State, Traits
 @register
 @dataclass(frozen=True)
 class AllReduce(Scheme[Tensor]):
-    """The transport's own all-reduce, as DDP does it. Exact.
+    """The all-reduce of the transport, as in DDP. Exact.
 
     Wire: 2(n-1)/n of the bucket, sent and received by each rank (ring; the transport may choose another way).
     """
@@ -52,10 +52,10 @@ class AllReduce(Scheme[Tensor]):
 
 @dataclass(frozen=True)
 class OwnedRange:
-    """What a rank holds after push: the sum of its range of the bucket, with zeros where that ends earlier."""
+    """An owner's sum of one range of a flat bucket, between push and pull; a shorter range is padded with zeros."""
 
-    values: Tensor
-    whole: Tensor  # the bucket, whose memory the result takes
+    values: Tensor  # (the longest range,), in the bucket's dtype or the dtype of sums
+    whole: Tensor  # the bucket, (numel,), which `pull` overwrites
 
 
 @register
@@ -63,7 +63,7 @@ class OwnedRange:
 class ReduceScatter(Partitioned[Tensor, OwnedRange]):
     """A dense all-reduce in halves: each rank sums an equal range of the bucket (push), all gather them (pull). Exact.
 
-    Unlike in `AllReduce` the order of the sum is ours: by rank, in float32 (float64 for float64), rounded once.
+    Unlike in `AllReduce`, the order of additions is fixed: by rank, in float32 (float64 for float64), rounded once.
     Wire: (n-1)/n of the bucket in either half, sent and received by each rank.
     """
 
@@ -131,6 +131,6 @@ class ReduceScatter(Partitioned[Tensor, OwnedRange]):
 
 
 def even_ranges(numel: int, size: int) -> list[int]:
-    """Lengths of the owners' ranges: as equal as whole elements allow, the last ones shorter or empty."""
+    """Returns the lengths of `size` consecutive ranges of `numel` elements: equal; the last ones shorter or empty."""
     length = -(-numel // size)
     return [max(min(length, numel - owner * length), 0) for owner in range(size)]

@@ -1,4 +1,4 @@
-"""Element-sparse schemes: a flat bucket most of whose elements are zero, summed by owners of single elements."""
+"""Element-sparse schemes: flat buckets in which most elements are zero, summed by owners of single elements."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .capacity import with_margin
 from .dense import AllReduce
 from .formats import PartFormat, PartMessage
 
-COUNT_BYTES = 8  # a number of elements, as the ranks tell it
+COUNT_BYTES = 8  # a number of elements in a message, int64
 
 
 @register
@@ -31,22 +31,22 @@ COUNT_BYTES = 8  # a number of elements, as the ranks tell it
 class BalancedElements(Scheme[Tensor]):
     """Zen's Balanced Parallelism (OSDI 2025, section 3) for the non-zero elements of a flat bucket. Exact.
 
-    In place of the paper's hash, element i = n q + r is owned by rank (r + rho(q)) mod n, rho a seeded mix: each run of
-    n neighbours goes to n owners, so neither dense regions nor hot columns load one of them. The map is a bijection
-    onto equal parts: no tables, no collisions, and positions within a part stay in order, and travel in the
+    In place of the paper's hash, element i = n q + r is owned by rank (r + rho(q)) mod n, where rho is a seeded mix:
+    each run of n neighbours goes to n owners, so neither dense regions nor hot columns load one owner. The map is a
+    bijection onto equal parts: no tables, no collisions; positions within a part stay in order, and travel in the
     smallest format. Bits decide what is zero: NaN and infinity travel, -0.0 is zero and comes out as 0.0.
-    Wire per rank: push (n-1)/n * (positions + values); pull (n-1)/n * (positions + values) of the union; where that
-    might be no less than a ring all-reduce moves, an all-reduce; and 8(n-1)(n+1) bytes of counts.
+    Wire per rank: push (n-1)/n * (positions + values); pull (n-1)/n * (positions + values) of the union; an all-reduce
+    instead where a ring all-reduce might move no more; and 8(n-1)(n+1) bytes of counts.
 
-    With `capacity` nothing is asked beforehand: counts travel with the elements. A rank whose elements do not fit, or
-    would be no less than dense, pushes its counts only; all ranks see that, and go on by the sizes that all know then.
+    With `capacity` no sizes are exchanged beforehand: counts travel with the elements. A rank whose elements do not
+    fit, or would be no fewer bytes than dense, pushes counts only; all ranks see that, and go on by the sizes in these.
     """
 
-    owners: Literal["rotated_stripe"] = "rotated_stripe"  # who sums what; the only map for single elements so far
-    seed: int = 0  # of the rotations; the same on every rank
+    owners: Literal["rotated_stripe"] = "rotated_stripe"  # the owner map; the only one for single elements so far
+    seed: int = 0  # of rho; the same on every rank
     capacity: tuple[
         NonNegativeInt, ...
-    ] = ()  # most non-zeros expected of a rank, and of their union; (): sizes are exchanged
+    ] = ()  # the most non-zeros expected of one rank, and of the union of all; (): sizes are exchanged
 
     traits = Traits(Layout.FLAT)
 
@@ -59,7 +59,7 @@ class BalancedElements(Scheme[Tensor]):
             )
 
     def planned_for(self, profiles: Sequence[DensityProfile]) -> BalancedElements:
-        """Returns the scheme with room for the elements of such a tensor; without a profile it exchanges sizes."""
+        """Returns the scheme with room for the elements of this profile; without one, a scheme that exchanges sizes."""
         if not profiles:
             return replace(self, capacity=())
         (known,) = profiles
@@ -74,7 +74,7 @@ class BalancedElements(Scheme[Tensor]):
         return bool(self.capacity) and most <= self.capacity[0] and _union_rows(known) <= self.capacity[1]
 
     def stages(self, size: int) -> tuple[str, ...]:
-        """Of the sparse way; the dense one has its all-reduce behind the first of them, and no others."""
+        """Returns the stages for sparse buckets; a step that turns out dense runs the first, then an all-reduce."""
         return ("push", "pull") if self.capacity else ("sizes", "push", "counts", "pull")
 
     async def synchronize(self, x: Tensor, state: State, group: Group, scale: float) -> tuple[Tensor, State]:
@@ -95,7 +95,7 @@ class BalancedElements(Scheme[Tensor]):
         placement: Placement,
         round: int = 0,
     ) -> tuple[Step, ...]:
-        """The profile's rows are the elements of the flat tensor; without a profile none of them counts as zero."""
+        """Returns work and transfers; a profile's rows are the bucket's elements, all non-zero without a profile."""
         (flat,) = specs
         n, form = placement.size, part_format(flat, placement.size)
         profile = elements_of(flat, profiles)
@@ -103,7 +103,7 @@ class BalancedElements(Scheme[Tensor]):
         push, union = float(form.nbytes(profile.rows / n)), profile.union_rows(n)
         at_once = bool(self.capacity) and profile.rows <= self.capacity[0]
         at_once = at_once and _sparse_pays(flat, n, profile.rows / n, form.length)
-        find = Compute("find_elements", flat.nbytes + flat.numel / 4)  # and a bitmap, written and read
+        find = Compute("find_elements", flat.nbytes + flat.numel / 4)  # the bucket, and a bitmap written and read
         if not (at_once or _sparse_pays(flat, n, profile.rows / n, profile.rows)):
             return (find, self._transfers("push", push, n, at_once=False)[0], *AllReduce().steps(specs, (), placement))
         pull = float(form.nbytes(union / n))
@@ -117,7 +117,7 @@ class BalancedElements(Scheme[Tensor]):
         )
 
     def _transfers(self, stage: str, nbytes: float, n: int, *, at_once: bool) -> list[Transfer]:
-        """How a push or pull message of so many bytes travels: behind its counts, or when all know these."""
+        """Returns the transfers of a push or pull message of `nbytes`, with counts in front or exchanged before."""
         pattern, counts = (Pattern.ALL_TO_ALL, n) if stage == "push" else (Pattern.ALL_GATHER, 1)
         if not self.capacity:
             name = "sizes" if stage == "push" else "counts"
@@ -128,7 +128,7 @@ class BalancedElements(Scheme[Tensor]):
         return [first] if at_once else [first, Transfer("repeat", pattern, (nbytes,) * n)]
 
     async def _push(self, x: Tensor, form: PartFormat, group: Group) -> list[PartMessage]:
-        """The elements of all ranks that I own; none where an all-reduce may be no worse."""
+        """Returns each rank's elements of this rank's part; an empty list where an all-reduce may be no slower."""
         flat, mine = TensorSpec.of(x), kernels.partition_elements(x, group.size, self.seed)
         told, messages = torch.tensor(mine.counts, device=x.device), list[Tensor]()
         if self.capacity:
@@ -144,11 +144,11 @@ class BalancedElements(Scheme[Tensor]):
     async def _push_at_once(
         self, mine: kernels.ElementPartition, told: Tensor, flat: TensorSpec, form: PartFormat, group: Group
     ) -> tuple[list[list[int]], list[Tensor]]:
-        """Of each rank its number of elements for each owner, and its message for me; none where some did not fit."""
+        """Returns each rank's counts for all owners, and its message to this rank; no messages if some did not fit."""
         room = _room(self.capacity[0], form, group.size)
 
         def fits(counts: Sequence[int]) -> bool:
-            """More than what surely pays does not fit either, whatever the others have."""
+            """Whether these elements fit, and save bytes over an all-reduce whatever the other ranks have."""
             return max(counts) <= room and _sparse_pays(flat, group.size, max(counts), form.length)
 
         head = LENGTH_BYTES + COUNT_BYTES * group.size
@@ -163,7 +163,7 @@ class BalancedElements(Scheme[Tensor]):
         return counts, [message[head:] for message in arrived] if all(map(fits, counts)) else []
 
     async def _pull(self, sums: Sums, form: PartFormat, group: Group) -> list[PartMessage]:
-        """The sums of all owners; all send once more where those of some do not fit."""
+        """Returns the sums of all owners, after a second exchange if sums of some owner do not fit."""
         if self.capacity:
             room = _room(self.capacity[1], form, group.size)
             message = sums.message if sums.count <= room else sums.message[: Sums.head]
@@ -184,7 +184,7 @@ class BalancedElements(Scheme[Tensor]):
 async def _push_by_sizes(
     mine: kernels.ElementPartition, told: Tensor, counts: Sequence[Sequence[int]], form: PartFormat, group: Group
 ) -> list[Tensor]:
-    """The messages of all ranks, whose numbers of elements for each owner all know."""
+    """Returns the messages of all ranks to this one, when all know the `counts` of each rank for each owner."""
     outgoing, parts = _packed(mine, form, group.rank, told)
     own, parts[group.rank] = parts[group.rank], outgoing[:0]
     received = [int(form.nbytes(row[group.rank])) for row in counts]
@@ -198,9 +198,9 @@ async def _push_by_sizes(
 def _packed(
     mine: kernels.ElementPartition, form: PartFormat, rank: int, like: Tensor, *, head: int = 0
 ) -> tuple[Tensor, list[Tensor]]:
-    """The messages for the other owners, one after the other, and each owner's, this rank's own among them.
+    """Returns the messages for other owners end to end, and a list of all owners' messages, this rank's included.
 
-    The first `head` bytes of each are left for others to write.
+    The caller fills the first `head` bytes of each.
     """
     nbytes = [head + int(form.nbytes(count)) for count in mine.counts]
     own = like.new_empty(nbytes[rank], dtype=torch.uint8)
@@ -213,23 +213,23 @@ def _packed(
 
 
 def _union_rows(profile: DensityProfile) -> float:
-    """Of as many ranks as it was measured of; all there are if that is not known."""
+    """Returns the rows in the union over as many ranks as were measured; all rows of the table if none were."""
     return profile.union_rows(max(profile.densification)) if profile.densification else float(profile.num_rows)
 
 
 def _room(expected: int, form: PartFormat, size: int) -> int:
-    """Elements of an owner, of as many as are expected of all owners: the mean and 8 standard deviations."""
+    """Returns one owner's capacity, if all owners expect `expected` elements: the mean plus 8 standard deviations."""
     mean = expected / size
     return min(form.length, math.ceil(mean + 8 * math.sqrt(mean)))
 
 
 def elements_of(flat: TensorSpec, profiles: Sequence[DensityProfile]) -> DensityProfile:
-    """What is known of the elements of a flat tensor; without a profile none of them counts as zero."""
+    """Returns the profile of a flat bucket's elements; without one, a profile with all elements non-zero."""
     return profiles[0] if profiles else DensityProfile(flat.numel, float(flat.numel))
 
 
 def nonzeros(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Ascending indices and values of the elements that are not zero."""
+    """Returns the non-zeros of a flat tensor: indices, (count,), ascending, int32 or int64, and values, (count,)."""
     found = kernels.nonzero_elements(x)
     indices = x.new_empty(found.count, dtype=index_dtype(x.numel()))
     values = x.new_empty(found.count)
@@ -238,25 +238,28 @@ def nonzeros(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def counts_in(arrived: Sequence[Tensor], head: int) -> list[list[int]]:
-    """The counts at the start of messages."""
+    """Returns the int64 counts that stand at the start of messages, in front of byte `head`."""
     counts: list[list[int]] = (
         torch.stack([message[LENGTH_BYTES:head] for message in arrived]).view(torch.int64).tolist()
     )
-    return counts  # the host must know what came
+    return counts  # the host needs the numbers to cut messages
 
 
 def part_format(flat: TensorSpec, size: int) -> PartFormat:
-    """Parts of equal capacity; a few places of the last run stay empty where `size` does not divide the elements."""
+    """Returns the format of an owner's part of a flat bucket, equally long for all `size` owners.
+
+    A place at the end stays empty where `size` does not divide the number of elements.
+    """
     return PartFormat(-(-flat.numel // size), 1, flat.dtype)
 
 
 def _sparse_pays(flat: TensorSpec, size: int, pushed: float, summed: float) -> bool:
     """Whether push, counts and pull surely move fewer bytes on every rank than a ring all-reduce of the flat tensor.
 
-    `pushed`: the most elements that a rank has for an owner; `summed`: the most that an owner gets from all ranks, own
-    ones included. Its sums are no more, nor more than its part; this bound stands for their number, which only the
-    owner will know. In the sparse way a rank exchanges at most one push and one pull message with each of the others;
-    a ring sends and receives (size-1)/size of the tensor twice, as if it were two parts with each.
+    `pushed` is the most elements that a rank has for an owner, `summed` the most that an owner gets from all ranks,
+    its own included. An owner has at most so many sums, and at most the length of its part; this bound stands for the
+    number of sums, which only the owner will know. A rank exchanges at most one push and one pull message with each
+    other rank; a ring sends and receives (size-1)/size of the tensor twice, as if it were two parts with each.
     """
     form = part_format(flat, size)
     per_peer = form.nbytes(pushed) + COUNT_BYTES + form.nbytes(min(summed, form.length))
@@ -264,23 +267,23 @@ def _sparse_pays(flat: TensorSpec, size: int, pushed: float, summed: float) -> b
 
 
 def write_parts(mine: kernels.ElementPartition, parts: Sequence[Tensor], form: PartFormat) -> None:
-    """Into the owners' messages, as large as `form` makes them."""
+    """Writes each owner's elements into its message in `parts`, (`form.nbytes(count)`,) uint8."""
     owners = [form.part(part, count) for part, count in zip(parts, mine.counts, strict=True)]
     mine.write([owner.positions.as_packed for owner in owners], [owner.values.view(-1) for owner in owners])
 
 
 @dataclass(frozen=True)
 class Sums:
-    """What an owner hands to all: its sums as a message, whose first `head` bytes are left for others to write."""
+    """An owner's sums as a message for all ranks."""
 
-    head: ClassVar[int] = LENGTH_BYTES + COUNT_BYTES
+    head: ClassVar[int] = LENGTH_BYTES + COUNT_BYTES  # bytes in front of the sums: the message's length, the count
 
-    message: Tensor
-    count: int
+    message: Tensor  # (bytes,) uint8; the group writes the length, `write_count` the count
+    count: int  # non-zero sums
 
     @classmethod
     def of(cls, parts: Sequence[PartMessage], form: PartFormat, scale: float) -> Sums:
-        """`scale` times the sum of all ranks' parts, in rank order."""
+        """Returns `scale` times the sum of all ranks' parts, added in rank order."""
         union = kernels.unite_elements([part.positions.as_packed for part in parts], form.length)
         message = parts[0].values.new_empty(cls.head + int(form.nbytes(union.count)), dtype=torch.uint8)
         total = form.part(message[cls.head :], union.count)
@@ -289,11 +292,11 @@ class Sums:
         return cls(message, union.count)
 
     def write_count(self) -> None:
-        """Into the message, behind the place of its length."""
+        """Writes the count into the message, behind the place of the length."""
         self.message[LENGTH_BYTES : self.head].copy_(torch.tensor([self.count]).view(torch.uint8))
 
 
 def join_parts(totals: Sequence[PartMessage], seed: int, x: Tensor) -> Tensor:
-    """Overwrites the flat tensor: the owners' sums where they belong, zero everywhere else."""
+    """Overwrites the flat tensor `x`, (numel,), with the owners' sums, and zeros elsewhere; returns `x`."""
     kernels.join_elements([t.positions.as_packed for t in totals], [t.values.view(-1) for t in totals], seed, x)
     return x

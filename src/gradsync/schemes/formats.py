@@ -1,9 +1,8 @@
-"""Bits on the wire: how the rows of all groups of tables, or some rows of a part, are laid into a message for a peer.
+"""Message formats: the bytes in which rows of tables, or some rows of one part, travel to another rank.
 
-A message of tables holds, group by group, the positions of rows and then, table by table, the values of the peer's
-columns; one of a part its positions and then its values. Positions travel in the smallest of several formats
-(`tensors/index_formats.py`). Each section starts at a multiple of 8 bytes, so that any element type can be viewed in
-place.
+A message of tables holds, group by group, the positions of rows and then, table by table, the values of the receiver's
+columns; a message of one part holds positions and then values. Positions travel in the smallest of several formats
+(`tensors/index_formats.py`). Each section starts at a multiple of 8 bytes, so that any dtype can be viewed in place.
 """
 
 from __future__ import annotations
@@ -21,22 +20,23 @@ from ..tensors.index_formats import SPARSE_FORMATS, IndexFormat, Positions, alig
 from ..tensors.sparse import index_dtype
 from .tables import Columns, Piece, RowGroup
 
-Spans = tuple[Columns, ...]  # of the columns of a group, side by side
+Spans = tuple[Columns, ...]  # ranges of columns of a group whose tables lie side by side
 
 
 @dataclass(frozen=True)
 class Section:
-    """One group in a message: its indices, and the values of each piece that travels."""
+    """One group of tables in a message: positions of rows, and the values of each piece that travels."""
 
-    positions: Positions  # its rows
+    positions: Positions  # of the rows
     values: tuple[Tensor, ...]  # (rows, width) of each of the format's pieces
 
 
 @dataclass(frozen=True)
 class RowFormat:
-    """How rows of all groups travel in one message to a peer, and which columns of them.
+    """The layout of a message to one rank: which columns of each group's rows travel, and in which order.
 
-    What does not depend on the number of rows is worked out once: a step lays out a message of every peer.
+    Everything that does not depend on the number of rows is computed once, as each step lays out a message to each
+    rank.
     """
 
     groups: tuple[RowGroup, ...]
@@ -44,21 +44,21 @@ class RowFormat:
 
     @classmethod
     def whole(cls, groups: tuple[RowGroup, ...]) -> RowFormat:
-        """All columns of each group."""
+        """Returns the layout in which all columns of each group travel."""
         return cls(groups, tuple(((0, group.dim),) for group in groups))
 
     @cached_property
     def pieces(self) -> tuple[tuple[Piece, ...], ...]:
-        """Of each group what its spans are of the tables' own columns."""
+        """The spans of each group, cut at the borders of tables: pieces of the tables' own columns."""
         return tuple(tuple(group.pieces(spans)) for group, spans in zip(self.groups, self.spans, strict=True))
 
     @cached_property
     def _widths(self) -> tuple[tuple[int, ...], ...]:
-        """Bytes of a row's values in each piece of each group."""
+        """The bytes of one row's values in each piece of each group."""
         return tuple(tuple(piece.width * piece.itemsize for piece in pieces) for pieces in self.pieces)
 
     def nbytes(self, rows: Sequence[float]) -> float:
-        """Size of a message with these rows of each group; exact for whole numbers, the mean for expected ones."""
+        """Returns the bytes of a message with so many rows of each group: exact for whole numbers, else a mean."""
         total = 0.0
         for group, widths, count in zip(self.groups, self._widths, rows, strict=True):
             total += smallest(count, group.num_rows).nbytes(count, group.num_rows)
@@ -66,7 +66,7 @@ class RowFormat:
         return total
 
     def sections(self, message: Tensor, rows: Sequence[int]) -> list[Section]:
-        """Views of a uint8 message, group by group, to be written or read."""
+        """Returns views of a message, (bytes,) uint8, of `nbytes(rows)` bytes, group by group, to write or read."""
         found, offset = [], 0
         for group, pieces, widths, count in zip(self.groups, self.pieces, self._widths, rows, strict=True):
             choice = smallest(count, group.num_rows)
@@ -82,22 +82,22 @@ class RowFormat:
 
 
 def head_nbytes(tables: int) -> int:
-    """Size of what comes before the sections where sizes are not exchanged: the message's length, the rank's header."""
+    """Returns the bytes in front of the sections if sizes are not exchanged: the message's length, a rank's header."""
     return LENGTH_BYTES + 8 * tables
 
 
 @dataclass(frozen=True)
 class PartMessage:
-    """A message of some rows of a part, in place: positions to be encoded or decoded, and values.
+    """Views of a message with some rows of a part: positions to be encoded or decoded, and values.
 
-    Of a dense message `values` are all rows of the part; `put` and `get` know that.
+    In a dense message `values` are all rows of the part, which `put` and `get` take into account.
     """
 
     positions: Positions
     values: Tensor  # (count, dim)
 
     def put(self, indices: Tensor, values: Tensor) -> None:
-        """Writes rows into the message; `indices` (count,) ascending, `values` (count, dim)."""
+        """Writes rows into the message: `indices`, (count,), ascending, int32 or int64, and `values`, (count, dim)."""
         if self.positions.format is IndexFormat.DENSE:
             self.values.zero_()
             kernels.scatter_rows(indices, values, self.values, accumulate=False)
@@ -106,7 +106,10 @@ class PartMessage:
         self.values.copy_(values)
 
     def get(self) -> tuple[Tensor, Tensor]:
-        """Indices and values of the rows that came; views of the message where they can be."""
+        """Returns the rows in the message: indices, (count,), int32 or int64, and values, (count, dim).
+
+        Both are views of the message where the format allows. From a dense message come all rows of the part.
+        """
         if self.positions.format is IndexFormat.DENSE:
             length = self.positions.length
             return torch.arange(length, dtype=index_dtype(length), device=self.values.device), self.values
@@ -115,31 +118,28 @@ class PartMessage:
 
 @dataclass(frozen=True)
 class PartFormat:
-    """How some rows of a part of `length` rows travel: their positions in the smallest of the `formats`, and values.
+    """The layout of a message with some rows of a part: positions in the smallest of the `formats`, then values."""
 
-    Single elements are rows of one.
-    """
-
-    length: int
-    dim: int
+    length: int  # rows of the part
+    dim: int  # elements of a row; 1 for single elements
     dtype: torch.dtype
-    formats: tuple[IndexFormat, ...] = SPARSE_FORMATS
+    formats: tuple[IndexFormat, ...] = SPARSE_FORMATS  # allowed for positions
 
     def nbytes(self, count: float) -> float:
-        """Size of a message; exact for a whole number of rows, the mean for an expected one."""
+        """Returns the bytes of a message with `count` rows: exact for a whole number, else a mean."""
         return self._nbytes(self.choice(count), count)
 
     @property
     def most_nbytes(self) -> int:
-        """The size that no message exceeds."""
+        """The bytes that no message exceeds."""
         return int(self.nbytes(self.length))
 
     def choice(self, count: float) -> IndexFormat:
-        """The format of the smallest message; of equally small ones the first of `formats`."""
+        """Returns the format of the smallest message with `count` rows; of equally small ones the first."""
         return min(self.formats, key=lambda choice: self._nbytes(choice, count))
 
     def part(self, message: Tensor, count: int) -> PartMessage:
-        """A uint8 message of `count` rows, to be written or read."""
+        """Returns views of a message with `count` rows, (bytes,) uint8, of `nbytes(count)` bytes, to write or read."""
         choice = self.choice(count)
         rows = self.length if choice is IndexFormat.DENSE else count
         start = int(choice.nbytes(count, self.length))

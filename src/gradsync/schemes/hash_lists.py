@@ -1,11 +1,11 @@
-"""Which indices an owner has by hash: the lists that hash bitmaps are read with (Zen, OSDI 2025).
+"""Lists of the indices that each owner has by hash, needed to decode hash bitmaps (Zen, OSDI 2025).
 
-Every rank reads the bitmaps of all owners, so it keeps all lists: an integer for each element of the tensor, as much
-memory as a gradient in float32. The paper's figure for extra memory leaves them out.
+Every rank decodes the bitmaps of all owners, so it keeps all lists: an integer for each element of the tensor, as much
+memory as a gradient in float32. The paper's figure for extra memory leaves the lists out.
 
-A bucket has a group object of its own (`engine/bucket_run.py`), for which its lists are kept: they are there from step
-to step, are shared by buckets of a length, and go with the last of the buckets, when its plan is replaced or its engine
-closed.
+Lists live as long as a group object. Each bucket has one (`engine/bucket_run.py`), so that lists stay from step to
+step, are shared by buckets of equal length, and are freed with the last of these buckets, when the plan is replaced or
+the engine closed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _Key = tuple[int, int, int, str]  # length, owners, seed, device
 
 @dataclass(frozen=True, eq=False)
 class _Lists:
-    """What a tuple is not: it can be referred to weakly."""
+    """A tuple that can be weakly referenced."""
 
     of_owners: tuple[Tensor, ...]
 
@@ -38,9 +38,9 @@ _asked_by_one = Lock()  # ranks may be threads
 def owned_by_hash(
     length: int, owners: int, seed: int, device: torch.device, *, kept_for: Group | None = None
 ) -> tuple[Tensor, ...]:
-    """The ascending indices of each owner, made unless they are kept already; kept as long as `kept_for` exists.
+    """Returns the ascending indices of each owner, computed unless cached; cached as long as `kept_for` exists.
 
-    See `kernels.owned_by_hash`.
+    See `kernels.owned_by_hash` for shapes and dtypes.
     """
     key = (length, owners, seed, str(device))
     with _asked_by_one:
@@ -54,6 +54,6 @@ def owned_by_hash(
 
 
 def forget() -> None:
-    """Frees all lists that are kept."""
+    """Frees all cached lists."""
     with _asked_by_one:
         _kept.clear()

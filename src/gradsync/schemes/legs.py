@@ -1,4 +1,4 @@
-"""The legs of a route: what each rank holds before and after every task of a leaf. Ranges and counts, no tensors."""
+"""Legs of a route: the ranges and payloads that each rank holds before and after every task of a leaf; no tensors."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ..costs.cluster import Placement
 from .dense import even_ranges
 from .tree import Kind, Leaf, RouteTask, Scope
 
-Piece = tuple[int, int]  # elements [start, stop) that are compressed by themselves
+Piece = tuple[int, int]  # elements [start, stop) with a payload of their own
 
 
 @dataclass(frozen=True)
 class Held:
-    """Elements [start, stop) of a bucket: as one dense tensor, or as payloads of each of its pieces."""
+    """Elements [start, stop) of a bucket that a rank holds, as one dense tensor or as payloads of pieces."""
 
     start: int
     stop: int
@@ -28,14 +28,21 @@ class Held:
 
 @dataclass(frozen=True)
 class Leg:
-    """One task on the way.
+    """One task of a route, with all that ranks hold before and after.
 
-    `before`, `after`: what each rank holds; None: nothing, as all is with the root of its group. `groups`: of a
-    collective, who take part in it together, each of so many `members`. `point`: the number of the compression, from 0
-    on, whose payloads there are. `bundle`: payloads of each piece before it; `added`: so many were added to each of
-    these. `adds`: payloads that meet here are added to one. `scales`: here the sum is scaled. `keep_fp32`,
-    `keep_fp32_after`: dense numbers are in the type of sums, not in the bucket's. `copies`: so many ranks compress the
-    same, a sum of all ranks. `idle`: it is among groups of one.
+    Attributes:
+        task: the task of the leaf.
+        groups: the ranks of each group in which the collective runs; none for a local task.
+        members: the ranks in each group.
+        before, after: for each rank what it holds; None on ranks whose data the root of their group holds.
+        point: the number of the compression, from 0, that made the payloads; -1 before the first.
+        bundle: the payloads of each piece before the task; 0 while dense.
+        added: so many ranks' payloads were added to each of these.
+        adds: the payloads that meet in this collective are added to one.
+        scales: the sum is multiplied by `scale` in this task.
+        keep_fp32, keep_fp32_after: dense numbers are in the dtype of sums, not in the bucket's.
+        copies: so many ranks compress the same tensor, a sum over all ranks.
+        idle: the collective is among groups of one rank.
     """
 
     task: RouteTask
@@ -55,7 +62,7 @@ class Leg:
 
     @property
     def carries_flags(self) -> bool:
-        """Whether flags must travel with it: where payloads or sums of several ranks meet, and from a root to all."""
+        """Whether flags travel too: in collectives where data of several ranks meets, and from a root to all."""
         return not self.task.kind.is_second or self.task.rooted
 
     def group_of(self, rank: int) -> tuple[int, ...]:
@@ -64,10 +71,12 @@ class Leg:
 
 @lru_cache(maxsize=1024)
 def legs_of(leaf: Leaf, numel: int, placement: Placement, most_added: float) -> tuple[Leg, ...]:
-    """The legs of a bucket of `numel` elements; `most_added`: so many payloads of a compressor can be added to one.
+    """Returns the legs of a leaf for a bucket of `numel` elements, one for each task.
+
+    At most `most_added` payloads of the compressor can be added to one.
 
     Raises:
-        ValueError: where an all-reduce of payloads would add more than these.
+        ValueError: if an all-reduce of payloads would add more than `most_added`.
     """
     n = placement.size
     groups = _groups(leaf, placement)
@@ -130,7 +139,7 @@ def legs_of(leaf: Leaf, numel: int, placement: Placement, most_added: float) -> 
 
 
 def pieces_of_member(held: Held, member: int, members: int, *, divided: bool) -> slice:
-    """Which of the pieces held go to a member: all, or its share where they are `divided`."""
+    """Returns the slice of `held.pieces` that goes to a member: all, or an equal share if `divided`."""
     count = len(held.pieces) // members if divided else len(held.pieces)
     return slice(member * count, (member + 1) * count) if divided else slice(0, count)
 
@@ -144,7 +153,7 @@ def _groups(leaf: Leaf, placement: Placement) -> dict[Scope, tuple[tuple[int, ..
 
 
 def _pushes(tasks: Sequence[RouteTask]) -> Iterator[RouteTask]:
-    """The collectives that cut payloads up, before these are decompressed."""
+    """Yields the collectives that divide payloads among members before the next decompression."""
     for task in tasks:
         if task.kind is Kind.DECOMP:
             return
@@ -153,7 +162,7 @@ def _pushes(tasks: Sequence[RouteTask]) -> Iterator[RouteTask]:
 
 
 def _cut(held: Held, sizes: Sequence[int]) -> Iterator[Piece]:
-    """Into as many pieces as these collectives need, one cut inside the other."""
+    """Yields the pieces of a range divided among `sizes[0]` members, each share among `sizes[1]`, and so on."""
     if not sizes:
         yield held.start, held.stop
         return
@@ -163,7 +172,7 @@ def _cut(held: Held, sizes: Sequence[int]) -> Iterator[Piece]:
 
 
 def shares(held: Held, members: int) -> list[Held]:
-    """Of each member, dense."""
+    """Returns the range of each member, dense: equal shares of `held`, the last ones shorter or empty."""
     ends = [held.start]
     for length in even_ranges(held.numel, members):
         ends.append(ends[-1] + length)
@@ -171,7 +180,7 @@ def shares(held: Held, members: int) -> list[Held]:
 
 
 def _pushed(held: Sequence[Held | None], groups: Sequence[tuple[int, ...]], *, rooted: bool) -> tuple[Held | None, ...]:
-    """After a first step."""
+    """Returns what each rank holds after a first step: its share, or all of it on the root."""
     after: list[Held | None] = [None] * len(held)
     for group in groups:
         for member, rank in enumerate(group):
@@ -190,7 +199,7 @@ def _pushed(held: Sequence[Held | None], groups: Sequence[tuple[int, ...]], *, r
 def _gathered(
     held: Sequence[Held | None], opened: Sequence[Held | None], groups: Sequence[tuple[int, ...]]
 ) -> tuple[Held | None, ...]:
-    """After a second step: the range before the first one, with the pieces of all who held some."""
+    """Returns what each rank holds after a second step: the range before the first step, with all members' pieces."""
     after: list[Held | None] = [None] * len(held)
     for group in groups:
         pieces = tuple(piece for rank in group if (h := held[rank]) is not None for piece in h.pieces)

@@ -1,4 +1,4 @@
-"""Ownership: which rank sums which part of a table (Zen's balance dimension)."""
+"""Owner maps of columns: the stripes of a table's columns that each rank sums (Zen's balance dimension)."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from functools import cached_property, lru_cache
 from .formats import RowFormat
 from .tables import Columns, Piece, RowGroup
 
-MOST_SHARED = 2  # columns; more of them cost more bytes than stripes that differ by one
+MOST_SHARED = 2  # columns; sharing more costs more bytes than stripes that differ by one column
 
 
 @dataclass(frozen=True)
 class ColumnOwners:
-    """`stripes[owner]` are the columns that a rank sums of *every* row; the `shared` ones are summed by every rank."""
+    """Stripes of columns, one for each owner, which sums these columns of *every* row."""
 
     stripes: tuple[Columns, ...]
-    shared: Columns
+    shared: Columns  # summed by every rank
 
 
 def column_owners(dim: int, size: int, most_shared: int = MOST_SHARED) -> ColumnOwners:
-    """Column stripes: whatever rows a step touches, all owners get equally many elements of each.
+    """Returns stripes of `dim` columns for `size` owners: each owner gets equally many elements of every row.
 
-    Imbalance 1 in push and pull if `size` divides `dim`, with no hash and no table (Zen, OSDI 2025, made exact for
-    row-sparse gradients). One or two columns left over are shared: each rank sums them itself. On n ranks with unions u
-    times as large as a rank's rows, a stripe more for one owner costs (n-1)(1+u) values a row of a rank, sharing L
-    columns costs (n-1)L, so that sharing pays if L < 1+u. With more columns left over, stripes differ by one column.
+    Imbalance is 1 in push and pull if `size` divides `dim`, with no hash and no table (Zen, OSDI 2025, made exact for
+    row-sparse gradients). Up to `most_shared` columns left over are shared: each rank sums them itself. On n ranks,
+    with a union u times as large as one rank's rows, one more column for one owner costs (n-1)(1+u) values for each row
+    of a rank; sharing L columns costs (n-1)L, so that sharing is cheaper if L < 1+u. With more columns left over,
+    stripes differ by one column.
     """
     left = dim % size
     shared = left if left <= most_shared else 0
@@ -37,7 +38,7 @@ def column_owners(dim: int, size: int, most_shared: int = MOST_SHARED) -> Column
 
 @dataclass(frozen=True)
 class StripedGroups:
-    """The groups of a bucket, each striped over the same owners."""
+    """A bucket's groups of tables, each divided into stripes of columns for the same owners."""
 
     groups: tuple[RowGroup, ...]
     size: int  # number of owners
@@ -45,7 +46,7 @@ class StripedGroups:
 
     @cached_property
     def formats(self) -> tuple[RowFormat, ...]:
-        """What each owner sums: of each group its own columns, then the shared ones."""
+        """The layout of messages to each owner: in each group the owner's columns, then the shared ones."""
         owners = [column_owners(group.dim, self.size, self.most_shared) for group in self.groups]
         return tuple(
             RowFormat(self.groups, tuple((group.stripes[owner], group.shared) for group in owners))
@@ -54,13 +55,13 @@ class StripedGroups:
 
     @cached_property
     def shared(self) -> tuple[tuple[Piece, ...], ...]:
-        """Of each group the pieces that all owners sum: the last ones of its pieces in `formats`."""
+        """The pieces of each group that all owners sum, last among the group's pieces in `formats`."""
         owners = [column_owners(group.dim, self.size, self.most_shared) for group in self.groups]
         return tuple(tuple(group.pieces([of.shared])) for group, of in zip(self.groups, owners, strict=True))
 
     @cached_property
     def owned(self) -> tuple[tuple[tuple[Piece, ...], ...], ...]:
-        """Of each owner, of each group the pieces that it sums alone."""
+        """The pieces that each owner sums alone: by owner, by group."""
         return tuple(
             tuple(
                 pieces[: len(pieces) - len(shared)] for pieces, shared in zip(format.pieces, self.shared, strict=True)
@@ -70,11 +71,11 @@ class StripedGroups:
 
     @cached_property
     def widths(self) -> tuple[tuple[int, ...], ...]:
-        """Of each owner, of each group how many columns it sums alone."""
+        """The number of columns that each owner sums alone: by owner, by group."""
         return tuple(tuple(sum(piece.width for piece in pieces) for pieces in owner) for owner in self.owned)
 
     def pull_bytes(self, rows: Sequence[float]) -> tuple[float, ...]:
-        """The sums that each owner hands to the others, with so many rows of each group."""
+        """Returns for each owner the bytes of sums that it sends in pull, with so many rows in each group."""
         itemsize = self.groups[0].specs[0].itemsize
         return tuple(
             float(sum(count * width * itemsize for count, width in zip(rows, widths, strict=True)))
@@ -84,5 +85,5 @@ class StripedGroups:
 
 @lru_cache(maxsize=64)
 def striped(groups: tuple[RowGroup, ...], size: int, most_shared: int = MOST_SHARED) -> StripedGroups:
-    """`groups` striped over `size` owners; the same object at the next step, with what it has worked out."""
+    """Returns `groups` striped over `size` owners: a cached object, so that the next step finds layouts computed."""
     return StripedGroups(groups, size, most_shared)

@@ -1,4 +1,4 @@
-"""What travels on a route: specs of the pieces of a bucket, and messages of payloads with flags behind the last one."""
+"""Messages of a route: the specs of a bucket's pieces, and the offsets of payloads and flags in a message."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .legs import Leg, Piece
 
 
 def plain(specs: tuple[TensorSpec, ...]) -> FlatSpec:
-    """One tensor of which nothing is known, with what lies behind it."""
+    """Returns the spec of a flat bucket, flags included, as one nameless segment."""
     (flat,) = specs
     return FlatSpec.of(torch.empty(flat.numel, dtype=flat.dtype, device="meta"))
 
 
 @lru_cache(maxsize=4096)
 def spec_of(whole: FlatSpec, piece: Piece, point: int, keep_fp32: bool) -> FlatSpec:
-    """Of a piece; what is drawn for sums is not what was drawn for what they are of."""
+    """Returns the spec of one piece, salted by `point`, so that compressors draw other random numbers for sums."""
     spec = whole.cut(*piece)
     return replace(spec, dtype=dtype_of(whole, keep_fp32), salt=spec.salt + point)
 
@@ -33,15 +33,17 @@ def dtype_of(whole: FlatSpec, keep_fp32: bool) -> torch.dtype:
 
 
 def point_name(leg: Leg) -> str:
-    """Where a compression keeps its state: what is sent first belongs to this rank alone, unless it is a sum of all
-    ranks that several of them hold."""
+    """Returns the compress point under which a compression keeps state.
+
+    The first compression is of this rank's gradient, except where several ranks hold copies of a sum over all ranks.
+    """
     if leg.point == 0 and leg.copies == 1:
         return SENT
     return sums_point(max(leg.point, 1), leg.copies)
 
 
 def starts_of(sizes: Sequence[int]) -> list[int]:
-    """Where items begin in a message: all of them where any element type can be viewed."""
+    """Returns the offsets, in bytes, of items of these sizes in a message: multiples of 8, to view any dtype."""
     starts = [0]
     for size in sizes:
         starts.append(starts[-1] + int(aligned(size)))
@@ -49,5 +51,5 @@ def starts_of(sizes: Sequence[int]) -> list[int]:
 
 
 def room_nbytes(sizes: Sequence[int], flags: int) -> int:
-    """Bytes of a message of these items, with a byte for each flag behind the last one."""
+    """Returns the bytes of a message with items of these sizes, and one byte for each flag behind the last item."""
     return int(sum(map(aligned, sizes[:-1])) + aligned(sizes[-1] + flags))

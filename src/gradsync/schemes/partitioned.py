@@ -1,4 +1,4 @@
-"""Partitioned sparse schemes: the rank that owns a part of a table sums it (push), then hands it to all (pull)."""
+"""Partitioned schemes for tables: the owner of a part of each table sums it (push), then hands it to all (pull)."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from .tables import (
 
 @dataclass(frozen=True)
 class OwnedColumns:
-    """What a rank holds after push: the sum of its columns for every row that any rank touched."""
+    """An owner's sums between push and pull: its columns of every row that any rank touched."""
 
-    stripes: StripedGroups
-    rank: int
+    stripes: StripedGroups  # the owner map
+    rank: int  # this owner
     present: tuple[bool, ...]  # per table: whether any rank has a gradient for it
     indices: tuple[Tensor, ...]  # per group (union,) int64, sorted; the same on every rank
     values: Tensor  # flat: group by group, table by table, (union, columns owned)
-    shared: tuple[tuple[Tensor, ...], ...]  # per group the pieces that every rank sums, (union, width)
+    shared: tuple[tuple[Tensor, ...], ...]  # per group the pieces that every rank sums, each (union, width)
 
     def numel_of(self, owner: int) -> int:
-        """Elements that `owner` holds for the others."""
+        """Returns the number of elements that `owner` sends in pull."""
         return sum(len(rows) * width for rows, width in zip(self.indices, self.stripes.widths[owner], strict=True))
 
 
@@ -54,25 +54,25 @@ class OwnedColumns:
 class BalancedParallelism(RowCapacity, Partitioned[Tables, OwnedColumns]):
     """Zen's Balanced Parallelism (OSDI 2025, section 3) for row-sparse tables, owned by column stripes. Exact.
 
-    Every rank owns the same columns of every row, so all owners receive equal volumes however skewed the rows are.
+    An owner has the same columns of every row, so all owners receive equal volumes however skewed the rows are.
     Beyond the paper: an owner sees the row indices of all ranks, so all ranks know the union after push, and pull
-    carries values only, in equal parts, with no indices and no size exchange; tables with the same rows send their
-    indices once and are striped as one table; a column or two that equal stripes leave over are summed by every rank.
+    carries values only, in equal parts, with no indices and no exchange of sizes; tables with the same rows send their
+    indices once and are striped as one table; every rank sums the column or two that equal stripes leave over.
     Wire per rank: push (n-1) * indices + (n-1)/n * values; pull (n-1)/n * values of the union.
 
-    With `capacity` nothing is asked beforehand: a rank's header travels in its push. Where rows do not fit, all push
-    once more, by the sizes that all know.
+    With `capacity` no sizes are exchanged beforehand: a header travels in front of the rows. If rows of any rank do not
+    fit, all ranks push once more, by the sizes in the headers.
     """
 
     owners: Literal["column_stripe", "table_stripe"] = (
-        "column_stripe"  # who sums what; "table_stripe": each table striped by itself, whatever rows it has
+        "column_stripe"  # the owner map; "table_stripe": each table is striped by itself, whatever rows it has
     )
 
     traits = Traits(Layout.ROWS)
 
     @property
     def owns_alike(self) -> bool:
-        """Which tables have the same rows, and so are striped as one, is found in the data."""
+        """Whether each table is striped by itself; else the data decides which tables are striped as one."""
         return self.owners == "table_stripe"
 
     def planned_groups(self, specs: tuple[TensorSpec, ...]) -> tuple[RowGroup, ...]:
@@ -88,7 +88,7 @@ class BalancedParallelism(RowCapacity, Partitioned[Tables, OwnedColumns]):
     async def push(
         self, x: Tables, state: State, group: Group, scale: float, *, keep_fp32: bool = False
     ) -> tuple[OwnedColumns, State]:
-        # Push: to each owner its columns of my rows.
+        # Push: to each owner its columns of this rank's rows.
         survey, specs = Survey.of(x), specs_of(x)
         dtype = kernels.accumulation_dtype(specs[0].dtype) if keep_fp32 else specs[0].dtype
         if self.capacity:
@@ -107,12 +107,12 @@ class BalancedParallelism(RowCapacity, Partitioned[Tables, OwnedColumns]):
         return _sum_columns(messages, agreed, stripes, group.rank, scale, dtype), state
 
     async def pull(self, shard: OwnedColumns, state: State, group: Group) -> Tables:
-        # Pull: from each owner its columns of the sum; everybody knows the rows already.
+        # Pull: from each owner its columns of the sum; all ranks know the rows since push.
         sizes = [shard.numel_of(owner) for owner in range(group.size)]
         return _join_stripes(await group.all_gather(shard.values, sizes), shard)
 
     def part(self, shard: OwnedColumns) -> Tables:
-        """Of every table my columns, none perhaps, of all rows that the group has."""
+        """Returns this owner's columns of every table, perhaps none, for all rows in the group's union."""
         widths = shard.stripes.widths[shard.rank]
         sizes = [len(rows) * width for rows, width in zip(shard.indices, widths, strict=True)]
         values = torch.split(shard.values, sizes)
@@ -162,7 +162,7 @@ class BalancedParallelism(RowCapacity, Partitioned[Tables, OwnedColumns]):
     def _expected(
         self, specs: tuple[TensorSpec, ...], profiles: tuple[DensityProfile, ...], size: int
     ) -> StripedGroups:
-        """The groups that tables of these profiles will form, striped."""
+        """Returns the groups that tables of these profiles are expected to form, striped."""
         if self.owns_alike or self.expects_to_fit(profiles):
             groups = single_groups(specs) if self.owns_alike else self.planned_groups(specs)
         else:
@@ -170,7 +170,7 @@ class BalancedParallelism(RowCapacity, Partitioned[Tables, OwnedColumns]):
         return self._striped(groups, size)
 
     def _messages(self, x: Tables, survey: Survey, stripes: StripedGroups, rank: int) -> list[Tensor]:
-        """A message for each owner: header and my rows, or the header alone if they do not fit."""
+        """Returns a message for each owner: header and rows, or the header alone if the rows do not fit."""
         header = survey.header.tolist()  # the host sizes the messages
         if not self.fits(header):
             stripes = self._striped((), stripes.size)
@@ -184,7 +184,7 @@ class BalancedParallelism(RowCapacity, Partitioned[Tables, OwnedColumns]):
 async def _push_by_sizes(
     x: Tables, survey: Survey, agreed: Agreement, stripes: StripedGroups, group: Group
 ) -> list[Tensor]:
-    """The messages of all ranks, whose sizes all know."""
+    """Returns the messages of all ranks to this one, when all know the sizes."""
     outgoing, parts = _pack_stripes(x, survey, stripes, agreed.rows[group.rank], group.rank)
     sent = [len(part) for part in parts]
     received = [int(stripes.formats[group.rank].nbytes(rows)) for rows in agreed.rows]
@@ -199,9 +199,9 @@ async def _push_by_sizes(
 def _pack_stripes(
     tables: Tables, survey: Survey, stripes: StripedGroups, rows: Sequence[int], rank: int, *, head: int = 0
 ) -> tuple[Tensor, list[Tensor]]:
-    """The messages for the other owners, one after the other, and each owner's, this rank's own among them.
+    """Returns the messages for other owners end to end, and a list of all owners' messages, this rank's included.
 
-    The first `head` bytes of each are left for others to write.
+    The caller fills the first `head` bytes of each.
     """
     nbytes = [head + int(format.nbytes(rows)) for format in stripes.formats]
     own = torch.empty(nbytes[rank], dtype=torch.uint8, device=tables[0].values.device)
@@ -216,7 +216,7 @@ def _pack_stripes(
 
 
 def _write_group(tables: Tables, survey: Survey, stripes: StripedGroups, number: int, owners: list[Section]) -> None:
-    """Merges repeated rows and spreads them over the owners' messages, in one pass a table."""
+    """Merges repeated rows of one group, and writes the columns into the owners' messages, in one pass a table."""
     group, first = stripes.groups[number], owners[0]
     indices = first.positions.room()
     survey.unions[group.first].write_indices(indices)
@@ -230,7 +230,9 @@ def _write_group(tables: Tables, survey: Survey, stripes: StripedGroups, number:
         union, values = survey.unions[position], tables[position].values
         union.sum([values], [out for _, out in outs], [columns for columns, _ in outs])
     shared = first.values[len(stripes.owned[0][number]) :]
-    for other, owned in zip(owners[1:], stripes.owned[1:], strict=True):  # what every owner gets is copied
+    for other, owned in zip(
+        owners[1:], stripes.owned[1:], strict=True
+    ):  # positions and shared columns are the same for every owner
         other.positions.packed.copy_(first.positions.packed)
         for values, copied in zip(other.values[len(owned[number]) :], shared, strict=True):
             values.copy_(copied)
@@ -239,7 +241,7 @@ def _write_group(tables: Tables, survey: Survey, stripes: StripedGroups, number:
 def _sum_columns(
     messages: list[Tensor], agreed: Agreement, stripes: StripedGroups, rank: int, scale: float, dtype: torch.dtype
 ) -> OwnedColumns:
-    """`scale` times the sum of my columns over all ranks, in rank order; rounded to `dtype`."""
+    """Returns `scale` times the sum of this owner's columns over all ranks, added in rank order, as `dtype`."""
     format = stripes.formats[rank]
     received = [format.sections(message, rows) for message, rows in zip(messages, agreed.rows, strict=True)]
     unions = [
@@ -267,7 +269,7 @@ def _sum_columns(
 
 
 def _join_stripes(parts: list[Tensor], shard: OwnedColumns) -> Tables:
-    """Whole rows from the owners' columns and the shared ones; `parts[owner]` holds its columns of all tables."""
+    """Returns whole rows, joined from `parts`, each owner's columns of all tables as 1-D, and the shared columns."""
     stripes = shard.stripes
     offsets = [0] * stripes.size
     result: dict[int, SparseRows] = {}

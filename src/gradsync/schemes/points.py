@@ -1,8 +1,8 @@
-"""Any point of the design space as a scheme, for tables and for flat buckets (Zen, Wang et al., OSDI 2025, section 3).
+"""Schemes at any point of Zen's design space, for tables and for flat buckets (Wang et al., OSDI 2025, section 3).
 
-The points differ in their schedules (`space.py`) only; here is what happens to a partial sum on its way: it is laid
-into a message, in the smallest format there is, read, and added to others. The schemes with a name of their own
-(`AGSparse`, `BalancedParallelism`, `BalancedElements`) go further than their points demand; these are their rivals.
+Points differ only in their schedules (`space.py`). This module runs a schedule: it writes partial sums into messages,
+in the smallest format, reads and adds them. `AGSparse`, `BalancedParallelism` and `BalancedElements` go further than
+their points demand; the schemes of this module serve for comparison.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from .row_owners import EvenSplit, HashedRows, RotatedStripe, RowOwners
 from .space import Aggregation, Balance, Communication, Merge, Message, PartialSum, Partition, Point, Schedule, schedule
 from .tables import ABSENT, Tables, specs_of
 
-COUNT_BYTES = 8  # of a partial sum: its rows of a table, or ABSENT
+COUNT_BYTES = 8  # of the number of a partial sum's rows in one table, or ABSENT
 SMALLEST = "smallest"
 OWNERS = {None: (), Balance.BALANCED: ("rotated_stripe", "hash"), Balance.IMBALANCED: ("even_split",)}
 
 
 @dataclass(frozen=True)
 class DesignPoint(Nameable):
-    """The settings of a point; by default Balanced Parallelism's."""
+    """The settings that choose a point, by default the point of Balanced Parallelism."""
 
-    formats: ClassVar[tuple[IndexFormat, ...]]  # that tell what the layout must know
+    formats: ClassVar[tuple[IndexFormat, ...]]  # allowed for positions in this kind of bucket
 
     communication: Communication = Communication.POINT_TO_POINT
     aggregation: Aggregation = Aggregation.INCREMENTAL
     partition: Partition = Partition.PARALLELISM
     balance: Balance | None = Balance.BALANCED
-    owners: str | None = None  # who owns what; None: "rotated_stripe" if balanced, "even_split" if not
-    pull_by: Communication | None = None  # the way of complete sums to all; None: that of what they are sums of
+    owners: str | None = None  # the owner map; None: "rotated_stripe" if balanced, "even_split" if not
+    pull_by: Communication | None = None  # how complete sums reach all ranks; None: as `communication`
     seed: int = 0  # of a balanced map; the same on every rank
-    push_format: str = SMALLEST  # of positions: the smallest in which rows can be told, or always one of `IndexFormat`
-    pull_format: str = SMALLEST  # of sums over all ranks
+    push_format: str = SMALLEST  # of positions: the smallest of `formats`, or always the one named
+    pull_format: str = SMALLEST  # the same for sums over all ranks
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,12 +74,12 @@ class DesignPoint(Nameable):
 
     @classmethod
     def at(cls, point: Point, **settings: Any) -> Self:
-        """The scheme of this point."""
+        """Returns the scheme at this point of the design space, with other `settings` as fields."""
         return cls(point.communication, point.aggregation, point.partition, point.balance, **settings)
 
     @property
     def title(self) -> str:
-        """The name that records have for it, or else its point."""
+        """The name in records and tables; for points without one, the choices that make the point."""
         by_hash = " by hash" if self.owners == "hash" else ""
         pulled = f" pulled by {self.pull_by}" if self.pull_by is not None else ""
         return NAMES.get(self, f"{self.point}{by_hash}{pulled}")
@@ -89,32 +89,31 @@ class DesignPoint(Nameable):
         return Point(self.communication, self.aggregation, self.partition, self.balance)
 
     def owners_of(self, num_rows: int, count: int) -> RowOwners:
-        """Which of `count` owners has which rows of a table."""
+        """Returns the owner map of a table with `num_rows` rows over `count` owners."""
         if count == 1 or self.balance is Balance.IMBALANCED:
             return EvenSplit(num_rows, count)
         return (HashedRows if self.owners == "hash" else RotatedStripe)(num_rows, count, self.seed)
 
     def stages(self, size: int) -> tuple[str, ...]:
-        """One for each round."""
+        """Returns one stage for each round of the schedule."""
         return tuple(each.stage for each in self.schedule(size).rounds)
 
     def schedule(self, size: int) -> Schedule:
-        """Who sends what when."""
+        """Returns the rounds of messages and additions among `size` ranks."""
         return schedule(self.point, size, self.pull_by)
 
 
 @register
 @dataclass(frozen=True)
 class RowPoint(DesignPoint, Scheme[Tables]):
-    """A point of the design space for row-sparse tables. Exact.
+    """A point of the design space as a scheme for tables. Exact.
 
-    Rows have owners, whole ones: a map of columns, as `BalancedParallelism` has it, is none of the paper's.
-    Wire: see `space.schedule`; a partial sum is its rows' values and their positions, in the smallest
-    format.
+    Owners have whole rows: the paper has no owner maps of columns, as `BalancedParallelism` uses.
+    Wire: see `space.schedule`; a partial sum travels as values of rows and positions in the smallest format.
     """
 
     traits = Traits(Layout.ROWS)
-    formats = SPARSE_FORMATS  # a dense message would not tell which rows were touched, be they zero
+    formats = SPARSE_FORMATS  # not dense, which cannot tell a touched row of zeros from an untouched one
 
     async def synchronize(self, x: Tables, state: State, group: Group, scale: float) -> tuple[Tables, State]:
         space = _Space.of(self, specs_of(x), group.size)
@@ -134,10 +133,10 @@ class RowPoint(DesignPoint, Scheme[Tables]):
 @register
 @dataclass(frozen=True)
 class ElementPoint(DesignPoint, Scheme[Tensor]):
-    """A point of the design space for the non-zeros of a flat bucket, in blocks of `block` elements. Exact.
+    """A point of the design space as a scheme for the non-zeros of a flat bucket, in blocks of `block` elements. Exact.
 
-    A block travels whole if one of its elements is not zero. Dense messages are one of the formats, so that a sum that
-    has become dense travels as such (SparCML's switch). NaN and infinity travel, -0.0 is zero.
+    A block travels whole if any of its elements is not zero. Sums that have become dense travel as dense messages
+    (SparCML's switch). NaN and infinity travel, -0.0 is zero.
     """
 
     block: PositiveInt = 1
@@ -156,7 +155,7 @@ class ElementPoint(DesignPoint, Scheme[Tensor]):
         (total,) = await space.sum((SparseRows.from_dense(blocks),), group, scale)
         blocks.zero_()
         total.write_to(blocks)
-        blocks.add_(0.0)  # what travelled dense has zeros, perhaps scaled to -0.0, which its sender does not have
+        blocks.add_(0.0)  # turns -0.0, which scaling makes in dense messages, into 0.0: the sender has no such zeros
         return x.copy_(blocks.view(-1)[: x.numel()]), state
 
     def steps(
@@ -166,7 +165,7 @@ class ElementPoint(DesignPoint, Scheme[Tensor]):
         placement: Placement,
         round: int = 0,
     ) -> tuple[Step, ...]:
-        """The profile's rows are the elements of the flat tensor; without a profile none of them counts as zero."""
+        """Returns work and transfers; a profile's rows are the bucket's elements, all non-zero without a profile."""
         (flat,) = specs
         profile = elements_of(flat, profiles)
         blocks = TensorSpec((-(-flat.numel // self.block), self.block), flat.dtype)
@@ -180,22 +179,22 @@ _SERVERS = Point(Communication.POINT_TO_POINT, Aggregation.INCREMENTAL, Partitio
 _BLOCKS = Point(Communication.POINT_TO_POINT, Aggregation.ONE_SHOT, Partition.PARALLELISM, Balance.IMBALANCED)
 
 # SparCML's sparse all-reduce by recursive doubling (Renggli et al., SC 2019), Zen's Hierarchical Centralization. Unlike
-# there a sum becomes dense as soon as that is fewer bytes, any number of ranks will do, and 16-bit sums travel in
-# float32.
+# in SparCML, a sum becomes dense as soon as that takes fewer bytes, any number of ranks is allowed, and 16-bit sums
+# travel in float32.
 DOUBLING_OF_ROWS, DOUBLING_OF_ELEMENTS = RowPoint.at(_DOUBLING), ElementPoint.at(_DOUBLING)
-# A sparse parameter server, every rank being one (Zen's Sparse PS): consecutive rows belong together.
+# Sparse parameter servers, one on each rank (Zen's Sparse PS): each owns consecutive rows.
 PARAMETER_SERVER_OF_ROWS, PARAMETER_SERVER_OF_ELEMENTS = RowPoint.at(_SERVERS), ElementPoint.at(_SERVERS)
-# SparCML's split all-gather (SSAR_Split_allgather there; DSAR where sums become dense): a rank sends each owner of an
-# even part its rows straight, and the sums go from pair to pair, in log2 n messages. In bytes it is the one above.
-# Unlike there a rank sends to one owner at a time, any number of ranks will do, and every part takes the smallest of
-# all formats, not one of two.
+# SparCML's split all-gather (SSAR_Split_allgather there; DSAR where sums become dense): a rank sends rows straight to
+# the owner of an even part, and sums go from pair to pair, in log2 n messages. The bytes are those of parameter
+# servers. Unlike in SparCML, a rank sends to one owner at a time, any number of ranks is allowed, and every part takes
+# the smallest of all formats, not one of two.
 _SPLIT = {"pull_by": Communication.HIERARCHY}
 SPLIT_OF_ROWS, SPLIT_OF_ELEMENTS = RowPoint.at(_SERVERS, **_SPLIT), ElementPoint.at(_SERVERS, **_SPLIT)
-# What OmniReduce does (Fei et al., SIGCOMM 2021): blocks of 256 elements travel whole unless they are zero. Unlike
-# there the ranks are the aggregators, and there is no pipeline of blocks over RDMA.
+# OmniReduce (Fei et al., SIGCOMM 2021): blocks of 256 elements travel whole unless all are zero. Unlike in OmniReduce,
+# the ranks are the aggregators, and there is no pipeline of blocks over RDMA.
 BLOCKS_OF_256 = ElementPoint.at(_BLOCKS, block=256)
 
-NAMES: dict[DesignPoint, str] = {  # as records and tables have them
+NAMES: dict[DesignPoint, str] = {  # in records and tables
     DOUBLING_OF_ROWS: "recursive_doubling",
     DOUBLING_OF_ELEMENTS: "recursive_doubling",
     SPLIT_OF_ROWS: "recursive_doubling_split",
@@ -207,7 +206,7 @@ NAMES: dict[DesignPoint, str] = {  # as records and tables have them
 
 
 def _in_blocks(x: Tensor, block: int) -> Tensor:
-    """A flat tensor as (blocks, block); a copy with zeros behind it where the last block is not full."""
+    """Returns a flat tensor as (blocks, block): a view, or a copy padded with zeros if the last block is not full."""
     blocks = -(-x.numel() // block)
     if blocks * block == x.numel():
         return x.view(blocks, block)
@@ -218,14 +217,14 @@ def _in_blocks(x: Tensor, block: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _Space:
-    """The blocks of a bucket's tables, and what becomes of their partial sums."""
+    """A schedule for the tables of one bucket, with owner maps and message formats."""
 
     plan: Schedule
     specs: tuple[TensorSpec, ...]
     owners: tuple[RowOwners, ...]  # of each table
-    own_formats: tuple[PartFormat, ...]  # of parts of one rank's tables
-    partial_formats: tuple[PartFormat, ...]  # of sums that others are still to be added to
-    total_formats: tuple[PartFormat, ...]  # of sums over all ranks
+    own_formats: tuple[PartFormat, ...]  # for one rank's own rows of a block
+    partial_formats: tuple[PartFormat, ...]  # for sums over some of the ranks
+    total_formats: tuple[PartFormat, ...]  # for sums over all ranks
 
     @classmethod
     def of(cls, settings: DesignPoint, specs: tuple[TensorSpec, ...], size: int) -> _Space:
@@ -247,7 +246,7 @@ class _Space:
         return tuple(range(self.plan.size))
 
     async def sum(self, x: Tables, group: Group, scale: float) -> Tables:
-        """`scale` times the sum of all ranks' tables, whose rows are sorted and distinct."""
+        """Returns `scale` times the sum of all ranks' tables, whose rows must be sorted and distinct."""
         device = x[0].values.device
         for owners in self.owners:
             owners.prepare(group, device)
@@ -266,7 +265,7 @@ class _Space:
         return tuple(owners.join(parts) for owners, parts in zip(self.owners, zip(*total, strict=True), strict=True))
 
     def steps(self, profiles: Sequence[DensityProfile]) -> Iterator[Step]:
-        """What `sum` does to tables of these profiles."""
+        """Yields the work and transfers of `sum` for tables of these profiles."""
         known: dict[tuple[int, int], float] = {}
 
         def nbytes(partials: Sequence[PartialSum]) -> float:
@@ -298,12 +297,12 @@ class _Space:
             yield Compute("join_rows", 2 * nbytes(whole), calls=tables * len(whole))
 
     def _split(self, x: Tables, rank: int) -> dict[PartialSum, Tables]:
-        """What this rank has of all blocks."""
+        """Returns this rank's rows of each block, as partial sums over this rank alone."""
         parts = [owners.split(table) for owners, table in zip(self.owners, x, strict=True)]
         return {(block, (rank,)): tables for block, tables in enumerate(zip(*parts, strict=True))}
 
     def _pack(self, held: dict[PartialSum, Tables], message: Message) -> Tensor:
-        """The partial sums as bytes: behind the message's length the counts of all, then one by one their rows."""
+        """Returns the message's bytes, uint8: room for the length, the counts of all partial sums, then their rows."""
         tables = [table for partial in message.partials for table in held[partial]]
         counts = [table.nnz if table.present else ABSENT for table in tables]
         forms = [form for partial in message.partials for form in self._formats_of(partial)]
@@ -316,7 +315,7 @@ class _Space:
         return packed
 
     def _unpack(self, packed: Tensor, message: Message) -> dict[PartialSum, Tables]:
-        """What `_pack` made bytes of."""
+        """Returns the partial sums in a message's bytes: the inverse of `_pack`."""
         forms = [form for partial in message.partials for form in self._formats_of(partial)]
         head = LENGTH_BYTES + COUNT_BYTES * len(forms)
         counts = packed[LENGTH_BYTES:head].clone().view(torch.int64).tolist()  # the host cuts the message
@@ -329,7 +328,7 @@ class _Space:
         return dict(zip(message.partials, by_sum, strict=True))
 
     def _merge(self, held: dict[PartialSum, Tables], merge: Merge, scale: float) -> None:
-        """Replaces partial sums by the sum of them; scaled and rounded when it is that over all ranks."""
+        """Replaces partial sums by their sum; scales and rounds a sum over all ranks."""
         parts = [held.pop(partial) for partial in merge.partials]
         last = merge.sum[1] == self.everyone
         sums = (_added(tables, scale if last else 1.0) for tables in zip(*parts, strict=True))
@@ -339,20 +338,20 @@ class _Space:
         )
 
     def _formats_of(self, partial: PartialSum) -> tuple[PartFormat, ...]:
-        """One for each table; sums of 16-bit floats over some of the ranks travel in float32, to be rounded once."""
+        """Returns the format of each table's rows; 16-bit sums over some ranks travel in float32, to round once."""
         if len(partial[1]) == 1:
             return self.own_formats
         return self.total_formats if partial[1] == self.everyone else self.partial_formats
 
     def _bound(self, messages: Sequence[Message]) -> int:
-        """The size that no message of a round is larger than; the same on every rank."""
+        """Returns the bytes that no message of a round exceeds; the same on every rank."""
         most_partials = max((len(message.partials) for message in messages), default=0)
         kinds = (self.own_formats, self.partial_formats, self.total_formats)
         largest = max(sum(COUNT_BYTES + form.most_nbytes for form in forms) for forms in kinds)
         return LENGTH_BYTES + most_partials * largest
 
     def _expected_nbytes(self, partial: PartialSum, profiles: Sequence[DensityProfile]) -> float:
-        """Of a partial sum in a message, with its counts."""
+        """Returns the expected bytes of a partial sum in a message, counts included."""
         (block, ranks), total = partial, 0.0
         for form, owners, profile in zip(self._formats_of(partial), self.owners, profiles, strict=True):
             rows = owners.share(block, profile, len(ranks)) * profile.union_rows(len(ranks))
@@ -361,13 +360,13 @@ class _Space:
 
 
 def _coalesced(table: SparseRows) -> SparseRows:
-    """Sorted distinct rows, repeated ones summed."""
+    """Returns the table with sorted distinct rows; repeated rows are summed."""
     indices, values = kernels.sum_rows([(table.indices, table.values)], table.num_rows)
     return replace(table, indices=indices, values=values)
 
 
 def _added(tables: Sequence[SparseRows], scale: float) -> SparseRows:
-    """`scale` times the sum of sorted tables in this order; of 16-bit floats in float32, which it stays in."""
+    """Returns `scale` times the sum of sorted tables, added in this order; for 16-bit floats in float32."""
     wide = kernels.accumulation_dtype(tables[0].values.dtype)
     parts = [(table.indices, table.values.to(wide)) for table in tables]
     indices, total = kernels.sum_rows(parts, tables[0].num_rows, scale=scale)

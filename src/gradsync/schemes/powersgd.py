@@ -1,8 +1,8 @@
 """PowerSGD: gradients as products of two thin factors, which an all-reduce sums (Vogels et al., NeurIPS 2019).
 
-Factors are kept by rows, P as (rank, rows) and Q as (rank, columns): products with a wide matrix are then as fast as
-its memory allows, where columns cost two to three times as much. Matrices of one shape that lie evenly spaced in the
-bucket, as those of equal layers do, are views of it and take one call together.
+Factors are stored transposed, P as (rank, rows) and Q as (rank, columns): products with a wide matrix then run at the
+speed of memory; with (rows, rank) they take two to three times as long. Matrices of one shape that lie evenly spaced in
+the bucket, such as the weights of equal layers, are views of the bucket, and are multiplied in one call.
 """
 
 from __future__ import annotations
@@ -30,41 +30,40 @@ from .base import Scheme, State, Traits
 from .compressed import parted
 from .dense import even_ranges
 
-RESIDUAL, Q = "residual", "q"  # what is kept: for each element, and for each segment
+RESIDUAL, Q = "residual", "q"  # names in the state: one number for each element, one factor for each segment
 
 
 @register
 @dataclass(frozen=True)
 class PowerSGD(Scheme[Tensor]):
-    """One step of power iteration a training step on each matrix, from where the last one ended. Not exact.
+    """A low-rank scheme: one power iteration on each matrix in each training step, with a warm start. Not exact.
 
-    With M a rank's gradient and what it has not sent yet: P = sum over the ranks of M Q, made orthonormal; Q = sum of
-    M^T P; the result is `scale` P Q^T, and this Q is where the next step begins (warm start). So the result is the
-    projection of the ranks' sum: n ranks do what one would do with the sum, and what has rank `rank` arrives as it is.
+    Let M be a rank's gradient plus its residual. P is the sum of M Q over the ranks, made orthonormal; the new Q is the
+    sum of M^T P; the result is `scale` P Q^T, and the next step begins with the new Q (warm start). So the result is
+    the projection of the ranks' sum: n ranks compute what one rank would with the sum, and a sum of rank `rank` arrives
+    as it is.
 
-    A tensor of two or more dimensions is a matrix of its first one by all others, and is compressed if it has at least
-    `min_compression` times as many elements as its factors. Everything else, also tensors that the plan cuts, travels
-    as it is in the same message as P: one all-reduce each for P and for Q.
+    A tensor of two or more dimensions is a matrix of the first dimension by all others, and is compressed if it has at
+    least `min_compression` times as many elements as its factors. Everything else, also a tensor that the plan cuts,
+    travels uncompressed in the message of P: there is one all-reduce for P and one for Q.
 
-    Each rank keeps what its own factors leave of its M, M - P (M^T P)^T, and adds it to the next gradient. In the sum
-    over the ranks, sent + residual = gradient + residual before; of one rank, the residual is never larger than M, as
-    P is orthonormal. (M less the average of what all sent, which torch's hook keeps, has the same sum; but there each
-    rank's difference from the mean is never sent and grows like a random walk. Ours also needs no other rank's Q: it is
-    made while these are on their way.) A column of Q that comes out zero stays what it was: a gradient that was zero
-    once is not given up.
+    Each rank's residual is the part of M that its own factors miss, M - P (M^T P)^T. In the sum over the ranks,
+    sent + residual = gradient + former residual; on one rank the residual is never larger than M, as P is orthonormal.
+    (The residual of torch's hook, M less the average of what all ranks sent, has the same sum; but then each rank's
+    difference from the mean is never sent, and grows like a random walk. The residual here also needs no other rank's
+    Q, and is computed while the all-reduce of Q runs.) A column of Q that comes out zero keeps the former values, so
+    that a gradient that is zero in one step can be approximated again later.
 
-    `matrices="bucket"` takes the whole bucket for one matrix, as square as it can be (torch's `batched_powerSGD_hook`).
-    That is two products a bucket, with factors of about 2 `rank` times the root of its elements. But it approximates
-    rows cut from unrelated tensors, biases too: far less accurate for the same rank, dependent on the plan's buckets,
-    and its Q begins anew where these change.
-
-    `start_step`: the first steps are dense; each half of the bucket has a turn. So is a bucket without matrices.
-    Factors and what travels with them are float32, for 16-bit gradients too (float64 for float64).
-    Wire: 2(n-1)/n of rank (rows + columns) numbers for each matrix, and of all else.
+    In the first `start_step` steps, and in buckets without matrices, gradients travel dense, one half of the bucket in
+    each stage. Factors and uncompressed gradients travel in float32, for 16-bit gradients too (float64 for float64).
+    Wire: 2(n-1)/n of rank (rows + columns) numbers for each matrix, and of everything uncompressed.
     """
 
-    rank: PositiveInt = 2
+    rank: PositiveInt = 2  # of the approximation of each matrix
     min_compression: Annotated[float, Interval(ge=1, lt=math.inf)] = 2.0
+    # "bucket" treats the whole bucket as one matrix, as square as possible (torch's `batched_powerSGD_hook`): two
+    # products a bucket, and factors of about 2 `rank` times the root of its elements. But rows then mix unrelated
+    # tensors, biases too: far less accurate for the same rank, and Q begins anew in every plan with other buckets.
     matrices: Literal["tensors", "bucket"] = "tensors"
     start_step: NonNegativeInt = 0
     seed: NonNegativeInt = 0  # of the first Q, which also depends on the tensor's name
@@ -77,9 +76,10 @@ class PowerSGD(Scheme[Tensor]):
         return f"{self.name} of rank {self.rank}" + (" on whole buckets" if self.matrices == "bucket" else "")
 
     def check(self, specs: tuple[TensorSpec, ...]) -> None:
-        """
+        """Checks that the bucket has a floating-point dtype.
+
         Raises:
-            ValueError: for element types that have no low-rank factors.
+            ValueError: for other dtypes.
         """
         (flat,) = specs
         if not flat.dtype.is_floating_point:
@@ -106,10 +106,10 @@ class PowerSGD(Scheme[Tensor]):
         parts, residual = own.parts, own.elements[RESIDUAL].to(x.device)
         values, behind = x[: own.spec.numel], x[own.spec.numel :]
         kept = memory.empty_like(residual)
-        torch.add(values, residual, out=kept)  # M, of which the end of the step leaves what was not sent
+        torch.add(values, residual, out=kept)  # M, which becomes the next residual by the end of the step
         if not self._compresses(parts, own.step):
             values.copy_(kept)
-            left = kept.sub_(values)  # what 16 bits cannot hold
+            left = kept.sub_(values)  # the rounding error of 16-bit gradients
             x.mul_(scale)
             # All-reduce, one half after the other.
             for half in x.split(even_ranges(x.numel(), 2)):
@@ -127,12 +127,12 @@ class PowerSGD(Scheme[Tensor]):
         torch.cat([*dense, behind.to(kept.dtype)], out=others)
         # All-reduce: P, what is not compressed, and the flags.
         await group.all_reduce(message)
-        # By reflections: a column that is zero, or depends on others, becomes one that is orthonormal to them.
+        # QR by reflections: a zero or dependent column becomes one that is orthonormal to the others.
         ps = [torch.linalg.qr(p.mT)[0] for p in ps]
         own_q = torch.empty_like(before)
         for p, q, m in zip(ps, self._qs(parts, own_q), matrices, strict=True):
             torch.bmm(p.mT, m, out=q)
-        # All-reduce: Q. What this rank leaves needs only its own.
+        # All-reduce: Q. This rank's residual, computed meanwhile, needs only its own Q.
         arriving = group.all_reduce(own_q.clone())
         for p, q, m in zip(ps, self._qs(parts, own_q), matrices, strict=True):
             m.baddbmm_(p, q, alpha=-1)
@@ -183,8 +183,8 @@ class PowerSGD(Scheme[Tensor]):
         return self.start_step if round >= self.start_step else 0
 
     def parts_of(self, spec: FlatSpec) -> Parts:
-        """Which elements of a flat tensor are compressed together, and which are not."""
-        by_shape: dict[tuple[int, int], list[tuple[int, int]]] = {}  # where matrices begin, and in which segment
+        """Returns which elements of a flat tensor are compressed, in runs of equal matrices, and which are not."""
+        by_shape: dict[tuple[int, int], list[tuple[int, int]]] = {}  # (offset, segment) of each matrix, by shape
         for offset, place, rows, columns in self._matrices(spec):
             if rows * columns >= self.min_compression * self.rank * (rows + columns):
                 by_shape.setdefault((rows, columns), []).append((offset, place))
@@ -201,7 +201,7 @@ class PowerSGD(Scheme[Tensor]):
         return Parts(tuple(runs), (*gaps, spec.numel - end), len(spec.segments))
 
     def _matrices(self, spec: FlatSpec) -> Iterator[tuple[int, int, int, int]]:
-        """(offset, segment, rows, columns) of what may be compressed."""
+        """Yields (offset, segment, rows, columns) of each matrix, whether compression is worth it or not."""
         if self.matrices == "bucket":
             side = max(math.isqrt(spec.numel), 1)
             yield 0, 0, spec.numel // side, side
@@ -216,7 +216,7 @@ class PowerSGD(Scheme[Tensor]):
         return step >= self.start_step and bool(parts.runs)
 
     def _message_numel(self, parts: Parts) -> int:
-        """Of P and what is not compressed."""
+        """Returns the number of elements in the message of P and everything uncompressed, without flags."""
         return self.rank * parts.num_rows + sum(parts.dense_lengths)
 
     def _qs(self, parts: Parts, flat: Tensor) -> list[Tensor]:
@@ -225,13 +225,13 @@ class PowerSGD(Scheme[Tensor]):
 
 @dataclass(frozen=True)
 class Run:
-    """Matrices of one shape, evenly spaced in a flat tensor."""
+    """Matrices of one shape, evenly spaced in a flat tensor; all numbers are elements."""
 
     rows: int
     columns: int
-    offset: int
-    spacing: int  # from where one begins to where the next one does
-    places: tuple[int, ...]  # the segments they are
+    offset: int  # of the first matrix
+    spacing: int  # from the start of one matrix to the start of the next
+    places: tuple[int, ...]  # the segment of each matrix
 
     @property
     def count(self) -> int:
@@ -240,10 +240,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Parts:
-    """What of a flat tensor is compressed together, and what is not. Factors lie run by run."""
+    """A flat tensor divided into runs of matrices, which are compressed, and dense sections, which are not.
+
+    Factors of all matrices lie in one flat tensor, run by run.
+    """
 
     runs: tuple[Run, ...] = ()
-    lengths: tuple[int, ...] = ()  # of what is not compressed and what is, in turns
+    lengths: tuple[int, ...] = ()  # of a dense section, a matrix, a dense section, ...; the last is dense
     num_segments: int = 0
 
     @cached_property
@@ -259,7 +262,7 @@ class Parts:
         return self.lengths[::2]
 
     def matrices(self, flat: Tensor) -> list[Tensor]:
-        """Views of each run, (count, rows, columns)."""
+        """Returns each run as a view of `flat`, (numel,): (count, rows, columns)."""
         start = flat.storage_offset()
         return [
             flat.as_strided((run.count, run.rows, run.columns), (run.spacing, run.columns, 1), start + run.offset)
@@ -267,22 +270,22 @@ class Parts:
         ]
 
     def dense(self, flat: Tensor) -> list[Tensor]:
-        """Views of what is not compressed; one at least, empty ones among them."""
+        """Returns the dense sections as 1-D views of `flat`, (numel,): at least one, some perhaps empty."""
         return list(flat.split(self.lengths)[::2])
 
     def factors(self, flat: Tensor, rank: int, *, of_rows: bool) -> list[Tensor]:
-        """Views of each run's factors, (count, rank, rows or columns)."""
+        """Returns each run's factors, P if `of_rows` else Q, as views of `flat`: (count, rank, rows or columns)."""
         lengths = [run.rows if of_rows else run.columns for run in self.runs]
         numels = [run.count * rank * length for run, length in zip(self.runs, lengths, strict=True)]
         views = zip(flat.split(numels), self.runs, lengths, strict=True)
         return [view.view(run.count, rank, length) for view, run, length in views]
 
     def joined(self, factors: Sequence[Tensor], device: torch.device) -> Tensor:
-        """Those of each segment, run by run."""
+        """Returns the Q of all segments, each (rank * columns,), as one flat tensor, run by run, on `device`."""
         return torch.cat([factors[place] for place in self._places]).to(device)
 
     def by_segment(self, flat: Tensor, rank: int) -> tuple[Tensor, ...]:
-        """Those of each segment, (rank * columns,); empty for what has none."""
+        """Returns the Q of each segment as a view of `flat`, (rank * columns,); (0,) for a segment without factors."""
         factors = [flat[:0]] * self.num_segments
         numels = [rank * run.columns for run in self.runs for _ in run.places]
         for place, factor in zip(self._places, flat.split(numels), strict=True):
@@ -296,13 +299,13 @@ class Parts:
 
 @dataclass(frozen=True)
 class FactoredState(CompressorState):
-    """With what follows from the tensor's shapes."""
+    """A rank's residual and factors Q, with the parts that follow from the shapes of the bucket's tensors."""
 
     parts: Parts = field(default=Parts(), repr=False)
 
 
 def _evenly_spaced(found: Sequence[tuple[int, int]]) -> Iterator[tuple[list[int], tuple[int, ...]]]:
-    """(offsets, places) in runs that are evenly spaced, each as long as it can be from the first that is left."""
+    """Yields (offsets, segments) of evenly spaced matrices, each time the longest run from the first one left."""
     left = dict(found)
     while left:
         first, *others = left

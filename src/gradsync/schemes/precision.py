@@ -1,4 +1,4 @@
-"""Values in 16 bits on the wire: around any scheme, for buckets of wider floats."""
+"""A wrapper that makes any scheme send 16-bit values, for buckets of wider floats."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from .dense import AllReduce
 @register
 @dataclass(frozen=True)
 class HalfPrecision(Scheme[Any]):
-    """Scales what a rank brings, rounds it to 16 bits, has `inner` synchronise that, widens the result. Not exact.
+    """A scheme around `inner` that scales gradients, rounds them to 16 bits, and widens the sum. Not exact.
 
     Sparse schemes add 16-bit values in float32 and round once more, at the owner, before the pull; so every rank, the
-    owner too, has the same rounded bits. (An all-reduce adds as its transport does.) Rows that occur twice are merged
-    before they are rounded. Scaled values beyond the range become its largest value; where their sum leaves it,
-    infinity tells. Infinity and NaN stay what they are, values below the range become zero.
-    What rounding takes away is lost, and about as likely up as down. Buckets of 16-bit floats pass as they are.
-    Wire: that of `inner` for values of 2 bytes; positions are as many as before. Partial sums, as of recursive
-    doubling, and between the nodes of a hierarchy, are float32: there the hierarchy's own `inter` is what to round.
+    owner too, has the same rounded bits. (An all-reduce adds as its transport does.) Repeated rows are merged before
+    rounding. Finite values beyond the range become the largest finite value; a sum beyond the range becomes infinity.
+    Infinity and NaN stay; values below the range become zero. The rounding error is lost; errors up and down are about
+    equally likely. Buckets of 16-bit floats pass unchanged.
+    Wire: that of `inner` for values of 2 bytes; positions are the same. Partial sums, as in recursive doubling and
+    between the nodes of a hierarchy, are float32: in a hierarchy, wrap `inter` instead.
     """
 
     inner: Scheme[Any] = AllReduce()
@@ -46,11 +46,11 @@ class HalfPrecision(Scheme[Any]):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of values on the wire."""
+        """The dtype in which values travel."""
         return DTYPES[self.values]
 
     def rounds(self, dtype: torch.dtype) -> bool:
-        """Whether values of this type are wider."""
+        """Whether values of `dtype` are wider than 16 bits, and so are rounded."""
         return dtype.itemsize > self.dtype.itemsize
 
     @property
@@ -59,7 +59,7 @@ class HalfPrecision(Scheme[Any]):
 
     @cached_property
     def traits(self) -> Traits:
-        return replace(self.inner.traits, lossy=True)  # rounding makes no flag zero, and infinity stays
+        return replace(self.inner.traits, lossy=True)  # rounding keeps flags non-zero, and infinity
 
     def planned_for(self, profiles: Sequence[DensityProfile]) -> Scheme[Any]:
         return HalfPrecision(self.inner.planned_for(profiles), self.values)
@@ -105,7 +105,7 @@ class HalfPrecision(Scheme[Any]):
                 [p.union_rows(ranks) * spec.dim for p, spec in zip(profiles, specs, strict=True)]
                 for ranks in (1, placement.size)
             )
-        nbytes = specs[0].itemsize + self.dtype.itemsize  # of an element, in and out
+        nbytes = specs[0].itemsize + self.dtype.itemsize  # of an element, read and written
         return Compute("round_values", nbytes * sum(brought)), *inner, Compute("widen_values", nbytes * sum(summed))
 
     def unchanged_since(self, round: int) -> int:
@@ -123,7 +123,10 @@ class HalfPrecision(Scheme[Any]):
         return replace(table, indices=indices, values=self._narrowed(values.flatten(), 1.0).view(values.shape))
 
     def own_part(self, x: Tensor, state: State, scale: float) -> Tensor | None:
-        """Returns this rank's part of the scaled sum, but for the rounding of sums; None: all of `x`, which stays."""
+        """Returns this rank's contribution to the scaled sum, `scale * x` rounded to 16 bits; None if nothing rounds.
+
+        `x`, (numel,), is not changed; the result has its shape and dtype. The rounding of sums is left out.
+        """
         return self._narrowed(x, scale).to(x.dtype) if self.rounds(x.dtype) else None
 
     def _narrowed(self, x: Tensor, scale: float) -> Tensor:

@@ -1,7 +1,7 @@
-"""Routes: any leaf of ByteComp's decision tree, executed. One interpreter for all of them. (Wang et al., EuroSys 2023)
+"""Routes: one interpreter that runs any leaf of ByteComp's decision tree as a scheme (Wang et al., EuroSys 2023).
 
-A plan names the tasks of a leaf (`tree.py`); `legs.py` says which ranges of the bucket each rank holds before and after
-each of them, `steps` what that takes, and `transit.py` does it.
+A plan names the tasks of a leaf (`tree.py`). `legs.py` computes which ranges of the bucket each rank holds before and
+after each task, `Route.steps` the work and bytes, and `transit.py` runs the tasks.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ from .tree import DEVICES, WITH_SUMS, Kind, Leaf, LeafConstraints, Scope, compre
 @register
 @dataclass(frozen=True)
 class Route(Scheme[Tensor]):
-    """A leaf of the decision tree: dense or compressed, flat or by nodes, each task where the plan says.
+    """A scheme that runs one leaf of the decision tree: dense or compressed, flat or by nodes, each task on its device.
 
-    `tasks`: "compress@<device>", "decompress@<device>", and collectives: reduce_scatter or reduce, then all_gather or
-    broadcast; all_to_all or gather of payloads, then the same; all_gather or all_reduce of payloads; all_reduce. Three
-    collectives or four are inside nodes, across them (one or two), and inside again: these need `ranks_per_node`.
+    Tasks are "compress@<device>", "decompress@<device>", and collectives: reduce_scatter or reduce, then all_gather or
+    broadcast; all_to_all or gather of payloads, then the same; all_gather or all_reduce of payloads; all_reduce. With
+    three or four collectives, the first and the last run inside nodes, the others across: these need `ranks_per_node`.
 
-    `compressor` compresses at each "compress" with a state of its own, so that error feedback works at each: the first
-    is what ranks send, later ones are of sums, for which it takes its `of_sums`, with draws of their own. A collective
-    that hands every rank a part compresses as many pieces. Sums are made in float32 (float64 for float64), in the order
-    of ranks, scaled once, at the last decompression, and travel so until they are complete.
+    Each "compress" has a state of its own, so that error feedback works at each. The first compresses gradients, later
+    ones sums, by the compressor's `of_sums`, with other random draws. A collective that hands every rank a part
+    compresses as many pieces. Sums are in float32 (float64 for float64), added in the order of ranks, scaled once, at
+    the last decompression, and travel in float32 until they are complete.
 
-    Devices: "compute" is the thread on which backward runs, "offload" a thread of its own on another core.
-    A first "compress@compute" is done by the gradient hook that completes the bucket, before the bucket is handed on;
-    later work for "compute" at the next gradient hook, or at the end of backward, and until then the turns behind it
-    wait. What is for "offload" begins as soon as it can (a first one: once the bucket is complete), while the turns of
-    other buckets go on. Sums of dense ranges are made by whoever issues.
+    Devices: "compute" is the thread on which backward runs, "offload" another thread on a core of its own. A first
+    "compress@compute" runs in the gradient hook that completes the bucket, before the engine gets the bucket; later
+    work for "compute" runs in the next gradient hook, or at the end of backward, and the turns after it wait until
+    then. Work for "offload" begins as soon as possible (a first one: once the bucket is complete), while the turns of
+    other buckets go on. The communication thread sums dense ranges.
 
-    After reduce and gather only one rank of each group goes on; all of the others' data is on its link.
-    Wire: of n members with S bytes (e, compressed): all_reduce 2(n-1)/n S; reduce_scatter, all_to_all (n-1)/n; an
-    all_gather of payloads (n-1) e; of bundles as many times that as they have payloads.
+    After reduce and gather only one rank of each group goes on; the data of all others passes that rank's link.
+    Wire: for n members with S bytes (e compressed): all_reduce 2(n-1)/n S; reduce_scatter, all_to_all (n-1)/n; an
+    all_gather of payloads (n-1) e, of bundles as many times that as each has payloads.
     """
 
     tasks: tuple[str, ...]
-    compressor: Compressor[Any] | None = None
-    ranks_per_node: PositiveInt = 1
+    compressor: Compressor[Any] | None = None  # None if no task compresses
+    ranks_per_node: PositiveInt = 1  # 1 for tasks among all ranks
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,7 +71,7 @@ class Route(Scheme[Tensor]):
             raise ValueError(f"Route.compressor must be None, as no task compresses, got {self.compressor!r}")
         if is_flat(leaf) and self.ranks_per_node != 1:
             raise ValueError(
-                f"Route.ranks_per_node must be 1 for tasks among all ranks, which know no nodes, got "
+                f"Route.ranks_per_node must be 1 for tasks among all ranks, which use no nodes, got "
                 f"{self.ranks_per_node}"
             )
         if compresses:
@@ -81,10 +81,10 @@ class Route(Scheme[Tensor]):
 
     @classmethod
     def of(cls, leaf: Leaf, compressor: Compressor[Any] | None = None, ranks_per_node: int = 1) -> Route:
-        """The route along a leaf, which takes of the settings those that it needs.
+        """Returns the route that runs a leaf; leaves out settings that the leaf does not need.
 
         Raises:
-            ValueError: for a compressor whose payloads cannot take it.
+            ValueError: if the leaf cannot carry the compressor's payloads.
         """
         return cls(words_of(leaf), compressor if compressions(leaf) else None, 1 if is_flat(leaf) else ranks_per_node)
 
@@ -109,15 +109,15 @@ class Route(Scheme[Tensor]):
         return f"{self.name}{of}: {', '.join(self.tasks)}"
 
     def compressor_at(self, point: int) -> Compressor[Any]:
-        """Of the compression with this number."""
+        """Returns the compressor of the compression with this number, from 0."""
         assert self.compressor is not None
         return self.compressor.of_sums if point else self.compressor
 
     def legs(self, numel: int, placement: Placement) -> tuple[Leg, ...]:
-        """What each rank holds on the way.
+        """Returns the legs of the route for a bucket of `numel` elements: what each rank holds before and after a task.
 
         Raises:
-            ValueError: for nodes with another number of ranks, and for more payloads than can be added.
+            ValueError: if nodes have another number of ranks than planned, or more payloads are added than can be.
         """
         self._check_placement(placement)
         try:
@@ -127,10 +127,11 @@ class Route(Scheme[Tensor]):
             raise ValueError(f"{self.compressor.title} cannot take this route: {error}") from None
 
     def check_ranks(self, placement: Placement) -> None:
-        """
+        """Checks that the route can run on this placement.
+
         Raises:
-            ValueError: for nodes with another number of ranks, for more payloads than can be added, and for a
-                compressor that is made for other ranks than compress together.
+            ValueError: if nodes have another number of ranks than planned, more payloads are added than can be, or
+                another number of ranks compress together than the compressor is made for.
         """
         legs = self.legs(placement.size**2, placement)
         expected = None if self.compressor is None else self.compressor.traits.made_for_ranks
@@ -146,30 +147,32 @@ class Route(Scheme[Tensor]):
 
     def stages(self, size: int) -> tuple[str, ...]:
         if size % self.ranks_per_node:
-            raise ValueError(f"Route is planned for {self.ranks_per_node} ranks a node, there are {size} ranks")
+            raise ValueError(
+                f"Route is planned for {self.ranks_per_node} ranks a node, there are {size} ranks; make a new plan"
+            )
         placement = Placement.regular(size // self.ranks_per_node, self.ranks_per_node)
         return tuple(self._stages(self.legs(0, placement)))
 
     def check(self, specs: tuple[TensorSpec, ...]) -> None:
-        """
+        """Checks that the bucket has a floating-point dtype.
+
         Raises:
-            ValueError: for element types that it does not sum.
+            ValueError: for other dtypes.
         """
         (flat,) = specs
         if not flat.dtype.is_floating_point:
             raise ValueError(f"{self.name} is for floating-point gradients, got {flat}")
 
     def init(self, bucket: Bucket, group: Group) -> State:
-        """What compressors keep of the pieces that this rank compresses.
+        """Returns the compressors' states for the pieces that this rank compresses; makes process groups.
 
         Raises:
-            ValueError: on every rank, where nodes do not have as many ranks as planned, and for more or others than the
-                compressor is made for.
+            ValueError: on every rank, where `check_ranks` raises.
         """
         legs = self.legs(bucket.numel, group.placement)
         for leg in legs:
             if leg.task.scope and not leg.idle:
-                self.group_of(leg, group)  # made here, where all ranks come by between their operations
+                self.group_of(leg, group)  # made here, because all ranks call `init` in the same order
         if self.compressor is None:
             return {}
         whole = bucket.flat_spec
@@ -211,7 +214,10 @@ class Route(Scheme[Tensor]):
         placement: Placement,
         round: int = 0,
     ) -> tuple[Step, ...]:
-        """Of the rank that has most to do; what comes before and after a collective is done by whoever issues."""
+        """Returns the work and transfers of the rank with the most work, in order.
+
+        The communication thread does the work before and after a collective.
+        """
         whole, behind = parted(specs) if self.compressor is not None else (plain(specs), 0)
         legs = self.legs(whole.numel, placement)
         return tuple(
@@ -225,10 +231,10 @@ class Route(Scheme[Tensor]):
             return 0
         return max(self.compressor.unchanged_since(round), self.compressor.of_sums.unchanged_since(round))
 
-    # Below here: how.
+    # Below: helpers of `steps`, and the methods that `transit.Transit` calls.
 
     def item_nbytes(self, leg: Leg, held: Held, whole: FlatSpec, step: int) -> list[int]:
-        """Of all that a message has which carries this before the leg: one tensor, or the bundles of its pieces."""
+        """Returns the bytes of each item in a message that carries `held`: one tensor, or the pieces' payloads."""
         if not leg.task.kind.of_payloads:
             return [held.numel * dtype_of(whole, leg.keep_fp32).itemsize]
         compressor = self.compressor_at(leg.point)
@@ -237,7 +243,7 @@ class Route(Scheme[Tensor]):
         return [nbytes for spec in specs for nbytes in [compressor.nbytes(spec, step)] * leg.bundle]
 
     def keeps_fp32_at(self, point: int) -> bool:
-        """Whether a compression is of sums, which are in a wider type: all but one that comes first of all."""
+        """Whether the compression with this number is of sums, in a wider dtype; only a route's first task is not."""
         return point > 0 or self.leaf[0].kind is not Kind.COMP
 
     @property
@@ -256,7 +262,7 @@ class Route(Scheme[Tensor]):
             )
 
     def _stages(self, legs: Sequence[Leg]) -> Iterator[str]:
-        """One for each await, but for a first compression, which is over when the bucket's turns begin."""
+        """Yields one stage for each await, except a first compression, which ends before the bucket's turns begin."""
         seen: dict[str, int] = {}
         for number, leg in enumerate(legs):
             name = _stage(leg)
@@ -312,7 +318,7 @@ class Route(Scheme[Tensor]):
         yield from self._steps_behind(leg, whole, round)
 
     def _agreement(self, leg: Leg, following: Leg, whole: FlatSpec, size: int) -> Transfer:
-        """What the members of the all-reduce that follows tell each other."""
+        """Returns the transfer by which members of the all-reduce after `leg` agree on the compressor's numbers."""
         active = [(group, held) for group in following.groups if (held := leg.after[group[0]]) is not None]
         compressor, each = self.compressor_at(leg.point), []
         for group, held in active:
@@ -322,7 +328,7 @@ class Route(Scheme[Tensor]):
         return _at_once(_agree_stage(following), following, each, size, [group for group, _ in active])
 
     def _steps_behind(self, leg: Leg, whole: FlatSpec, round: int) -> Iterator[Step]:
-        """What is made of what a collective brought."""
+        """Yields the work on the result of a collective: sums, joins, additions of payloads."""
         after = leg.after[0]
         assert after is not None
         nbytes = float(after.numel * dtype_of(whole, leg.keep_fp32_after).itemsize)
@@ -335,7 +341,7 @@ class Route(Scheme[Tensor]):
             yield Compute("add_payloads", float((leg.members + 1) * one), calls=len(after.pieces))
 
     def _transfer(self, leg: Leg, group: tuple[int, ...], whole: FlatSpec, behind: int, round: int) -> Transfer:
-        """Among the members of one group."""
+        """Returns the transfer of one leg among the members of one group, without a stage name."""
         flags = behind if leg.carries_flags else 0
         before, after = [leg.before[rank] for rank in group], [leg.after[rank] for rank in group]
 
@@ -373,11 +379,12 @@ def routes(
     devices: Sequence[str] = DEVICES,
     constraints: LeafConstraints | None = None,
 ) -> tuple[Route, ...]:
-    """All routes that a compressor's payloads may take, and those without compression; inside nodes where there are
-    several ranks on them.
+    """Returns all routes that can carry the compressor's payloads, and all routes without compression.
+
+    Routes by nodes are among them if nodes have several ranks.
 
     Raises:
-        ValueError: for constraints that leave nothing, or name what there is not.
+        ValueError: if constraints exclude all routes, or name unknown collectives or devices.
     """
     leaves = WITH_SUMS.leaves(devices, constraints)
     legal = [leaf for leaf in leaves if is_flat(leaf) or ranks_per_node > 1]
@@ -402,14 +409,14 @@ def _agree_stage(following: Leg) -> str:
 
 
 def _at_once(stage: str, leg: Leg, each: Sequence[Transfer], size: int, groups: Sequence[tuple[int, ...]]) -> Transfer:
-    """The same collective in several groups of `size` ranks; of all ranks it is one."""
+    """Returns the same collective in several groups of `size` ranks as one transfer."""
     if leg.task.scope is Scope.ALL:
         return replace(each[0], stage=stage)
     return Transfer.at_once(stage, size, groups, each)
 
 
 def _illegal(leaf: Leaf, compressor: Compressor[Any]) -> str | None:
-    """Why the compressor's payloads cannot take the route along this leaf."""
+    """Returns why the leaf cannot carry the compressor's payloads; None if it can."""
     sums = [task.word for task in leaf if task.kind is Kind.COMM_L]
     if sums and not issubclass(compressor.traits.payload, Summand):
         return (

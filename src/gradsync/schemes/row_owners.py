@@ -1,7 +1,7 @@
-"""Ownership of rows: which rank sums which rows of a table, or elements of a flat bucket (Zen, OSDI 2025).
+"""Owner maps of rows: which rank sums which rows of a table, or elements of a flat bucket (Zen, OSDI 2025).
 
-A map splits sorted rows over owners, who count their rows from 0 on, so that a bitmap over an owner's rows has no holes
-but those of the data. All ranks compute the same map, from the number of rows, of owners, and a seed.
+A map divides sorted rows among owners and numbers each owner's rows from 0, so that a bitmap over an owner's rows has
+no bits for rows of other owners. All ranks compute the same map, from the numbers of rows and owners and a seed.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from .hash_lists import owned_by_hash
 
 @dataclass(frozen=True)
 class RowOwners(ABC):
-    """A map of the rows of one table onto owners; `num_rows` of the parts are the owners' numbers of rows."""
+    """A map from the rows of one table to owners and positions among the owner's rows."""
 
-    num_rows: int
-    owners: int  # how many
+    num_rows: int  # of the table
+    owners: int  # the number of owners
 
     @property
     def length(self) -> int:
-        """Rows that an owner may have, at most."""
+        """The most rows that an owner may have; `num_rows` of each owner's part."""
         return -(-self.num_rows // self.owners)
 
     def prepare(self, group: Group, device: torch.device) -> None:  # noqa: B027 (not abstract: most maps are formulas)
-        """Makes what takes long to make, and is kept for the coming steps as long as `group` exists."""
+        """Computes tables that the map needs, if any, and caches them as long as `group` exists."""
 
     @abstractmethod
     def split(self, rows: SparseRows) -> list[SparseRows]:
-        """Each owner's part of sorted distinct rows, in the owner's own numbers, sorted."""
+        """Returns each owner's part of sorted distinct rows, with positions as indices, sorted."""
 
     @abstractmethod
     def rows_of(self, owner: int, positions: Tensor) -> Tensor:
-        """The table's rows, (count,) int64, at an owner's positions, (count,) ascending."""
+        """Returns the table's rows, (count,) int64, at an owner's positions, (count,), ascending integers."""
 
     def share(self, owner: int, profile: DensityProfile, ranks: int) -> float:
-        """Expected share of an owner in the rows that `ranks` ranks touch together."""
+        """Returns the expected share, in [0, 1], of an owner in the rows that `ranks` ranks touch together."""
         return 1.0 / self.owners
 
     def join(self, parts: Sequence[SparseRows]) -> SparseRows:
-        """The inverse of `split`: the rows of all owners, sorted.
+        """Returns the rows of all owners' parts, sorted: the inverse of `split`.
 
-        Places of a part that no row of the table maps to, as dense messages have them, are left out.
+        Positions to which no row of the table maps, as dense messages have them, are left out.
         """
         present = any(part.present for part in parts)
         if self.owners == 1:  # in order already
@@ -65,9 +65,9 @@ class RowOwners(ABC):
 
 @dataclass(frozen=True)
 class EvenSplit(RowOwners):
-    """Consecutive runs of equal length, the last perhaps shorter: what a parameter server does.
+    """The map of a parameter server: consecutive rows, equally many for each owner, fewer for the last.
 
-    Imbalanced: tables with frequent rows first load their first owner (Zen, section 2: more than half of all rows).
+    Imbalanced: a table with frequent rows first loads the first owner (Zen, section 2: more than half of all rows).
     """
 
     def split(self, rows: SparseRows) -> list[SparseRows]:
@@ -92,9 +92,10 @@ class EvenSplit(RowOwners):
 
 @dataclass(frozen=True)
 class RotatedStripe(RowOwners):
-    """Row i = n q + r is owner (r + rho(q)) mod n's q-th, rho a seeded mix; see `kernels.partition_rotated`.
+    """A map that rotates the owners of neighbouring rows: row i = n q + r is the q-th of owner (r + rho(q)) mod n.
 
-    Balanced: each run of n neighbours goes to n owners, so that neither regions nor columns of rows load one of them.
+    Here rho is a seeded mix. Balanced: each run of n neighbours goes to n owners, so that neither dense regions nor
+    regular patterns of rows load one owner. See `kernels.partition_rotated`.
     """
 
     seed: int = 0
@@ -121,17 +122,17 @@ class RotatedStripe(RowOwners):
 
 @dataclass(frozen=True)
 class HashedRows(RowOwners):
-    """Row i is owned by the rank that h0 says, a hash of i and the seed: the paper's map, with rows counted in order.
+    """The paper's map: h0, a hash of row and seed, gives the owner, whose rows are numbered in ascending order.
 
-    Balanced as random owners are. What each rank may own is no formula: all ranks keep the lists of all owners, an
-    integer for each row of the table, from which a bitmap of an owner's rows is read (Zen's hash bitmap).
+    Balanced as random owners are. No formula gives an owner's rows: all ranks keep the lists of all owners, an integer
+    for each row of the table, to decode a bitmap over an owner's rows (Zen's hash bitmap).
     """
 
     seed: int = 0
 
     @property
     def length(self) -> int:
-        """More rows than the mean by 8 standard deviations, without a look at the lists."""
+        """The mean number of an owner's rows plus 8 standard deviations, known without computing the lists."""
         mean = self.num_rows / self.owners
         return min(self.num_rows, math.ceil(mean + 8 * math.sqrt(mean)) + 8)
 
@@ -151,16 +152,18 @@ class HashedRows(RowOwners):
 
     def rows_of(self, owner: int, positions: Tensor) -> Tensor:
         owned = self._owned(positions.device)[owner].long()
-        found = positions.new_full((len(positions),), self.num_rows, dtype=torch.int64)  # of a place without a row
-        inside = positions < len(owned)  # dense messages have places beyond an owner's last row
+        found = positions.new_full(
+            (len(positions),), self.num_rows, dtype=torch.int64
+        )  # the value of a position without a row
+        inside = positions < len(owned)  # dense messages have positions beyond an owner's last row
         found[inside] = owned[positions[inside].long()]
         return found
 
     def _owned(self, device: torch.device) -> tuple[Tensor, ...]:
-        """The lists.
+        """Returns each owner's rows, ascending.
 
         Raises:
-            ValueError: in the unheard-of case that an owner has more rows than there is room for.
+            ValueError: if an owner has more rows than `length`, which random hashes practically never give.
         """
         owned = owned_by_hash(self.num_rows, self.owners, self.seed, device)
         if (longest := max(map(len, owned))) > self.length:

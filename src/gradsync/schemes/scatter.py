@@ -1,6 +1,6 @@
-"""An all-reduce in halves for a flat bucket most of whose elements are zero: the stage that Zen lacks inside a node.
+"""A sparse all-reduce in halves, for flat buckets in which most elements are zero; meant for the ranks of one node.
 
-Zen (OSDI 2025) sums densely there, however few elements the ranks of a node bring.
+Zen (OSDI 2025) always sums densely inside a node, however few elements are non-zero.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from .dense import OwnedRange
 from .elements import elements_of, join_parts, nonzeros, part_format, write_parts
 from .formats import PartFormat, PartMessage
 
-HEAD_BYTES = LENGTH_BYTES + 8  # before the elements: the message's length, their number
+HEAD_BYTES = LENGTH_BYTES + 8  # in front of the elements: the message's length, the count of elements
 
 
 @register
 @dataclass(frozen=True)
 class SparseReduceScatter(Partitioned[Tensor, OwnedRange]):
-    """Non-zeros go to the owners of elements (push), who sum them and hand the sums' non-zeros to all (pull). Exact.
+    """A sparse scheme in halves: owners sum the non-zeros they get (push), and send the sums' non-zeros (pull). Exact.
 
-    Owners are those of `BalancedElements`: who owns what depends on no data, and every part is equally long. Messages
-    tell their sizes, so that none are exchanged. A sum is a dense part in float32 (float64 for float64), added to in
-    rank order, rounded once.
-    Wire per rank: push (n-1)/n * (positions + values); pull the same of the union; 16 bytes a message.
+    Owners are those of `BalancedElements`: the owner map does not depend on data, and every part is equally long.
+    Messages contain their counts, so no sizes are exchanged. An owner's sum is dense, in float32 (float64 for float64),
+    added in rank order, rounded once.
+    Wire per rank: push (n-1)/n * (positions + values); pull the same for the union; 16 bytes a message.
     """
 
-    seed: int = 0  # of the rotations; the same on every rank
+    seed: int = 0  # of the owner map; the same on every rank
 
     traits = Traits(Layout.FLAT)
 
@@ -81,7 +81,7 @@ class SparseReduceScatter(Partitioned[Tensor, OwnedRange]):
     def push_steps(
         self, specs: tuple[TensorSpec, ...], profiles: tuple[DensityProfile, ...], size: int
     ) -> tuple[Step, ...]:
-        """The profile's rows are the elements of the flat tensor; without a profile none of them counts as zero."""
+        """Returns work and transfers; a profile's rows are the bucket's elements, all non-zero without a profile."""
         (flat,) = specs
         form, rows = part_format(flat, size), elements_of(flat, profiles).rows
         push, found = HEAD_BYTES + form.nbytes(rows / size), rows * (index_dtype(flat.numel).itemsize + flat.itemsize)
@@ -115,13 +115,13 @@ class SparseReduceScatter(Partitioned[Tensor, OwnedRange]):
 
 
 def _message(count: int, form: PartFormat, like: Tensor) -> Tensor:
-    """Room for so many elements behind the head, in which the group writes the length, and this the count."""
+    """Returns an empty message for `count` elements; the count is written, the group writes the length."""
     message = like.new_empty(HEAD_BYTES + int(form.nbytes(count)), dtype=torch.uint8)
     message[LENGTH_BYTES:HEAD_BYTES].copy_(torch.tensor([count]).view(torch.uint8))
     return message
 
 
 def _part(message: Tensor, form: PartFormat) -> PartMessage:
-    """The elements behind the head."""
+    """Returns views of the elements in a message, behind length and count."""
     count = int(message[LENGTH_BYTES:HEAD_BYTES].clone().view(torch.int64))  # the host cuts the message
     return form.part(message[HEAD_BYTES:], count)

@@ -1,7 +1,7 @@
-"""Selection: the scheme that is fastest for what is known of the data and of the network (after Zen, OSDI 2025).
+"""Selection of the scheme that is expected to be fastest for a bucket, given densities and network (Zen, OSDI 2025).
 
-The paper compares two volumes, of integers and values in either way. Here every scheme tells its own steps, so that
-what is compared are the bytes it sends in the formats it uses, latencies, and the work of its kernels.
+The paper compares two volumes, counted in indices and values. Here each scheme lists its own steps, so the comparison
+covers bytes in the formats that are used, latencies, and the work of kernels.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from ..tensors.bucket import TensorSpec
 from ..tensors.density import DensityProfile
 from .base import Scheme
 
-CHANGE_MARGIN = 0.1  # share of its time that another scheme must save before the present one is left
-TOLERANCE = 0.05  # estimates are no better: of schemes so much slower than the fastest the first is taken
+CHANGE_MARGIN = 0.1  # share of the present scheme's time that another one must save to replace it
+TOLERANCE = 0.05  # the accuracy of estimates: schemes slower than the fastest by up to this share count as equal
 NO_HANDICAPS: Mapping[Scheme[Any], float] = {}
 
 
 @dataclass(frozen=True)
 class TimedScheme:
-    """A scheme and what it is expected to take."""
+    """A scheme with the time that it is expected to take."""
 
     scheme: Scheme[Any]
     seconds: float
@@ -31,7 +31,7 @@ class TimedScheme:
 
 @dataclass(frozen=True)
 class Selection:
-    """All that were compared, the fastest first, and which to use."""
+    """The result of a comparison: all schemes, the fastest first, and the chosen one."""
 
     choices: tuple[TimedScheme, ...]
     chosen: TimedScheme
@@ -49,13 +49,23 @@ def select(
     handicaps: Mapping[Scheme[Any], float] = NO_HANDICAPS,
     tolerance: float = TOLERANCE,
 ) -> Selection:
-    """The fastest of `schemes` for a bucket of `specs` whose data looks like `profiles`.
+    """Compares the expected times of `schemes` for a bucket, and returns all of them and the one to use.
 
-    Deterministic in its arguments: where these are the same on all ranks (reduced statistics, agreed measurements), all
-    ranks choose alike. Of those that take at most a `tolerance` longer than the fastest, the first is taken:
-    callers list those first that ask least of the transport. `current`, if it is among the schemes, whatever rows
-    it was planned for, is left for another one only if that saves `margin` of its time: densities drift, and a change
-    has a price. `handicaps`: by how much a scheme proved to be slower than expected.
+    Deterministic: with the same arguments on all ranks (reduced statistics, agreed measurements), all ranks choose the
+    same scheme.
+
+    Args:
+        schemes: the candidates. The first one within `tolerance` of the fastest wins, so callers list simple schemes
+            first, which need little of the transport.
+        specs: the bucket's tables, or its one flat tensor.
+        profiles: the densities of these tensors.
+        placement: the ranks on their nodes.
+        cost: predicts the time of steps.
+        current: the scheme in use. If it is among the candidates, whatever capacities it was planned with, another one
+            replaces it only if that saves `margin` of its time: densities drift, and a change has a price.
+        margin: a share of the time of `current`, in [0, 1).
+        handicaps: measured over expected time, for schemes that proved slower than expected.
+        tolerance: a share of the fastest time.
 
     Raises:
         ValueError: for no schemes, or a margin outside [0, 1).
@@ -63,7 +73,7 @@ def select(
     if not schemes:
         raise ValueError("select needs at least one scheme to choose from")
     if not 0 <= margin < 1:
-        raise ValueError(f"the margin is a share of the present scheme's time in [0, 1), got {margin}")
+        raise ValueError(f"margin must be a share of the present scheme's time in [0, 1), got {margin}")
 
     def seconds(scheme: Scheme[Any]) -> float:
         return handicaps.get(scheme, 1.0) * cost.total_s(scheme.steps(specs, profiles, placement), placement)

@@ -1,4 +1,4 @@
-"""Averages within groups that change from round to round (DS-Sync, Wang et al., 2020 and 2022)."""
+"""A scheme that averages parameters in groups which change from round to round (DS-Sync, Wang et al., 2020, 2022)."""
 
 from __future__ import annotations
 
@@ -22,26 +22,27 @@ from .compressed import CompressedAllGather
 from .dense import AllReduce
 from .precision import HalfPrecision
 
-ROUND = "round"  # the compress point of a state that only counts
+ROUND = "round"  # the key of a state that only counts rounds
 
 
 @register
 @dataclass(frozen=True)
 class Shuffled(Scheme[Tensor]):
-    """The mean over this rank's group in this round, by `scheme`; in the next round it is with others.
+    """Averaging in groups: `scheme` averages parameters over the rank's group in this round; groups change every round.
 
-    For parameters after the optimiser's step: averages of gradients would let the replicas go apart for ever. With W
-    the round's mixing (`GroupSchedule`), the result is `scale` times the number of all ranks times W x: with a scale of
-    1 / ranks, x moves towards the mean of its group. Not exact: not the mean of all. The same bits within a group, if
-    the round has no relaxation.
+    For parameters after the optimiser's step: if gradients were averaged so, replicas would go apart for ever. With W
+    the round's mixing matrix (`GroupSchedule`), the result is `scale` times the number of all ranks times W x: with a
+    scale of 1 / ranks, x moves towards the mean of its group. Not exact: not the mean of all ranks. Within a group all
+    ranks get the same bits, if `scheme` is exact and the round has no relaxation. Flags are summed within the group.
 
-    `rounds` are repeated: of each, its groups, which have every rank once. `relaxations`: of each round, one for each
-    group in ascending order; none: all go to the mean. `scheme` is for flat buckets, keeps no residuals, and is exact,
-    rounds to 16 bits, or gathers payloads. What a rank's values lose by that it keeps: its result has it in place of
-    the others', so results of a group differ by as much, and the mean of all loses nothing, but for what sums of 16
-    bits are rounded by on their way.
-    Flags arrive within the group.
+    Where `scheme` is lossy, each rank adds the part of its values that was not sent to its own result. So results in a
+    group differ by that much, and the mean over all ranks loses nothing but the rounding of 16-bit sums.
     Wire: that of `scheme` within the groups of the round; a rank alone sends nothing.
+
+    Attributes:
+        rounds: the groups of each round, with every rank once; repeated in order.
+        relaxations: for each round the share of the way to the mean, for each group in ascending order; (): 1 for all.
+        scheme: for flat buckets, without residuals; exact, `HalfPrecision`, or `CompressedAllGather`.
     """
 
     rounds: tuple[tuple[RankGroup, ...], ...]
@@ -54,12 +55,14 @@ class Shuffled(Scheme[Tensor]):
         is_exact = inner.traits.layout is Layout.FLAT and inner.traits.exact
         if not is_exact and not isinstance(self.scheme, CompressedAllGather):
             raise ValueError(
-                f"{type(self).__name__}.scheme must be for flat buckets and exact, HalfPrecision of such a one, or "
+                f"{type(self).__name__}.scheme must be for flat buckets and exact, HalfPrecision of such a scheme, or "
                 f"CompressedAllGather, got {self.scheme!r}"
             )
         shares = self.relaxations or ((),) * len(self.rounds)
         if len(shares) != len(self.rounds):
-            raise ValueError(f"there are {len(self.rounds)} rounds, and relaxations of {len(shares)}")
+            raise ValueError(
+                f"{type(self).__name__}.relaxations must be for {len(self.rounds)} rounds or none, got {len(shares)}"
+            )
         schedule = GroupSchedule(tuple(Round(*each) for each in zip(self.rounds, shares, strict=True)))
         relaxed = any(share != 1 for each in schedule.rounds for share in each.relaxations)
         object.__setattr__(self, "rounds", tuple(each.groups for each in schedule.rounds))
@@ -84,23 +87,23 @@ class Shuffled(Scheme[Tensor]):
         return Traits(Layout.FLAT, lossy=self.scheme.traits.lossy, mixes=True, carries_flags=True)
 
     def stages(self, size: int) -> tuple[str, ...]:
-        """Those of the largest group; smaller ones that need fewer have empty turns. One rank has them too."""
+        """Returns the stages of the largest group; ranks of smaller groups, or alone, have empty turns instead."""
         groups = self.schedule.distinct or ((0,),)
         return max((self.scheme.stages(len(group)) for group in groups), key=len)
 
     def init(self, bucket: Bucket, group: Group) -> State:
-        """Makes the groups, each once, in the same order on all ranks.
+        """Returns the state of `scheme`, and a counter of rounds; makes process groups, in the same order on all ranks.
 
         Raises:
-            ValueError: for a schedule of another number of ranks, or a `scheme` that keeps state.
+            ValueError: if the schedule is for another number of ranks, or `scheme` keeps residuals.
         """
         if self.schedule.size != group.size:
-            raise ValueError(f"the schedule is for {self.schedule.size} ranks, there are {group.size}")
+            raise ValueError(f"the schedule is for {self.schedule.size} ranks, there are {group.size}: make a new plan")
         state = self.scheme.init(bucket, group)
         if any(isinstance(kept, Tensor) or any(part.elements for part in kept) for kept in state.values()):
             raise ValueError(
-                f"{self.name} cannot average by {self.scheme.title}, which keeps residuals: here a rank keeps what it "
-                "does not send in its values"
+                f"{self.name} cannot average by {self.scheme.title}, which keeps residuals: use the compressor without "
+                "error feedback, as a rank's parameters keep what was not sent"
             )
         for members in self.schedule.distinct:
             if group.rank in members:
@@ -154,7 +157,7 @@ class Shuffled(Scheme[Tensor]):
         return exchange
 
     def unchanged_since(self, round: int) -> int:
-        """The round of the cycle that it is."""
+        """Returns the number of the round within the cycle: the first step with the same groups."""
         return round % len(self.rounds)
 
     def _part(self, rank: int, step: int) -> tuple[RankGroup, float]:
@@ -162,4 +165,4 @@ class Shuffled(Scheme[Tensor]):
 
 
 async def _nothing() -> None:
-    """A rank alone exchanges nothing."""
+    """A coroutine without awaits, for a rank alone in its group."""

@@ -1,11 +1,12 @@
-"""The space of sparse schemes (Zen, Wang et al., OSDI 2025, section 3) as data: 18 points, and who sends what when.
+"""Zen's design space of sparse schemes as data: 18 points, each with a schedule of messages (OSDI 2025, section 3).
 
-Four choices make a point. A tensor travels whole (centralization), or each part of it has one owner, who sums it
-(push) and hands the sum to all (pull). Messages go round a ring, along a hierarchy of pairs, or straight to where they
-are wanted. Sums are taken wherever a tensor arrives (incremental), or once, where all of them have arrived (one-shot).
+Four choices make a point. A tensor travels whole (centralization), or in parts, each with an owner that sums the part
+(push) and hands the sum to all (parallelism; pull). Messages go round a ring, along a hierarchy of pairs, or straight
+to their destination. Ranks add tensors as they arrive (incremental), or once, after all have arrived (one-shot). The
+parts of owners are about equally dense (balanced) or not.
 
-A `Schedule` says it in rounds of messages. What a message carries are *partial sums*: (block, ranks), the sum over
-these ranks of one block of the tensor. It is both run and counted (`points.py`).
+A `Schedule` lists rounds of messages. A message carries *partial sums*: pairs (block, ranks), the sum over these ranks
+of one block of the tensor. `points.py` runs schedules and predicts their bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ..compressors.expressions import Word
 
 
 class Communication(Word):
-    """The way of a message."""
+    """The path of messages: round a ring, along pairs, or straight."""
 
     RING = "ring"
     HIERARCHY = "hierarchy"  # pairs at distances 1, 2, 4, ...: recursive doubling and halving
@@ -26,7 +27,7 @@ class Communication(Word):
 
 
 class Aggregation(Word):
-    """When sums are taken."""
+    """The time of additions: as tensors arrive, or once after all have arrived."""
 
     INCREMENTAL = "incremental"
     ONE_SHOT = "one_shot"
@@ -48,7 +49,7 @@ class Balance(Word):
 
 @dataclass(frozen=True)
 class Point:
-    """One way to synchronise sparse tensors; `balance` exists where there are parts to balance."""
+    """A point of the design space, made of four choices; without parts (centralization) `balance` is None."""
 
     communication: Communication
     aggregation: Aggregation
@@ -58,8 +59,8 @@ class Point:
     def __post_init__(self) -> None:
         if (self.partition is Partition.PARALLELISM) != (self.balance is not None):
             raise ValueError(
-                f"parallelism is {' or '.join(Balance)}, centralization is neither; got {self.partition} with balance "
-                f"{self.balance}"
+                f"balance must be {' or '.join(Balance)} for parallelism, None for centralization; got {self.balance} "
+                f"for {self.partition}"
             )
 
     def __str__(self) -> str:
@@ -83,7 +84,7 @@ PartialSum = tuple[int, Ranks]  # the sum over these ranks of one block
 
 @dataclass(frozen=True)
 class Message:
-    """What one rank sends another in a round."""
+    """A message from one rank to another in a round."""
 
     source: int
     destination: int
@@ -92,7 +93,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Merge:
-    """Partial sums of a block that a rank has, to be replaced by their sum, added in this order."""
+    """An addition on one rank: partial sums of a block, replaced by their sum, added in this order."""
 
     rank: int
     partials: tuple[PartialSum, ...]
@@ -104,7 +105,7 @@ class Merge:
 
 @dataclass(frozen=True)
 class Round:
-    """Messages that are in flight together; a rank waits for those that come to it, then merges."""
+    """Messages that are in flight together; a rank waits for its incoming messages, then makes its additions."""
 
     stage: str
     messages: tuple[Message, ...]
@@ -112,23 +113,23 @@ class Round:
 
     @property
     def in_pairs(self) -> bool:
-        """Whether no rank has more than one message for others, nor gets more than one."""
+        """Whether each rank sends at most one message, and receives at most one."""
         ends = ([m.source for m in self.messages], [m.destination for m in self.messages])
         return all(len(set(ranks)) == len(ranks) for ranks in ends)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How `size` ranks, each with its own values of all blocks, come to have every block's sum over all ranks."""
+    """Rounds of messages and additions after which each of `size` ranks has every block's sum over all ranks."""
 
     size: int
-    blocks: int  # parts of the tensor, of about equal length; block i is owned by rank i; 1: it is not split
+    blocks: int  # parts of the tensor, of about equal length; rank i owns block i; 1: the tensor is not split
     rounds: tuple[Round, ...]
 
 
 @dataclass(frozen=True)
 class _Hop:
-    """One rank sends another what it has of some blocks."""
+    """A transfer, from one rank to another, of all partial sums of some blocks."""
 
     source: int
     destination: int
@@ -137,15 +138,20 @@ class _Hop:
 
 @lru_cache(maxsize=256)
 def schedule(point: Point, size: int, pull_by: Communication | None = None) -> Schedule:
-    """The rounds of a point among any number of ranks; `pull_by`: sums of parts go another way than came the parts.
+    """Returns the schedule of a point among `size` ranks, any number.
 
-    All ranks end with the same bits. Partial sums that all go round a ring at once would end in another order of
-    addition on every rank; so one chain of them runs from rank 0 to the last one, and its end goes round the ring.
-    Ranks that talk in pairs and are no power of two: those beyond the largest power first hand what they have to a
-    partner, and are told the result (Thakur et al., 2005).
+    All ranks end with the same bits. If all partial sums went round a ring at once, every rank would add in another
+    order; so one chain of sums runs from rank 0 to the last rank, and the total goes round the ring. If ranks exchange
+    in pairs and their number is no power of two, the ranks beyond the largest power first send their values to a
+    partner, and get the result in the end (Thakur et al., 2005).
+
+    Args:
+        point: the four choices.
+        size: the number of ranks.
+        pull_by: the path of complete sums from owners to all ranks; None: that of `point`.
     """
     parallel = point.partition is Partition.PARALLELISM
-    if size == 1:  # one turn, in which nothing travels
+    if size == 1:  # one round without messages
         return Schedule(1, 1, (Round("push" if parallel else "gather", (), (Merge(0, ((0, (0,)),)),)),))
     if parallel:
         return _owned(point, size, pull_by or point.communication)
@@ -168,7 +174,7 @@ def schedule(point: Point, size: int, pull_by: Communication | None = None) -> S
 
 
 def _owned(point: Point, size: int, pull_by: Communication) -> Schedule:
-    """Push and pull. In a hierarchy the owners are the largest power of two of ranks."""
+    """Returns a schedule of push and pull; in a hierarchy the owners are a power of two of ranks, as many as fit."""
     hierarchy = point.communication is Communication.HIERARCHY
     owners = _core(size) if hierarchy else size
     held = _Held(size, owners, at_once=point.aggregation is Aggregation.ONE_SHOT)
@@ -181,23 +187,23 @@ def _owned(point: Point, size: int, pull_by: Communication) -> Schedule:
 
 
 def _core(size: int) -> int:
-    """The largest power of two that is not larger."""
+    """Returns the largest power of two up to `size`."""
     return 1 << (size.bit_length() - 1)
 
 
 def _push(point: Point, size: int) -> Iterator[list[_Hop]]:
-    """Round by round, so that all that there is of a block reaches its owner."""
+    """Yields the transfers of each push round, after which every owner has its block of all ranks."""
     ranks = range(size)
     match point.communication, point.aggregation:
         case Communication.POINT_TO_POINT, Aggregation.ONE_SHOT:
             yield [_Hop(r, owner, (owner,)) for r in ranks for owner in ranks if owner != r]
-        case Communication.POINT_TO_POINT, _:  # one message at a time, added as it arrives
+        case Communication.POINT_TO_POINT, _:  # one message a round, added on arrival
             for k in range(1, size):
                 yield [_Hop(r, (r + k) % size, ((r + k) % size,)) for r in ranks]
-        case Communication.RING, _:  # a block starts behind its owner and passes everybody
+        case Communication.RING, _:  # a block starts at the rank after its owner, and passes all ranks
             for k in range(1, size):
                 yield [_Hop(r, (r + 1) % size, ((r - k) % size,)) for r in ranks]
-        case Communication.HIERARCHY, _:  # a rank gives up the half of its blocks that lies on its partner's side
+        case Communication.HIERARCHY, _:  # a rank sends its partner the partner's half of its blocks
             core = _core(size)
             if core < size:
                 yield [_Hop(r, r - core, tuple(range(core))) for r in range(core, size)]
@@ -207,13 +213,13 @@ def _push(point: Point, size: int) -> Iterator[list[_Hop]]:
 
 
 def _side(rank: int, length: int) -> tuple[int, ...]:
-    """The aligned run of so many blocks around a rank's own."""
+    """Returns the aligned run of `length` blocks around block `rank`."""
     start = rank // length * length
     return tuple(range(start, start + length))
 
 
 def _gather(stage: str, communication: Communication, partials: Sequence[PartialSum]) -> list[Round]:
-    """Rank i has `partials[i]`, and all of that many ranks want all of them."""
+    """Returns the rounds of an all-gather of `partials`, of which rank i has entry i, among as many ranks."""
     size = len(partials)
     ranks = range(size)
     rounds: list[tuple[Message, ...]] = []
@@ -234,7 +240,7 @@ def _gather(stage: str, communication: Communication, partials: Sequence[Partial
 
 
 def _announce(rank: int, size: int) -> Round:
-    """A rank sends its tensor to all others; everybody adds it, its own too: the order is the same everywhere."""
+    """Returns the round in which `rank` sends its tensor to all; every rank adds it, in the same order."""
     own: PartialSum = (0, (rank,))
     merged = (((0, tuple(range(rank))), own),) if rank else ()
     messages = tuple(Message(rank, other, (own,)) for other in range(size) if other != rank)
@@ -242,7 +248,7 @@ def _announce(rank: int, size: int) -> Round:
 
 
 def _doubling(size: int) -> list[Round]:
-    """Partners swap partial sums of the whole tensor at distances 1, 2, 4, ... (recursive doubling)."""
+    """Returns rounds in which partners at distances 1, 2, 4, ... swap partial sums (recursive doubling)."""
     core, held = _core(size), _Held(size, 1)
     rounds = []
     if core < size:
@@ -256,7 +262,7 @@ def _doubling(size: int) -> list[Round]:
 
 
 class _Held:
-    """What every rank holds of every block while sums are on their way; `at_once`: added when all are together."""
+    """The partial sums of every block on every rank, round by round; with `at_once`, only complete sets are added."""
 
     def __init__(self, size: int, blocks: int, *, at_once: bool = False) -> None:
         self._everyone = tuple(range(size))
@@ -264,7 +270,7 @@ class _Held:
         self._of: list[dict[int, list[Ranks]]] = [{b: [(rank,)] for b in range(blocks)} for rank in range(size)]
 
     def play(self, stage: str, hops: Sequence[_Hop], *, hands_over: bool = False) -> Round:
-        """One round. `hands_over`: senders do not keep what they send."""
+        """Returns the round of these transfers; with `hands_over`, senders do not keep the partial sums."""
         messages = tuple(Message(hop.source, hop.destination, self._partials(hop)) for hop in hops)
         for hop in hops if hands_over else ():
             self._of[hop.source].update({block: [] for block in hop.blocks})

@@ -1,7 +1,7 @@
-"""What schemes of row-sparse buckets see: a tuple of tables, one for each parameter of the bucket.
+"""Row-sparse buckets as schemes see them: a tuple of tables, in groups that have the same rows.
 
 Tables looked up with the same ids have the same rows (factors and first-order weights of a factorization machine).
-Such tables form one `RowGroup`: their indices are found once and travel once, and their columns lie side by side.
+Such tables form one `RowGroup`: indices are computed once and travel once, and columns lie side by side.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from ..tensors.sparse import SparseRows
 Tables = tuple[SparseRows, ...]
 Columns = tuple[int, int]  # [start, stop)
 
-ABSENT = -1  # in a header: this rank has no gradient for the table
-SAME_AS = -2  # in a header: SAME_AS - t says that the rows are those of the earlier table t
+ABSENT = -1  # in a header: the rank has no gradient for the table
+SAME_AS = -2  # in a header: SAME_AS - t means that the rows are those of the earlier table t
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Columns of one table."""
+    """Consecutive columns of one table."""
 
     position: int  # of the table in the bucket
-    columns: Columns
+    columns: Columns  # [start, stop)
     itemsize: int
 
     @property
@@ -46,7 +46,7 @@ class RowGroup:
 
     @property
     def first(self) -> int:
-        """Position of the first of the tables, which stands for the rows of all."""
+        """The position of the first table in the bucket, whose rows stand for those of all tables in the group."""
         return self.positions[0]
 
     @property
@@ -55,11 +55,11 @@ class RowGroup:
 
     @property
     def dim(self) -> int:
-        """Columns of all tables, side by side."""
+        """The number of columns of all tables together."""
         return sum(spec.dim for spec in self.specs)
 
     def pieces(self, spans: Sequence[Columns]) -> list[Piece]:
-        """What `spans` of all columns, side by side, are of each table's own; span by span, without empty ones."""
+        """Returns the pieces of tables that `spans` of the joined columns cover: span by span, no empty pieces."""
         found = []
         for start, stop in spans:
             offset = 0
@@ -73,16 +73,17 @@ class RowGroup:
 
 @dataclass(frozen=True)
 class Survey:
-    """Which rows this rank has of each table, sorted and unique; the same object for tables with the same rows."""
+    """This rank's rows of each table, sorted and distinct, with the header that other ranks get."""
 
-    unions: tuple[kernels.RowUnion, ...]
-    header: Tensor  # (tables,) int64: distinct rows, ABSENT, or SAME_AS - t; what the ranks tell each other
+    unions: tuple[kernels.RowUnion, ...]  # the same object for tables with the same rows
+    header: Tensor  # (tables,) int64: the number of distinct rows, ABSENT, or SAME_AS - t
 
     @classmethod
     def of(cls, tables: Tables) -> Survey:
-        """
+        """Returns the survey of this rank's tables.
+
         Raises:
-            ValueError: for an index outside of its table.
+            ValueError: for an index outside its table.
         """
         unions: list[kernels.RowUnion] = []
         header: list[int] = []
@@ -99,15 +100,15 @@ class Survey:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What the headers of all ranks say: the same on every rank."""
+    """The numbers of rows of all ranks, read from all headers: the same on every rank."""
 
     groups: tuple[RowGroup, ...]
-    rows: tuple[tuple[int, ...], ...]  # per rank: its rows of each group
+    rows: tuple[tuple[int, ...], ...]  # per rank: the number of rows in each group
     present: tuple[bool, ...]  # per table: whether any rank has a gradient for it
 
     @classmethod
     def of(cls, headers: Sequence[Sequence[int]], groups: tuple[RowGroup, ...]) -> Agreement:
-        """`groups` of tables that have the same rows on every rank."""
+        """Returns the agreement of these headers; tables of each group must have the same rows on every rank."""
         own = [[header[origin] for origin in origins(header)] for header in headers]
         return cls(
             groups,
@@ -117,28 +118,28 @@ class Agreement:
 
 
 def common_groups(headers: Sequence[Sequence[int]], specs: tuple[TensorSpec, ...]) -> tuple[RowGroup, ...]:
-    """The groups that the headers show: tables whose rows are the same on all ranks."""
+    """Returns groups of tables which, by the headers of all ranks, have the same rows on every rank."""
     members: dict[int, list[int]] = {}
     for position in range(len(specs)):
         said = {header[position] for header in headers}
         first = SAME_AS - said.pop() if len(said) == 1 else ABSENT
-        # Rows that only some ranks have in common travel twice: all must cut messages alike.
+        # Tables with the same rows on some ranks only stay apart, as all ranks must lay out messages alike.
         members.setdefault(first if first in members else position, []).append(position)
     return groups_of(members.values(), specs)
 
 
 def origins(header: Sequence[int]) -> list[int]:
-    """For each table of a header the first one with the same rows."""
+    """Returns for each table of a header the position of the first table with the same rows."""
     return [SAME_AS - said if said <= SAME_AS else position for position, said in enumerate(header)]
 
 
 def specs_of(tables: Tables) -> tuple[TensorSpec, ...]:
-    """The whole tables' shapes and element types."""
+    """Returns shape, (num_rows, dim), and dtype of each whole table."""
     return tuple(TensorSpec((t.num_rows, t.dim), t.values.dtype) for t in tables)
 
 
 def expected_groups(specs: tuple[TensorSpec, ...], profiles: tuple[DensityProfile, ...]) -> tuple[RowGroup, ...]:
-    """The groups that tables of these profiles will form."""
+    """Returns the groups that tables of these profiles are expected to form."""
     members: dict[object, list[int]] = {}
     for position, profile in enumerate(profiles):
         members.setdefault(profile.pattern or position, []).append(position)
@@ -146,12 +147,12 @@ def expected_groups(specs: tuple[TensorSpec, ...], profiles: tuple[DensityProfil
 
 
 def single_groups(specs: tuple[TensorSpec, ...]) -> tuple[RowGroup, ...]:
-    """Every table on its own."""
+    """Returns groups of one table each."""
     return groups_of(([position] for position in range(len(specs))), specs)
 
 
 def groups_of(members: Iterable[Sequence[int]], specs: tuple[TensorSpec, ...]) -> tuple[RowGroup, ...]:
-    """The groups whose tables stand at these positions of the bucket."""
+    """Returns the groups of tables at these positions in the bucket."""
     return tuple(RowGroup(tuple(positions), tuple(specs[i] for i in positions)) for positions in members)
 
 

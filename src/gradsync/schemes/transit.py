@@ -1,7 +1,8 @@
-"""A rank on its way along a route: what it holds, what it sends and gets, and how one becomes the other.
+"""A rank's part in a route: packing messages for each collective, and taking in the messages that arrive.
 
-It holds a dense tensor, or payloads of pieces of it. Payloads that were not summed yet travel on as bundles, and a
-decompression sums the bundle of each piece in the order of ranks; payloads that can be added are added instead.
+Between tasks a rank holds a dense tensor, or payloads of pieces of the bucket. Payloads of several ranks that meet
+travel on as bundles, and decompression sums the bundle of each piece in the order of ranks; payloads that can be added
+are added when they meet.
 """
 
 from __future__ import annotations
@@ -26,27 +27,27 @@ from .tree import Kind
 
 T = TypeVar("T")
 R = TypeVar("R")
-WHOLE = "whole"  # in the state: the bucket's spec, as compressors keep those of pieces only
+WHOLE = "whole"  # the state's key of the bucket's spec and step; compressors' states are of pieces only
 
 
 class Way(Protocol):
-    """A route as the rank on it needs to know it: who takes part in a leg, and what its messages hold."""
+    """The methods of a route that a transit calls: groups, compressors and message sizes of each leg."""
 
     def group_of(self, leg: Leg, group: Group) -> Group:
-        """Returns the ranks of `group` that exchange messages on this leg with the rank."""
+        """Returns the subgroup of `group` in which this rank exchanges messages on this leg."""
 
     def compressor_at(self, point: int) -> Compressor[Any]:
-        """Returns the compressor of the compression with this number."""
+        """Returns the compressor of the compression with this number, from 0."""
 
     def keeps_fp32_at(self, point: int) -> bool:
-        """Returns whether a compression is of sums, which are in a wider type."""
+        """Whether the compression with this number is of sums, which have a wider dtype."""
 
     def item_nbytes(self, leg: Leg, held: Held, whole: FlatSpec, step: int) -> list[int]:
         """Returns the bytes of each item in a message that carries `held` before the leg."""
 
 
 class Transit:
-    """What one rank holds while a bucket is on its way."""
+    """One rank's tensors and payloads while a bucket goes along a route."""
 
     def __init__(
         self,
@@ -67,13 +68,13 @@ class Transit:
         self.flags = self.behind != 0
         self.dense = self.values
         self.bundles: list[list[Payload]] = []  # of each piece
-        self.template: Payload | None = None  # of the payloads on their way
+        self.template: Payload | None = None  # of the payloads that travel
         self.agreed: list[Tensor] = []  # for each piece
 
     def compress(self, leg: Leg) -> None:
         compressor, point = self.route.compressor_at(leg.point), point_name(leg)
         held = leg.after[self.rank]
-        if held is None:  # nothing but to learn what payloads are like
+        if held is None:  # compresses no elements, to get a template of payloads
             self.next_state[point] = ()
             spec = spec_of(self.spec, (0, 0), leg.point, leg.keep_fp32)
             nothing = memory.empty(0, spec.dtype, self.x.device)
@@ -106,7 +107,7 @@ class Transit:
         self.dense, self.bundles = out, []
 
     def agree(self, leg: Leg, following: Leg) -> Pending[None]:
-        """The members of the all-reduce that follows agree on what their compressor needs."""
+        """Starts to agree with the members of the next all-reduce on numbers that the compressor needs from all."""
         held = leg.after[self.rank]
         if held is None:
             return Pending(lambda timeout_s: None)
@@ -124,17 +125,20 @@ class Transit:
         return _then(self.route.group_of(following, self.group).all_gather(own), told)
 
     def alone(self, leg: Leg) -> list[Tensor]:
-        """What a collective among one member brings."""
+        """Returns the result of a collective in a group of this rank alone: its own message, if any."""
         if leg.task.kind in (Kind.COMM, Kind.COMM_L):
             return [self._summand(leg)]
         held = leg.before[self.rank]
         return [] if held is None else [self._message(leg, held, slice(None))]
 
     def issue(self, leg: Leg) -> Pending[list[Tensor]]:
-        """Starts a collective. What it brings: the messages of the members that have sent this rank some, in order."""
+        """Starts the collective of a leg; the result is a list of messages to this rank, in the order of members.
+
+        An all-reduce brings one tensor, the sum; other collectives bring (bytes,) uint8.
+        """
         mine, task = leg.before[self.rank], leg.task
         if mine is None and not (task.kind.is_second and leg.after[self.rank] is not None):
-            return Pending(lambda timeout_s: [])  # it is among others, whose turn it is all the same
+            return Pending(lambda timeout_s: [])  # this rank takes no part, but has the turn too
         group, members = self.route.group_of(leg, self.group), leg.group_of(self.rank)
         if task.kind in (Kind.COMM, Kind.COMM_L):
             return _then(group.all_reduce(self._summand(leg)), lambda total: [total])
@@ -152,7 +156,10 @@ class Transit:
         return group.all_gather(self._message(leg, mine, slice(None)), sizes)
 
     def take(self, leg: Leg, arrived: list[Tensor]) -> None:
-        """What a collective brought becomes what this rank holds."""
+        """Takes in the messages of a collective: sets the dense tensor, or the payloads, that this rank holds next.
+
+        `arrived` is the result of `issue` or `alone`.
+        """
         held, kind = leg.after[self.rank], leg.task.kind
         if held is None or not arrived:
             self.dense, self.bundles = self.values[:0], []
@@ -174,7 +181,7 @@ class Transit:
         self.bundles = [[self._added(bundle)] for bundle in met] if leg.adds else met
 
     def result(self) -> Tensor:
-        """The bucket, in its own memory."""
+        """Returns the bucket, (numel + flags,), after overwriting it with the sum and with flags that are 0 or 1."""
         if self.dense is not self.values:
             self.values.copy_(self.dense)
         self.behind.copy_(self.flags)
@@ -193,10 +200,10 @@ class Transit:
         return arriving if after[group.rank] is not None else _then(arriving, lambda messages: [])
 
     def _sent_here(self, leg: Leg, held: Held) -> list[Held]:
-        """What each message that arrives carries."""
+        """Returns the range and pieces in each message that arrives."""
         before = [leg.before[rank] for rank in leg.group_of(self.rank)]
         if not leg.task.kind.is_second:
-            return [held] * len(before)  # of each member what this one goes on with
+            return [held] * len(before)  # each member sends what this rank goes on with
         return [each for each in before if each is not None]
 
     def _take_dense(self, leg: Leg, held: Held, parts: Sequence[Tensor]) -> None:
@@ -223,10 +230,10 @@ class Transit:
         ]
 
     def _summand(self, leg: Leg) -> Tensor:
-        """What an all-reduce sums: numbers, and behind them whether flags are set."""
+        """Returns this rank's summand of an all-reduce: numbers, and behind them a 0 or 1 for each flag."""
         if leg.task.kind is Kind.COMM:
             if leg.scales:
-                self.dense.mul_(self.scale)  # before the sum, which keeps one in half precision inside its range
+                self.dense.mul_(self.scale)  # before the sum, to keep half-precision sums in range
             parts = [self.dense]
         else:
             parts = [payload.data for (payload,) in self.bundles]
@@ -239,7 +246,7 @@ class Transit:
         return torch.cat([*parts, self.flags.to(message.dtype)], out=message)
 
     def _added(self, bundle: Sequence[Payload]) -> Payload:
-        """One payload that decodes to the sum, or in half precision to the mean."""
+        """Returns one payload that decodes to the sum of a bundle, or in half precision to the mean."""
         first = bundle[0]
         total = memory.empty_like(first.data)
         if total.dtype.is_floating_point:
@@ -252,7 +259,7 @@ class Transit:
         return replace(first, data=total)
 
     def _bundles(self, leg: Leg, parts: Sequence[Tensor], pieces: Sequence[Piece]) -> list[list[Payload]]:
-        """What one message brings of each piece."""
+        """Returns the payloads of each piece in one message."""
         assert self.template is not None
         keep_fp32 = self.route.keeps_fp32_at(leg.point)
         specs = [spec_of(self.spec, piece, leg.point, keep_fp32) for piece in pieces]
@@ -263,7 +270,7 @@ class Transit:
         ]
 
     def _nbytes(self, leg: Leg, held: Held) -> int:
-        """Of a message that carries this."""
+        """Returns the bytes of a message that carries `held`."""
         sizes = self.route.item_nbytes(leg, held, self.spec, self.step)
         return room_nbytes(sizes, len(self.flags) if leg.carries_flags else 0)
 
@@ -272,7 +279,7 @@ class Transit:
         return self._write(room, leg, held, which)
 
     def _write(self, room: Tensor, leg: Leg, held: Held, which: slice) -> Tensor:
-        """Overwrites a message's room by the pieces, or the range, and the flags."""
+        """Writes the payloads of some pieces, or a dense range, and the flags into `room`; returns `room`."""
         if leg.task.kind.of_payloads:
             items = [payload.data.view(torch.uint8) for bundle in self.bundles[which] for payload in bundle]
         else:
@@ -288,7 +295,7 @@ class Transit:
         return room
 
     def _items(self, leg: Leg, message: Tensor, held: Held) -> list[Tensor]:
-        """What lies in a message; its flags are joined to those that are known."""
+        """Returns the items in a message as views, and merges its flags into the known ones."""
         sizes = self.route.item_nbytes(leg, held, self.spec, self.step)
         starts = starts_of(sizes)
         if leg.carries_flags:
@@ -298,12 +305,12 @@ class Transit:
 
 
 def _counterweight(payload: Payload, members: int) -> float:
-    """By what a sum is divided, so that numbers in float16 stay in their range."""
+    """Returns the number by which a sum over `members` is divided to stay in the range of float16; else 1."""
     return float(members) if payload.data.dtype is torch.float16 else 1.0
 
 
 def _then(pending: Pending[T], make: Callable[[T], R]) -> Pending[R]:
-    """What `make` makes of an operation's result."""
+    """Returns a pending operation whose result is `make` of the result of `pending`."""
     following: Pending[R] = Pending(lambda timeout_s: make(pending.wait(timeout_s)))
     following.sent_bytes = pending.sent_bytes
     return following

@@ -1,10 +1,10 @@
-"""ByteComp's decision tree as data: everything that may be done to a bucket, task by task. (Wang et al., EuroSys 2023)
+"""ByteComp's decision tree as data: all sequences of tasks that synchronise a bucket (Wang et al., EuroSys 2023).
 
-A *leaf* is a sequence of tasks. Local tasks compress or decompress, on one of the devices; collectives move what a rank
-holds, dense or compressed, among all ranks (flat), or inside the nodes, across them, and inside again (hierarchical).
-A collective of two steps begins with one that leaves each rank, or one root, with a sum, and ends with one that hands
-the sums to all; the second is settled by the first. What may follow what are the rules of a `Grammar`: another device,
-another collective or another rule changes data only.
+A *leaf* is a sequence of tasks. Local tasks compress or decompress on one of the devices. Collectives exchange dense
+data or payloads among all ranks (flat), or inside nodes, across nodes, and inside again (hierarchical). A collective of
+two steps begins with one that leaves each rank, or one root, with a sum, and ends with one that hands the sums to all;
+the first step determines the second. The rules of a `Grammar` say which tasks may follow each other: another device,
+collective or rule changes data only.
 
 `BYTECOMP` are the paper's eight tasks: 4341 leaves on two devices, 174 on one, 9 of them without compression.
 `WITH_SUMS` adds a ninth, `CommL`, the all-reduce of payloads, for compressors whose payloads can be summed.
@@ -22,11 +22,11 @@ from ..costs.steps import COMPUTE, OFFLOAD
 
 DEVICES = (COMPUTE, OFFLOAD)
 COMPRESS, DECOMPRESS = "compress", "decompress"
-ROOTED = ("reduce", "gather")  # first steps that leave all with one member
+ROOTED = ("reduce", "gather")  # first steps that leave everything with one member
 
 
 class Kind(StrEnum):
-    """The tasks, by the paper's names; a C at the end: of payloads, an L: of payloads that can be summed."""
+    """The kinds of tasks, by the paper's names; C at the end is for payloads, L for payloads that can be summed."""
 
     COMP = "Comp"
     DECOMP = "Decomp"
@@ -40,12 +40,12 @@ class Kind(StrEnum):
 
     @property
     def is_local(self) -> bool:
-        """Whether it is work of one rank alone."""
+        """Whether the task is work of one rank alone."""
         return self in (Kind.COMP, Kind.DECOMP)
 
     @property
     def is_first(self) -> bool:
-        """Of two steps."""
+        """Whether the task is the first step of a collective of two."""
         return self in (Kind.COMM_1, Kind.COMM_1C)
 
     @property
@@ -54,12 +54,12 @@ class Kind(StrEnum):
 
     @property
     def of_payloads(self) -> bool:
-        """Whether it moves payloads."""
+        """Whether the task exchanges payloads."""
         return self in (Kind.COMM_C, Kind.COMM_1C, Kind.COMM_2C, Kind.COMM_L)
 
 
 class Scope(StrEnum):
-    """Among whom a collective is."""
+    """The ranks among which a collective runs."""
 
     ALL = "all"
     NODE = "node"  # the ranks of a node
@@ -77,12 +77,12 @@ class RouteTask:
 
     @property
     def rooted(self) -> bool:
-        """Whether only one member of each group goes on after it, or did before it."""
+        """Whether only one member of each group has data after the task, or before a second step."""
         return (self.first or self.choice) in ROOTED
 
     @property
     def word(self) -> str:
-        """What plans call it: `compress@offload`, `all_to_all`."""
+        """The task's name in plans, as `compress@offload` or `all_to_all`."""
         match self.kind:
             case Kind.COMP:
                 return f"{COMPRESS}@{self.choice}"
@@ -96,11 +96,11 @@ Leaf = tuple[RouteTask, ...]
 
 @dataclass(frozen=True)
 class LeafConstraints:
-    """What users rule out: more than so many lossy steps, collectives or devices, and all that is not flat."""
+    """Limits that users set on leaves."""
 
-    most_compressions: int | None = None
-    without: tuple[str, ...] = ()  # names of collectives and devices
-    flat_only: bool = False
+    most_compressions: int | None = None  # None: any number
+    without: tuple[str, ...] = ()  # names of collectives and devices that leaves must not use
+    flat_only: bool = False  # only collectives among all ranks
 
     def __post_init__(self) -> None:
         most = self.most_compressions
@@ -113,7 +113,7 @@ class LeafConstraints:
         object.__setattr__(self, "without", tuple(self.without))
 
     def admits(self, leaf: Leaf) -> bool:
-        """Whether they allow for the leaf."""
+        """Whether the constraints allow the leaf."""
         most = self.most_compressions
         return (
             (most is None or compressions(leaf) <= most)
@@ -122,7 +122,7 @@ class LeafConstraints:
         )
 
     def each(self) -> list[LeafConstraints]:
-        """One by one."""
+        """Returns each constraint as an object of its own."""
         found = [] if self.most_compressions is None else [LeafConstraints(most_compressions=self.most_compressions)]
         found += [LeafConstraints(without=(name,)) for name in self.without]
         return found + ([LeafConstraints(flat_only=True)] if self.flat_only else [])
@@ -135,34 +135,31 @@ class LeafConstraints:
 
 @dataclass(frozen=True)
 class _Point:
-    """Within a derivation: the symbols that are still to come, and the first steps whose second ones are."""
+    """A state of a derivation."""
 
-    todo: tuple[str, ...]
-    opened: tuple[str, ...] = ()
+    todo: tuple[str, ...]  # symbols still to be derived
+    opened: tuple[str, ...] = ()  # first steps whose second steps are still to come
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """What may follow what.
+    """A context-free grammar whose sentences are leaves."""
 
-    `rules`: the alternatives of each symbol, as symbols and kinds with blanks between. `collectives`: those of each
-    kind, but of second steps, which `seconds` gives for each first one.
-    """
-
-    rules: Mapping[str, tuple[str, ...]]
-    collectives: Mapping[Kind, tuple[str, ...]]
-    seconds: Mapping[str, str]
-    start: str = "tree"
+    rules: Mapping[str, tuple[str, ...]]  # the alternatives of each symbol: symbols and kinds, separated by blanks
+    collectives: Mapping[Kind, tuple[str, ...]]  # the collectives of each kind, except second steps
+    seconds: Mapping[str, str]  # the second step that belongs to each first step
+    start: str = "tree"  # the symbol of a whole leaf
 
     @cached_property
     def _alternatives(self) -> dict[str, tuple[tuple[str, ...], ...]]:
         return {symbol: tuple(tuple(text.split()) for text in texts) for symbol, texts in self.rules.items()}
 
     def leaves(self, devices: Sequence[str] = DEVICES, constraints: LeafConstraints | None = None) -> tuple[Leaf, ...]:
-        """All of them that the constraints allow for, each once.
+        """Returns all leaves that the constraints allow, each once.
 
         Raises:
-            ValueError: for constraints that name what there is not, or leave nothing, naming those that do.
+            ValueError: if constraints name unknown collectives or devices, or exclude all leaves; the message names the
+                constraints that conflict.
         """
         found = tuple(map(_scoped, self._derived(_Point((self.start,)), tuple(devices), {})))
         if constraints is None:
@@ -176,7 +173,7 @@ class Grammar:
         return left
 
     def count(self, symbol: str | None = None, devices: int = len(DEVICES)) -> int:
-        """How many leaves there are, or ways to go on from a symbol."""
+        """Returns the number of leaves with `devices` devices, or of derivations of `symbol`."""
         symbol = self.start if symbol is None else symbol
         if symbol not in self.rules:
             kind = Kind(symbol)
@@ -190,10 +187,10 @@ class Grammar:
         return total
 
     def parse(self, words: Sequence[str], devices: Sequence[str] = DEVICES) -> Leaf:
-        """The leaf that these words name.
+        """Returns the leaf that these words name, as `words_of` gives them.
 
         Raises:
-            ValueError: naming the first word that may not follow those before it, and what may.
+            ValueError: for words that make no leaf; the message names the first illegal word, and the legal ones.
         """
         paths: list[tuple[Leaf, _Point]] = [((), _Point((self.start,)))]
         for number, word in enumerate(words):
@@ -203,18 +200,18 @@ class Grammar:
             paths = [(done, point) for done, point in ahead if done[-1].word == word]
             if not paths:
                 legal = sorted({done[-1].word for done, _ in ahead})
-                known = ", ".join(legal) if legal else "nothing"
+                known = ", ".join(legal) if legal else "the end"
                 after = f"after {', '.join(words[:number])}" if number else "at the beginning"
-                raise ValueError(f"{word!r} may not come {after}; there may come {known}")
+                raise ValueError(f"{word!r} may not come {after}; expected {known}")
         ended = [done for done, point in paths if not point.todo]
         if not ended:
             legal = sorted({task.word for _, point in paths for task, _ in self._next(point, tuple(devices))})
-            raise ValueError(f"the tasks {', '.join(words) or '()'} end too early: there must come {', '.join(legal)}")
+            raise ValueError(f"the tasks {', '.join(words) or '()'} end too early: expected {', '.join(legal)}")
         (leaf,) = ended
         return _scoped(leaf)
 
     def _derived(self, point: _Point, devices: tuple[str, ...], known: dict[_Point, list[Leaf]]) -> list[Leaf]:
-        """All ways to the end; `known` are those from points that were met before."""
+        """Returns all derivations from `point`; `known` caches those from points that were met before."""
         if not point.todo:
             return [()]
         if point not in known:
@@ -226,7 +223,7 @@ class Grammar:
         return known[point]
 
     def _next(self, point: _Point, devices: tuple[str, ...]) -> Iterator[tuple[RouteTask, _Point]]:
-        """The tasks that may come, with where each leads."""
+        """Yields each task that may come next, with the point after it."""
         if not point.todo:
             return
         symbol, *others = point.todo
@@ -246,24 +243,25 @@ class Grammar:
                 yield RouteTask(kind, collective), _Point(rest, opened)
 
     def check_names(self, constraints: LeafConstraints, devices: Collection[str] = DEVICES) -> None:
-        """
+        """Checks the names in constraints.
+
         Raises:
-            ValueError: for constraints that name what there is not.
+            ValueError: for names of unknown collectives or devices.
         """
         there_are = [*devices, *dict.fromkeys(name for names in self.collectives.values() for name in names)]
         there_are += [name for name in dict.fromkeys(self.seconds.values()) if name not in there_are]
         for name in constraints.without:
             if name not in there_are:
-                raise ValueError(f"LeafConstraints.without names {name!r}; there are {', '.join(there_are)}")
+                raise ValueError(f"LeafConstraints.without names {name!r}; expected some of {', '.join(there_are)}")
 
 
 def compressions(leaf: Leaf) -> int:
-    """How often it compresses."""
+    """Returns how many tasks of the leaf compress."""
     return sum(task.kind is Kind.COMP for task in leaf)
 
 
 def is_flat(leaf: Leaf) -> bool:
-    """Whether its collectives are among all ranks."""
+    """Whether all collectives of the leaf are among all ranks."""
     return all(task.scope in (None, Scope.ALL) for task in leaf)
 
 
@@ -277,7 +275,7 @@ def words_of(leaf: Leaf) -> tuple[str, ...]:
 
 
 def _scoped(leaf: Leaf) -> Leaf:
-    """With the scopes of its collectives: of three or more the first and the last are inside the nodes."""
+    """Returns the leaf with scopes: of three or more collectives the first and the last run inside nodes."""
     moves = [place for place, task in enumerate(leaf) if not task.kind.is_local]
     scopes: dict[int, Scope] = dict.fromkeys(moves, Scope.ALL)
     if len(moves) > 2:  # noqa: PLR2004
@@ -291,7 +289,7 @@ def _with_scope(task: RouteTask, scope: Scope | None) -> RouteTask:
 
 
 def _conflict(leaves: Sequence[Leaf], constraints: LeafConstraints) -> str:
-    """Those of the constraints that leave nothing together, and would leave something if one of them went."""
+    """Returns a smallest set of the constraints that excludes all leaves, in words."""
     needed = constraints.each()
     for each in list(needed):
         others = [other for other in needed if other is not each]
@@ -310,11 +308,11 @@ _RULES = {
         "Comp Comm1C Decomp Comp T4",
         "Comp Comm1C T4",
     ),
-    "T1": ("Comm2", "Comp Comm2C Decomp"),  # the last step, of what is dense
-    "T2": ("Comm2C Decomp", "Decomp T1"),  # the last step, of what is compressed
-    "T3": ("Comm T1", "Comm1 T5"),  # across and then inside nodes, of what is dense
-    "T4": ("CommC T2", "Comm1C Comm2C T2", "Comm1C Decomp T5"),  # the same, of what is compressed
-    "T5": ("Comm2 T1", "Comp Comm2C T2"),  # the second step across, and then inside, of what is dense
+    "T1": ("Comm2", "Comp Comm2C Decomp"),  # the last step, of dense data
+    "T2": ("Comm2C Decomp", "Decomp T1"),  # the last step, of payloads
+    "T3": ("Comm T1", "Comm1 T5"),  # across and then inside nodes, of dense data
+    "T4": ("CommC T2", "Comm1C Comm2C T2", "Comm1C Decomp T5"),  # the same, of payloads
+    "T5": ("Comm2 T1", "Comp Comm2C T2"),  # the second step across, then inside, of dense data
 }
 _COLLECTIVES = {
     Kind.COMM: ("all_reduce",),

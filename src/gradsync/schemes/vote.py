@@ -1,4 +1,4 @@
-"""Signs in place of sums: what most ranks vote for."""
+"""A scheme whose result is the sign that most ranks vote for, in place of a sum."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from .compressed import Compressed, CompressedAllGather, CompressedTwoWay
 @register
 @dataclass(frozen=True)
 class MajorityVote(Compressed):
-    """Every rank gets the sign that most ranks have: +1, -1 and, where votes are equal, 0. (Bernstein et al., 2018)
+    """A vote of signs: every rank gets +1, -1, or 0 for a tie, by the majority of ranks (Bernstein et al., 2018).
 
-    SignSGD with majority vote and, of `Signum`, SIGNUM. A result is a vote, neither a sum nor a mean: it is not
-    multiplied by the engine's scale, and the optimiser's step is its learning rate times the vote. A rank's zero is a
-    vote for +1, so that a weight without any gradient moves: keep tensors that are seldom used out of such a bucket.
-    It does not converge for all gradients, as signs lose what is large; error feedback does not help a vote.
-    `via` "all_gather": all ranks count the votes of all. "two_way": each counts those for an equal range of the bucket,
-    and hands out one bit, so that there a tie is +1.
-    Wire: 1 bit an element of each other rank, or 2(n-1)/n bits an element.
+    SignSGD with majority vote and, with `Signum`, SIGNUM. The result is a vote, neither a sum nor a mean: `scale` is
+    not applied, and the optimiser's step is the learning rate times the vote. A zero votes for +1, so that weights
+    without any gradient move: keep seldom-used tensors out of such buckets. Training does not converge for all
+    gradients, as signs lose magnitudes; error feedback does not help a vote.
+    Wire: 1 bit an element from each other rank with "all_gather", 2(n-1)/n bits an element with "two_way".
     """
 
     compressor: Sign = Sign()
+    # "all_gather": every rank counts all votes. "two_way": each rank counts the votes for an equal range of the bucket,
+    # and hands out one bit an element, so that a tie is +1.
     via: Literal["all_gather", "two_way"] = "all_gather"
 
     @property
     def _counted(self) -> Compressed:
-        """The scheme that sums the votes; two-way, what comes back are votes again."""
+        """The scheme that sums the votes; with "two_way" owners compress the sums to signs again."""
         return (
             CompressedAllGather(self.compressor)
             if self.via == "all_gather"
