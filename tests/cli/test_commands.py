@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 import gradsync
-from gradsync.cli import COMMANDS, app, loaded
+from gradsync.cli import COMMANDS, app, extensions, loaded
 
 
 def loads_torch(code: str) -> bool:
@@ -30,6 +30,14 @@ def test_help_names_all_commands_and_imports_no_torch() -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_says_what_it_does_as_the_list_does(name: str) -> None:
     assert (loaded(name).help or "").strip() == COMMANDS[name].line
+
+
+@pytest.mark.parametrize("arguments", [["bench", "train"], ["measure", "--workload", "deepfm"]])
+def test_commands_of_the_lab_say_how_it_is_installed(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extensions, "entry_points", lambda **wanted: [])
+    done = CliRunner().invoke(app, arguments)
+    said = " ".join(done.output.replace("\N{BOX DRAWINGS LIGHT VERTICAL}", " ").split())
+    assert done.exit_code == 2 and "not installed: pip install gradsync-lab" in said
 
 
 def test_version() -> None:
