@@ -56,7 +56,10 @@ class Nameable:
             ValueError: for a setting that is something else, naming it, what it must be, and what it is.
         """
         named: Any = type(self)
-        given = {name: getattr(self, name) for name in _annotations(named)}
+        _annotations(named)  # raises where an annotation means nothing
+        defaults = {setting.name: setting.default for setting in fields(named)}
+        settings = {name: getattr(self, name) for name in defaults}
+        given = {name: value for name, value in settings.items() if value is not defaults[name]}
         for name, value in _checked(named, given).items():
             if value is not given[name]:
                 object.__setattr__(self, name, value)
