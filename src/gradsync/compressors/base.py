@@ -241,7 +241,7 @@ class Compressor(Nameable, ABC, Generic[P]):
         return 0
 
     def observe(self, x: Tensor, state: CompressorState) -> Tensor | None:
-        """Returns the numbers of this rank whose maxima all ranks need before they compress; None: none.
+        """Returns this rank's numbers whose maxima over the ranks are needed to compress; None if there are none.
 
         Args:
             x: the flat tensor that is compressed next, (numel,) in the dtype of `state.spec`.

@@ -84,7 +84,7 @@ class THC(Compressor[Summand]):
 
     def law(self, spec: FlatSpec) -> Law:
         if self.clip is not None:
-            return Biased(f"what is beyond {self.clip} standard deviations is cut off")
+            return Biased(f"elements beyond {self.clip} standard deviations are cut off")
         most = max(kernels.rotation_sizes(spec.lengths, self.chunk), default=1)
         return Unbiased((math.log(2 * most) + 1) / (2 * self.levels**2))
 

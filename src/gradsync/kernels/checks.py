@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-Count = TypeVar("Count", int, float)  # of what is there, or is expected: the mean then
+Count = TypeVar("Count", int, float)  # a number of indices, or its expected value
 RowsPart = tuple[Int[Tensor, "nnz"], Float[Tensor, "nnz dim"]]
 Stripes = Sequence[tuple[int, int]]  # [start, stop) of columns
 SignScale = Literal["mean", "rms", "two", "one"]  # what signs are of: see `gradsync.kernels.pack_signs`
@@ -19,7 +19,7 @@ INT32_INDICES = 2**31  # tables up to this size have indices that fit int32
 MAX_OWNERS = 2**16
 MAX_ROTATED = 2**13  # elements of a chunk that a level-1 cache holds
 OFFSET_BITS = (8, 16)
-PADDING_BYTES = 8  # less than so many may follow packed positions
+PADDING_BYTES = 8  # fewer bytes than this may follow packed positions
 WORD_BITS = 64  # of a bitmap
 
 

@@ -43,7 +43,7 @@ class NonzeroElements:
 
 @dispatched("x", entries="x")
 def nonzero_elements(x: Tensor) -> phases.NonzeroElements:
-    """Finds the non-zero elements of `x`, (numel,) floating; what is zero is tested as in `nonzero_rows`."""
+    """Finds the non-zero elements of `x`, (numel,) floating, tested by their bits as in `nonzero_rows`."""
     return NonzeroElements(x)
 
 

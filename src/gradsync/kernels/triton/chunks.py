@@ -1,4 +1,4 @@
-"""Kernels on chunks, in Triton: one pass over the elements, and one over what is kept of them, for the norms."""
+"""Kernels on chunks, in Triton: one pass over the elements, and one over the next residual for the norms."""
 
 from __future__ import annotations
 
