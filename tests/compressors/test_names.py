@@ -51,7 +51,7 @@ def test_momentum_moves_from_the_optimizer_into_a_method_that_does_it(monkeypatc
     assert fit_optimizer("corrected0.5", torch.optim.Adagrad(layer.parameters())) == 0.0
     lossy_planner("corrected0.5", 0.9)(PROFILES, 4)
     assert asked[-1] == 0.9
-    with pytest.raises(ValueError, match="remembers by itself"):
+    with pytest.raises(ValueError, match="has a residual of its own: there is no .*, use"):
         named("corrected0.5_no_feedback")
 
 

@@ -81,7 +81,7 @@ def test_settings_of_thc_that_make_no_sense_are_refused() -> None:
         with pytest.raises(ValueError, match=message):
             THC(**settings)
     state = THC().init(spec_of(torch.float32))
-    with pytest.raises(ValueError, match="needs what the ranks agreed on"):
+    with pytest.raises(ValueError, match="needs the T that the ranks agreed on"):
         THC().compress(torch.zeros(state.spec.numel), state)
 
 

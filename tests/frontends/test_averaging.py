@@ -215,7 +215,7 @@ def test_what_cannot_be_averaged_is_refused(world: World) -> None:
             "optimizer=",
             "the model inside of it",
             "GradScaler" if rank else "rank 1 could not attach: a GradScaler",
-            "it must be all of one kind",
+            "must all have the same `what`",
             "give such a plan itself to attach",
             "for 3 ranks, there are 2",
             "shuffled is for parameters",

@@ -305,7 +305,7 @@ def refusal_of_what_diverges() -> str:
 
 def test_error_feedback_that_may_diverge_is_refused_on_every_rank(world: World) -> None:
     for text in world(2).run(refusal_of_what_diverges):
-        assert "may diverge" in text and "use it as it is" in text
+        assert "may diverge" in text and "use it without error feedback" in text
 
 
 def trains_by_each() -> None:

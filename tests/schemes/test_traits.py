@@ -130,7 +130,7 @@ def test_feedback_has_the_traits_of_its_compressor_and_a_warm_up_the_narrowest_o
 
 def test_error_feedback_of_a_warm_up_with_sketches_is_refused() -> None:
     sketches = CountSketch(0.5, 0.1)
-    with pytest.raises(ValueError, match="what sums of it decode to is not what each leaves out"):
+    with pytest.raises(ValueError, match="does not decode to the sum of its decoded payloads"):
         ErrorFeedback(Warmup((sketches, sketches), (0, 5)))
 
 

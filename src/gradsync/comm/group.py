@@ -135,14 +135,14 @@ class Group(ABC):
 
     @abstractmethod
     def all_reduce(self, buffer: Tensor) -> Pending[Tensor]:
-        """Sums over the members, in place: overwrites and returns `buffer`."""
+        """Sums `buffer` over the members in place and returns it; all have the same shape, any, and the same dtype."""
 
     @abstractmethod
     def all_gather(self, buffer: Tensor, sizes: Sequence[int] | None = None) -> Pending[list[Tensor]]:
         """Returns every member's buffer, in the order of the members.
 
         Args:
-            buffer: this member's, (elements,).
+            buffer: this member's, (elements,), of one dtype on all members.
             sizes: the number of elements of each member's buffer, where they differ.
         """
 
@@ -153,7 +153,7 @@ class Group(ABC):
         """Sends consecutive parts of `buffer`, one to each member, and returns the parts that the members sent here.
 
         Args:
-            buffer: the parts, end to end.
+            buffer: the parts, end to end, (elements,), of one dtype on all members.
             sent: elements for each member; their sum is the length of `buffer`.
             received: elements that each member sends here.
             largest: a bound of the elements of any part on any member, the same number on all members. With it, small
@@ -206,7 +206,7 @@ class Group(ABC):
 
     @abstractmethod
     def broadcast(self, buffer: Tensor) -> Pending[Tensor]:
-        """Overwrites `buffer` with member 0's on all other members and returns it."""
+        """Overwrites `buffer`, 1-D, with member 0's buffer of the same shape and dtype, and returns it."""
 
     @abstractmethod
     def barrier(self, what: str, timeout_s: float, *, detail: str = "") -> None:
@@ -595,7 +595,7 @@ def gather_bytes(group: Group, content: bytes, timeout_s: float) -> list[bytes]:
 
 
 def split(buffer: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Returns consecutive views of `sizes` elements each."""
+    """Returns consecutive views of `buffer`, (elements,), the first of shape (sizes[0],), and so on."""
     return list(torch.split(buffer, list(sizes)))
 
 
@@ -623,28 +623,34 @@ def with_lengths(messages: Sequence[Tensor], bounds: Sequence[int], peers: Itera
 
 
 def length_of(message: Tensor) -> int:
-    """Returns the length that `with_lengths` wrote into the message."""
+    """Returns the length in bytes that `with_lengths` wrote into a message, (bytes,) uint8."""
     return int.from_bytes(
         message[:LENGTH_BYTES].cpu().numpy().tobytes(), sys.byteorder
     )  # the host must know the length to cut the message
 
 
 def cut_to_lengths(arrived: Sequence[Tensor], rank: int, own: Tensor) -> list[Tensor]:
-    """Returns the messages of an `exchange`, cut from what arrived, which has room for longer ones.
+    """Returns the messages of an `exchange`, cut to their lengths.
 
-    `own` is the message of member `rank`, which did not travel.
+    Args:
+        arrived: for each member the received bytes, (bound,) uint8, which have room for longer messages.
+        rank: this member.
+        own: the message of this member to itself, (bytes,) uint8, which was not sent.
     """
     return [own if peer == rank else part[: length_of(part)] for peer, part in enumerate(arrived)]
 
 
 def swapped(outgoing: Mapping[int, Tensor], bound: int) -> dict[int, Tensor]:
-    """Returns the messages of a `swap` by destination, with their lengths written."""
+    """Returns the messages of a `swap` by destination, (bytes,) uint8 each, with their lengths written into them."""
     messages = with_lengths(list(outgoing.values()), [bound] * len(outgoing), outgoing)
     return dict(zip(outgoing, messages, strict=True))
 
 
 def cut_messages(arrived: Sequence[Tensor], origins: Collection[int]) -> dict[int, Tensor]:
-    """Returns the messages of a `swap` by origin, cut from what arrived, which has room for longer ones."""
+    """Returns the messages of a `swap` by origin, cut to their lengths.
+
+    `arrived`: for each member the received bytes, (bound,) uint8, which have room for longer messages.
+    """
     return {peer: arrived[peer][: length_of(arrived[peer])] for peer in origins}
 
 

@@ -46,9 +46,9 @@ def broadcast_tensors(group: Group, tensors: list[Tensor], timeout_s: float) -> 
 
 
 def dense_parts(tensor: Tensor) -> list[Tensor]:
-    """Returns the dense tensors that hold a tensor's values, in its own memory: of a sparse one its indices and values.
+    """Returns the dense tensors that share a tensor's memory: itself, or the indices and values of a sparse one.
 
-    Elements that `expand` made of one are returned as that one.
+    `tensor` has any shape and dtype. Dimensions that `expand` added are left out, as their elements share memory.
 
     Raises:
         ValueError: for a layout other than strided, COO and the compressed ones.

@@ -1,4 +1,4 @@
-"""Compressors: a tensor of one rank -> a payload -> a tensor that is near the first one. They know nothing of ranks."""
+"""Compressors: lossy encodings of one tensor on one rank. A scheme sends the payloads and sums them over the ranks."""
 
 from .base import SENT as SENT
 from .base import SUMS as SUMS

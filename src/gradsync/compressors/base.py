@@ -1,4 +1,4 @@
-"""The protocol of compressors, with the state that they keep and the payloads that they make."""
+"""The protocol of compressors: their settings and traits, the state from step to step, and the payloads they make."""
 
 from __future__ import annotations
 
@@ -21,34 +21,39 @@ from ..tensors.sparse import SparseVector
 from .expressions import Nameable
 from .law import Law
 
-ALIGNMENT_BYTES = 8  # where the fields of a message begin
-SENT, SUMS = "sent", "sums"  # where schemes compress: what a rank sends, and an owner's sums; both in units of a sum
+ALIGNMENT_BYTES = 8  # each field of a message begins at a multiple of this
+# The usual compress points of schemes: a rank's own gradient, and the sums that an owner sends back. Errors at both are
+# in units of the sum over ranks.
+SENT, SUMS = "sent", "sums"
 
 
 def sums_point(number: int, copies: int = 1) -> str:
-    """Returns the name of the compress point of the `number`-th sums, from 1, of which so many ranks keep copies."""
+    """Returns the name of the compress point where a scheme compresses sums for the `number`-th time, from 1.
+
+    `copies`: how many ranks compress the same sums there, and keep the same residual.
+    """
     name = SUMS if number == 1 else f"{SUMS} {number}"
     return name if copies == 1 else f"{name} of {copies}"
 
 
 def copies_at(point: str) -> int:
-    """Returns how many ranks keep copies at a point where sums are compressed; 0 for other points."""
+    """Returns how many ranks compress the same sums at this compress point; 0 where it is not one of sums."""
     form = re.fullmatch(rf"{SUMS}(?: \d+)?(?: of (?P<copies>\d+))?", point)
     return 0 if form is None else int(form["copies"] or 1)
 
 
 @dataclass(frozen=True)
 class CompressorState:
-    """A compressor's memory of one flat tensor. Nobody overwrites it, so that a step can be taken back.
+    """A compressor's state for one flat tensor, as its residual. Never overwritten, so that a step can be undone.
 
     Attributes:
-        spec: names, shapes and dtype of the tensor.
-        stream: tells apart ranks that compress at the same time, so that each draws its own random numbers.
+        spec: names, shapes and dtype of the segments of the tensor.
+        stream: the number by which ranks that compress at the same time draw different random numbers.
         step: how often the tensor was compressed before.
-        elements: tensors of (numel,), by name; a plan that cuts the tensor elsewhere cuts them with it.
-        tensors: one tensor for each segment, by name; a plan that cuts a segment drops them.
-        together: tensors that belong to all segments, by name; they change even if ranks use only some of these.
-        agreed: the numbers that the ranks agreed on for this step, see `Compressor.observe`.
+        elements: tensors of shape (numel,), by name; a plan that cuts the bucket elsewhere cuts them along.
+        tensors: one tensor of any shape for each segment, by name; a plan that cuts a segment drops them.
+        together: tensors that belong to all segments, by name; they change even if ranks use only some parameters.
+        agreed: the maxima over the ranks for this step, (num_agreed,) float32, see `Compressor.observe`.
     """
 
     spec: FlatSpec
@@ -61,11 +66,11 @@ class CompressorState:
 
     @property
     def arrived(self) -> list[tuple[int, int]] | None:
-        """The sections [start, stop) of elements that the last step summed; the result is 0 elsewhere. None: all."""
+        """The ranges [start, stop) of elements that the last step summed; None: all. The result is 0 elsewhere."""
         return None
 
     def unused(self, names: Collection[str]) -> CompressorState:
-        """Returns the state after a step in which no rank used these parameters, whose results nobody gets.
+        """Returns the state after a step in which no rank used these parameters, so that their result is dropped.
 
         The caller restores `elements` and `tensors` of these parameters itself.
         """
@@ -76,9 +81,9 @@ class CompressorState:
         return replace(self, step=self.step + 1, agreed=None, **changes)
 
     def sections(self, seed: int, *, shared: bool = False) -> kernels.Sections:
-        """Returns the segments with their seeds of this step, `shared` by all streams or this stream's own.
+        """Returns the segments with random seeds for this step: the same for all streams (`shared`), or this stream's.
 
-        A seed depends on its tensor's name, not on the other tensors of the bucket.
+        A seed depends on the name of its tensor, not on the other tensors of the bucket.
         """
         own = -1 if shared else self.stream
         seeds = _mixed(_keys(self.spec, seed, own), self.step, self.spec.salt)
@@ -87,7 +92,7 @@ class CompressorState:
 
 @lru_cache(maxsize=256)
 def _keys(spec: FlatSpec, seed: int, stream: int) -> np.ndarray:
-    """Returns the part of the seeds that is the same in all steps, (segments,) uint64."""
+    """Returns the part of the segments' seeds that is the same in all steps, (segments,) uint64."""
     names = [hashlib.blake2b(segment.name.encode(), digest_size=8).digest() for segment in spec.segments]
     keys = np.array([int.from_bytes(name, "little") for name in names], dtype=np.uint64)
     return _mixed(_mixed(np.zeros_like(keys), keys), seed, stream)
@@ -106,7 +111,7 @@ def _mixed(mixed: np.ndarray, *numbers: int | np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Payload:
-    """A compressed tensor: its `data` travels, all ranks know the rest without being told."""
+    """A compressed tensor. Only `data` is sent: all ranks know the other attributes already."""
 
     maker: Compressor[Any]
     spec: FlatSpec  # of the compressed tensor
@@ -115,25 +120,25 @@ class Payload:
 
     @property
     def nbytes(self) -> int:
-        """The size of `data`."""
+        """The size of `data` in bytes."""
         return self.data.numel() * self.data.element_size()
 
 
 @dataclass(frozen=True)
 class Message(Payload):
-    """A payload of bytes, (nbytes,) uint8, which nobody can sum: each receiver decodes the message of each rank."""
+    """A payload of (nbytes,) uint8 that cannot be summed: each receiver decodes the message of each rank."""
 
 
 @dataclass(frozen=True)
 class SparseMessage(Message):
-    """A message of few elements, whose sum schemes for sparse tensors can make."""
+    """A message with some elements of a tensor, so that schemes for element-sparse gradients can sum it."""
 
 
 @dataclass(frozen=True)
 class Summand(Payload):
     """A payload of numbers that an all-reduce can sum: the sum decodes to the sum of the ranks' decoded tensors.
 
-    The sum of sketches decodes to an estimate of that.
+    The sum of count sketches decodes to an estimate of that sum. `agreed`: as in `CompressorState`.
     """
 
     agreed: Tensor | None = None
@@ -146,16 +151,17 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True)
 class CompressorTraits:
-    """Traits tell schemes and planners what a compressor is like, before it runs.
+    """The traits of a compressor, which schemes and planners ask before it runs.
 
-    A compressor around another one has the other's, or derives its own: `replace(inner.traits, made_for_ranks=4)`.
+    A compressor that wraps another one has the inner traits, or derives its own from them:
+    `replace(inner.traits, made_for_ranks=4)`.
 
     Attributes:
-        payload: the class of the payloads, which decides what schemes may carry them.
-        agrees: the ranks agree on some numbers before they compress, see `Compressor.observe`.
+        payload: the class of the payloads, which decides what schemes can send them.
+        agrees: the ranks agree on the maxima of some numbers before they compress, see `Compressor.observe`.
         feeds_back: error feedback makes good what the compressor leaves out. It cannot if the sum of payloads decodes
             to something else than the sum of the ranks' decoded tensors.
-        most_summands: how many summands can be added before the numbers overflow; None: any number.
+        most_summands: how many payloads can be added before the numbers overflow; None: any number.
         made_for_ranks: how many ranks compress together, if the settings say so; None: any number.
     """
 
@@ -172,57 +178,57 @@ USUAL_TRAITS, SPARSE_TRAITS = CompressorTraits(), CompressorTraits(SparseMessage
 class Compressor(Nameable, ABC, Generic[P]):
     """A compressor turns a flat tensor of one rank into a payload, and a payload into a tensor again.
 
-    It is a frozen dataclass of settings. A subclass defines `law`, `compress`, `decompress` and `nbytes`, and its
-    `traits` if they are not the usual ones. State is passed in, and the next state comes back: the compressor keeps
-    nothing, and overwrites nothing that it gets. It knows no ranks: a scheme sums their payloads.
+    A compressor is a frozen dataclass of settings. A subclass defines `law`, `compress`, `decompress` and `nbytes`, and
+    its `traits` if they are not the usual ones. State is passed in, and the next state is returned: a compressor keeps
+    nothing, and overwrites none of its arguments. It does not communicate: a scheme sends and sums the payloads.
     """
 
     kind: ClassVar[str] = "compressor"
 
     @property
     def traits(self) -> CompressorTraits:
-        """The compressor's traits: an attribute of the class, or a `cached_property` where settings decide."""
+        """The compressor's traits: an attribute of the class, or a `cached_property` if they depend on settings."""
         return USUAL_TRAITS
 
     @property
     def title(self) -> str:
-        """The compressor's name in tables, which tells it from other compressors without all its settings."""
+        """The compressor's short name in tables of results, without its settings."""
         return self.name
 
     def kernel(self, what: str) -> str:
-        """Returns the name that cost models give to work `what`; each setting has costs of its own."""
+        """Returns the name of kernel `what` ("compress", say) in cost models; each setting has its own costs."""
         return f"{what}_{self}"
 
     @abstractmethod
     def law(self, spec: FlatSpec) -> Law:
-        """Returns the bound that the compressor promises for its error on any tensor of `spec`."""
+        """Returns the bound that the compressor promises for its error on any tensor of these shapes and dtype."""
 
     @abstractmethod
     def nbytes(self, spec: FlatSpec, step: int = 0) -> int:
-        """Returns the size of the payload of a tensor of `spec` at that step."""
+        """Returns the size in bytes of the payload of such a tensor at step `step`, which all ranks know in advance."""
 
     def num_kept(self, spec: FlatSpec, step: int = 0) -> int:
-        """Returns how many elements at most are not zero in a decoded tensor of `spec`."""
+        """Returns how many elements of a decoded tensor are non-zero at most."""
         return spec.numel
 
     def unchanged_since(self, step: int) -> int:
-        """Returns the first step since which `nbytes` and `num_kept` are the same as at this one."""
+        """Returns the first step from which on `nbytes` and `num_kept` are the same as at `step`."""
         return 0
 
     def number_dtype(self, spec: FlatSpec) -> torch.dtype:
-        """Returns the dtype of a `Summand`'s numbers."""
+        """Returns the dtype of the numbers of a `Summand` of such a tensor."""
         return spec.dtype
 
     @property
     def of_sums(self) -> Compressor[Any]:
-        """The compressor of an owner's sums, unless a scheme names another one.
+        """The compressor that an owner applies to sums, unless the scheme names another one.
 
-        It leaves out what each rank did to its own gradient already, as momentum.
+        It omits what each rank did to its own gradient already, as momentum.
         """
         return self
 
     def init(self, spec: FlatSpec, stream: int = 0) -> CompressorState:
-        """Returns the state before the first step.
+        """Returns the state before the first step, with tensors on the CPU.
 
         Raises:
             TypeError: for tensors that are not floating point.
@@ -231,19 +237,25 @@ class Compressor(Nameable, ABC, Generic[P]):
         return CompressorState(spec, stream)
 
     def num_agreed(self, spec: FlatSpec) -> int:
-        """Returns how many numbers `observe` gives for a tensor of `spec`."""
+        """Returns how many numbers `observe` returns for such a tensor."""
         return 0
 
     def observe(self, x: Tensor, state: CompressorState) -> Tensor | None:
-        """Returns this rank's numbers, (num_agreed(spec),) float32, if the ranks agree on some before they compress.
+        """Returns this rank's numbers whose maxima over the ranks are needed to compress; None if there are none.
 
-        The largest over the ranks, number by number, becomes `state.agreed`.
+        Args:
+            x: the flat tensor that is compressed next, (numel,) in the dtype of `state.spec`.
+            state: the state before this step.
+
+        Returns:
+            (num_agreed(spec),) float32, as the largest magnitude of each block. A scheme computes the maxima over the
+            ranks, number by number, and hands them to `compress` as `state.agreed`.
         """
         return None
 
     @abstractmethod
     def compress(self, x: Tensor, state: CompressorState) -> tuple[P, CompressorState]:
-        """Returns the payload of `x`, (numel,), and the next state.
+        """Returns the payload of `x`, (numel,) in the dtype of `state.spec`, and the state after this step.
 
         Raises:
             ValueError: if the state is of another tensor.
@@ -253,14 +265,24 @@ class Compressor(Nameable, ABC, Generic[P]):
     def compress_with_feedback(
         self, x: Tensor, residual: Tensor, state: CompressorState
     ) -> tuple[P, Tensor, CompressorState]:
-        """Returns the payload of x + residual, a new residual in the dtype of the old one, and the next state."""
+        """Compresses x + residual, as error feedback does.
+
+        Args:
+            x: (numel,) in the dtype of `state.spec`.
+            residual: (numel,) float32, or float64 for float64.
+            state: the state before this step.
+
+        Returns:
+            The payload, the next residual (what the payload leaves out; shape and dtype of `residual`), and the next
+            state.
+        """
         corrected = corrected_by(residual, x)
         payload, next_state = self.compress(narrowed(corrected, x.dtype), state)
         return payload, self.remainder(corrected, payload), next_state
 
     @abstractmethod
     def decompress(self, payload: P) -> Tensor:
-        """Returns a tensor like the compressed one, (numel,).
+        """Returns the decoded tensor, with the shape (numel,), dtype and device of the compressed one.
 
         Raises:
             ValueError: for a payload of another compressor, or a damaged one where the damage shows.
@@ -270,6 +292,9 @@ class Compressor(Nameable, ABC, Generic[P]):
         """Overwrites `out`, (numel,) floating, by `scale` times the sum of the decoded payloads, added in their order.
 
         The sum is made in float32 (float64 for float64), and rounded once.
+
+        Raises:
+            ValueError: as `decompress`, or if `out` has another number of elements.
         """
         total = memory.zeros(out.numel(), kernels.accumulation_dtype(out.dtype), out.device)
         for payload in payloads:
@@ -278,14 +303,14 @@ class Compressor(Nameable, ABC, Generic[P]):
         out.copy_(total.mul_(scale))
 
     def remainder(self, x: Tensor, payload: P) -> Tensor:
-        """Overwrites `x`, perhaps of a wider dtype, by `x` less the decoded payload, and returns it."""
+        """Subtracts the decoded payload from `x` in place and returns `x`, (numel,), perhaps wider than the payload."""
         sent = memory.empty_like(x)
         self.sum_into(sent, [payload])
         return x.sub_(sent)
 
 
 class Sparsifier(Compressor[SparseMessage]):
-    """A compressor that sends some elements as they are and nothing of the others."""
+    """A compressor that sends some elements of a tensor and nothing of the others."""
 
     @property
     def traits(self) -> CompressorTraits:
@@ -293,7 +318,7 @@ class Sparsifier(Compressor[SparseMessage]):
 
     @abstractmethod
     def elements(self, payload: SparseMessage) -> SparseVector:
-        """Returns the elements that travel.
+        """Returns the elements in the payload: ascending indices, and values in the dtype of the compressed tensor.
 
         Raises:
             ValueError: as `decompress`.
@@ -320,12 +345,12 @@ class Sparsifier(Compressor[SparseMessage]):
 
 
 def corrected_by(residual: Tensor, x: Tensor) -> Tensor:
-    """Returns residual + x, in the residual's dtype."""
+    """Returns residual + x, both (numel,), in the dtype of the residual."""
     return torch.add(residual, x, out=memory.empty_like(residual))
 
 
 def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns `x` in a dtype as narrow or narrower; finite numbers stay finite, and a residual takes up the rest."""
+    """Returns `x`, of any shape, in `dtype`, which is not wider. Finite numbers stay finite, unlike with `x.to`."""
     if x.dtype is dtype:
         return x
     out = memory.empty_like(x, dtype)
@@ -340,17 +365,17 @@ def check_floating(spec: FlatSpec) -> None:
     """Checks that a tensor is floating point.
 
     Raises:
-        TypeError: for tensors that are not floating point.
+        TypeError: if it is not.
     """
     if not spec.dtype.is_floating_point:
-        raise TypeError(f"compressors take floating-point tensors, got {spec.dtype}")
+        raise TypeError(f"compressors take floating-point tensors, got {spec.dtype}: use a scheme without a compressor")
 
 
 def check_tensor(x: Tensor, state: CompressorState) -> None:
-    """Checks that the state is of such a tensor.
+    """Checks that `x` is a flat tensor with the number of elements and the dtype that the state was made for.
 
     Raises:
-        ValueError: if it is of another one.
+        ValueError: if it is not.
     """
     if x.dim() != 1 or x.numel() != state.spec.numel or x.dtype is not state.spec.dtype:
         raise ValueError(
@@ -360,7 +385,7 @@ def check_tensor(x: Tensor, state: CompressorState) -> None:
 
 
 def check_payload(maker: Compressor[Any], payload: Payload, out: Tensor | None = None) -> None:
-    """Checks a payload before it is decoded, perhaps into `out`.
+    """Checks a payload before it is decoded, perhaps into `out`, (numel,).
 
     Raises:
         ValueError: for a payload of another compressor, of another length than its compressor makes, or of a tensor
@@ -378,7 +403,7 @@ def check_payload(maker: Compressor[Any], payload: Payload, out: Tensor | None =
 
 
 def check_size(payload: Payload, out: Tensor) -> None:
-    """Checks that a payload decodes to as many elements as `out` has.
+    """Checks that a payload decodes to as many elements as `out`, (numel,), has.
 
     Raises:
         ValueError: if it does not.
@@ -388,12 +413,12 @@ def check_size(payload: Payload, out: Tensor) -> None:
 
 
 def by_spec(method: Callable[[Any, FlatSpec], T]) -> Callable[[Any, FlatSpec], T]:
-    """Caches a method whose result depends on settings and a spec alone, and which a step calls several times."""
+    """Caches a method whose result depends only on the settings and on the spec; a step calls it several times."""
     return lru_cache(maxsize=256)(method)
 
 
 def alike(keys: Iterable[K]) -> dict[K, list[int]]:
-    """Returns the places of equal keys, so that one operation handles all small tensors that are alike."""
+    """Returns the places of each key in the sequence, so that one operation handles all tensors of one shape."""
     places: dict[K, list[int]] = {}
     for place, key in enumerate(keys):
         places.setdefault(key, []).append(place)
@@ -401,12 +426,12 @@ def alike(keys: Iterable[K]) -> dict[K, list[int]]:
 
 
 def stacked(parts: Sequence[Tensor], places: Sequence[int]) -> Tensor:
-    """Returns the parts at these places, which have one length, as rows: (places, length)."""
+    """Returns the 1-D parts at these places, all of one length, as the rows of a tensor: (places, length)."""
     return torch.stack([parts[place] for place in places]) if len(places) > 1 else parts[places[0]][None]
 
 
 def unstack(rows: Tensor, parts: Sequence[Tensor], places: Sequence[int]) -> None:
-    """Overwrites the parts at these places by the rows."""
+    """Overwrites the parts at these places, (length,) each, by `rows`, (places, length)."""
     torch._foreach_copy_([parts[place] for place in places], list(rows.unbind()))
 
 
@@ -414,7 +439,7 @@ Field = tuple[torch.dtype, int]  # of a message: type and number of elements
 
 
 def fields_nbytes(*layout: Field) -> int:
-    """Returns the size of a message of these fields; all but the last are padded."""
+    """Returns the size in bytes of a message of these fields; all but the last are padded."""
     if not layout:
         return 0
     *first, (dtype, count) = layout
@@ -422,7 +447,7 @@ def fields_nbytes(*layout: Field) -> int:
 
 
 def fields(message: Tensor, *layout: Field) -> list[Tensor]:
-    """Returns views of the fields of a message, (nbytes,) uint8, one after the other."""
+    """Returns the fields of a message, (nbytes,) uint8, as 1-D views of its memory, in the order of the layout."""
     views, offset = [], 0
     for dtype, count in layout:
         nbytes = dtype.itemsize * count

@@ -1,4 +1,4 @@
-"""Narrower floating-point numbers: what an all-reduce can sum without being told anything."""
+"""Narrower floating-point numbers, which an all-reduce can sum as they are."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ DTYPES: dict[HalfType, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": to
 @register
 @dataclass(frozen=True)
 class Cast(Compressor[Summand]):
-    """Rounds to 16 bits, to the nearest; tensors of 16 bits pass as they are.
+    """Rounds each element to the nearest number of 16 bits; 16-bit tensors are sent as they are.
 
     bfloat16 keeps 8 significant bits in the range of float32: an error of 2^-8 of an element at most, a contraction.
-    float16 keeps 11 (2^-11) of numbers from 6.1e-5 to 65504; below, they lose bits and then all. What is finite becomes
-    at most the largest number; infinity and NaN stay. Sums are rounded as whoever makes them does, and may overflow.
+    float16 keeps 11 (2^-11) of numbers from 6.1e-5 to 65504; smaller numbers lose bits, then become zero. Finite
+    numbers beyond the range become the largest one of their sign; infinity and NaN stay. The all-reduce rounds its sums
+    and may overflow.
     Wire: 2 bytes an element.
     """
 
@@ -43,7 +44,7 @@ class Cast(Compressor[Summand]):
         if not self._rounds(spec):
             return Exact()
         if self.dtype == "float16":
-            return Biased("numbers below 6e-8 become zero, and those above 65504 as large as that")
+            return Biased("magnitudes below 6e-8 become 0, magnitudes above 65504 become 65504")
         return Contraction(1 - 2.0**-16)
 
     @torch.no_grad()

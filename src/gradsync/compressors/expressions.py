@@ -1,6 +1,6 @@
-"""Expressions: how a plan names what it is made of, as trees `{"name": {"field": value}}` of registered names.
+"""Expressions: schemes and compressors in the JSON of plans, as trees `{"name": {"field": value}}` of registered names.
 
-Never import paths: a plan from a file can name only what is registered, by gradsync or by the user.
+An expression never holds an import path: a plan file can name only classes that gradsync or the user registered.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ C = TypeVar("C", bound="type[Nameable]")
 PositiveInt = Annotated[int, Ge(1)]
 NonNegativeInt = Annotated[int, Ge(0)]
 PositiveFloat = Annotated[float, Gt(0)]
-Ratio = Annotated[float, Interval(gt=0, le=1)]  # a share of something, of which there is always some
-Decay = Annotated[float, Interval(ge=0, lt=1)]  # the share of a running sum that is left after a step
+Ratio = Annotated[float, Interval(gt=0, le=1)]  # a share that is never empty, as of the elements that are kept
+Decay = Annotated[float, Interval(ge=0, lt=1)]  # the factor of a running sum in each step, as momentum
 
 
 class Word(StrEnum):
-    """A choice among words: plans write the words."""
+    """A choice among words, which plans hold as words."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """A pydantic field of this type: reads a member or its word, also where all else is strict."""
+        """Returns the pydantic schema of a field of this type, which reads a member or its word even in strict mode."""
         from pydantic_core import core_schema
 
         return core_schema.enum_schema(cls, list(cls), sub_type="str", strict=False)
@@ -41,19 +41,20 @@ class Word(StrEnum):
 class Nameable:
     """A frozen dataclass of settings that a plan can name, once its class is registered.
 
-    Annotations say what settings may be: numbers, texts and Literals, in bounds where they are `Annotated`, members of
-    a family, and tuples of all these. Pydantic holds settings to them, strictly: a float or a bool is no whole number.
-    Settings may also be what JSON has: a list for a tuple, an expression for a member.
+    A family is a base class, as `Scheme` or `Compressor`; a member is an instance of a registered subclass. Annotations
+    say what settings may be: numbers, strings and Literals, within bounds if they are `Annotated`, members of a family,
+    and tuples of all these. Pydantic checks settings strictly: a float or a bool is not an int. Settings may also have
+    the types of JSON: a list for a tuple, an expression for a member.
     """
 
-    kind: ClassVar[str]  # of the family, for errors
+    kind: ClassVar[str]  # what errors call a member, as "scheme"
     name: ClassVar[str]
 
     def __post_init__(self) -> None:
-        """Holds the settings to their annotations; who overrides it calls this first.
+        """Checks the settings against their annotations. An override calls it first.
 
         Raises:
-            ValueError: for a setting that is something else, naming it, what it must be, and what it is.
+            ValueError: for the first setting that does not fit, with its name, what it must be, and what it is.
         """
         named: Any = type(self)
         _annotations(named)  # raises where an annotation means nothing
@@ -66,7 +67,7 @@ class Nameable:
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """A pydantic field of this family: reads a member or its expression, and is written as an expression."""
+        """Returns the pydantic schema of a field, which reads a member of this family or an expression."""
         from pydantic_core import PydanticCustomError, core_schema
 
         def read(given: Any) -> Any:
@@ -85,10 +86,10 @@ _registry: dict[str, type[Nameable]] = {}
 
 
 def register(named: C) -> C:
-    """Class decorator: makes a class nameable in plans, as its class name in snake case unless it has a `name`.
+    """Registers a class, so that plans can name it: a decorator. Its name is `name`, or the class name in snake case.
 
     Raises:
-        ValueError: when the name is taken by another class.
+        ValueError: if the class is not a dataclass, or the name is taken by another class.
     """
     if "name" not in vars(named):
         named.name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", named.__name__).lower()
@@ -101,15 +102,15 @@ def register(named: C) -> C:
 
 
 def registered(family: Any) -> dict[str, Any]:
-    """All members of a family that a plan can name."""
+    """Returns the registered subclasses of `family`, by name."""
     return {name: named for name, named in _registry.items() if issubclass(named, family)}
 
 
 def to_expression(named: Nameable) -> dict[str, Any]:
-    """It, as a tree of registered names and numbers.
+    """Returns a scheme or compressor as a tree of registered names and settings, ready for JSON.
 
     Raises:
-        ValueError: for what is not registered, which no plan could name (a subclass counts for itself).
+        ValueError: if the class is not registered. A subclass of a registered class must be registered itself.
     """
     if _registry.get(getattr(named, "name", "")) is not type(named):
         raise ValueError(
@@ -120,10 +121,10 @@ def to_expression(named: Nameable) -> dict[str, Any]:
 
 
 def from_expression(expression: Any, family: Any) -> Any:
-    """The member of `family` that an expression names.
+    """Returns the scheme or compressor that an expression names, an instance of `family`.
 
     Raises:
-        ValueError: naming what is unknown or illegal, and what there is.
+        ValueError: for an unknown name or setting, listing the known ones, or a setting with an illegal value.
     """
     if not isinstance(expression, dict) or len(expression) != 1:
         raise ValueError(f'a {family.kind} is written {{"name": {{settings}}}}, got {expression!r}')
@@ -151,7 +152,7 @@ def _member_of(family: type[Nameable]) -> str:
 
 
 def _checked(named: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a class as it keeps them: lists are tuples, and expressions what they name."""
+    """Returns the checked settings of a class, with tuples for lists and members for expressions."""
     if not given:
         return {}  # without pydantic, whose import takes time
     frozen = {name: _frozen(value) for name, value in given.items()}
@@ -164,7 +165,7 @@ def _checked(named: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _exactly(given: Any, read: Any) -> Any:
-    """A setting as read, but whole numbers as given: digests of plans tell a ratio of 1 from one of 1.0."""
+    """Returns a setting as pydantic read it, but ints as given: a ratio of 1 has another plan digest than 1.0."""
     if type(read) is tuple:
         return tuple(map(_exactly, given, read))
     return given if isinstance(given, int) else read
@@ -172,7 +173,7 @@ def _exactly(given: Any, read: Any) -> Any:
 
 @cache
 def _adapter(named: Any) -> TypeAdapter[Any]:
-    """What holds some settings or all to their annotations: made once for each class that is used."""
+    """Returns a pydantic adapter that checks some or all settings of a class, made once a class."""
     from pydantic import ConfigDict, TypeAdapter, with_config
     from typing_extensions import TypedDict
 
@@ -182,10 +183,10 @@ def _adapter(named: Any) -> TypeAdapter[Any]:
 
 @cache
 def _annotations(named: Any) -> dict[str, Any]:
-    """The types of a class's settings.
+    """Returns the types of a class's settings, by name.
 
     Raises:
-        ValueError: for an annotation that means nothing at run time.
+        ValueError: for an annotation whose names do not exist at run time.
     """
     try:
         hints = get_type_hints(named, include_extras=True)
@@ -194,7 +195,7 @@ def _annotations(named: Any) -> dict[str, Any]:
     return {setting.name: hints[setting.name] for setting in fields(named)}
 
 
-_IN_WORDS = {  # of pydantic's types of errors, those that it words otherwise
+_IN_WORDS = {  # our words for some of pydantic's types of errors
     "int_type": "a whole number",
     "float_type": "a number",
     "string_type": "a text",
@@ -206,7 +207,7 @@ _IN_WORDS = {  # of pydantic's types of errors, those that it words otherwise
 
 
 def _told(named: Any, error: Any) -> str:
-    """The first thing that is wrong: what must be what, and what it is."""
+    """Returns pydantic's first error in our words: which setting, what it must be, and what it is."""
     first = error.errors()[0]
     where = ".".join([named.__name__, *map(str, first["loc"])])
     if first["type"] == "value_error":
@@ -221,7 +222,7 @@ def _told(named: Any, error: Any) -> str:
 
 
 def _interval(annotation: Any) -> str | None:
-    """The first interval in an annotation, as mathematics has it."""
+    """Returns the first interval in an annotation in words, as "in (0, 1]"; None if there is none."""
     for each in getattr(annotation, "__metadata__", ()):
         if isinstance(each, Interval):
             low = f"({each.gt}" if each.ge is None else f"[{each.ge}"
@@ -230,12 +231,12 @@ def _interval(annotation: Any) -> str | None:
 
 
 def _frozen(value: Any) -> Any:
-    """A setting without lists, as JSON has them."""
+    """Returns a setting with tuples in place of lists, at any depth."""
     return tuple(map(_frozen, value)) if type(value) in (list, tuple) else value
 
 
 def _plain(value: Any) -> Any:
-    """A setting as JSON gives it back: tuples are lists there."""
+    """Returns a setting with the types of JSON: lists for tuples, expressions for members."""
     if isinstance(value, Nameable):
         return to_expression(value)
     return [_plain(part) for part in value] if isinstance(value, tuple) else value

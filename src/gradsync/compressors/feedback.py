@@ -1,4 +1,4 @@
-"""Error feedback: what a compressor leaves out of one step is added to the next one."""
+"""Error feedback: what a compressor leaves out of a gradient is added to the next gradient."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .expressions import register
 from .law import Law, Unbiased
 
 P = TypeVar("P", bound=Payload)
-RESIDUAL = "residual"  # its key in the state
+RESIDUAL = "residual"  # the key of the residual in `CompressorState.elements`
 
 
 @dataclass(frozen=True)
 class Feedback(Compressor[P]):
-    """A compressor around another one, which keeps what that one leaves; its payloads are the other's."""
+    """A compressor that wraps another one, sends its payloads, and keeps what they leave out as a residual."""
 
     compressor: Compressor[P]
 
@@ -31,10 +31,12 @@ class Feedback(Compressor[P]):
         name = type(self).__name__
         if isinstance(self.compressor, Feedback):
             inner = type(self.compressor).__name__
-            raise ValueError(f"{name} of {inner}: the inner one leaves nothing to feed back; use one")
+            raise ValueError(f"{name} of {inner}: {inner} has a residual already; use one of them")
         if not self.compressor.traits.feeds_back:
+            title = self.compressor.title
             raise ValueError(
-                f"{name} of {self.compressor.title}: what sums of it decode to is not what each leaves out"
+                f"{name} of {title}: a sum of its payloads does not decode to the sum of its decoded payloads, so no "
+                f"rank knows what it left out; use {title} without feedback"
             )
 
     @property
@@ -55,19 +57,20 @@ class Feedback(Compressor[P]):
         return self.compressor.number_dtype(spec)
 
     def law(self, spec: FlatSpec) -> Law:
-        """Of what one step leaves out, which the next ones make good."""
+        """Returns the law of the inner compressor: the error of one step, for which later steps make up."""
         return self.compressor.law(spec)
 
     def init(self, spec: FlatSpec, stream: int = 0) -> CompressorState:
-        """
+        """Returns the state before the first step, with a residual of zeros, (numel,) float32 (float64 for float64).
+
         Raises:
-            ValueError: for a compressor whose error on such tensors may be larger than they are: residuals would grow.
+            ValueError: if the error may be larger than the tensor, so that residuals would grow.
         """
         law = self.law(spec)
         if isinstance(law, Unbiased) and law.omega >= 1:
             raise ValueError(
-                f"{type(self).__name__} of {self.compressor.title} may diverge, as its error is up to {law.omega:.3g} "
-                "times what it compresses; it is unbiased, use it as it is"
+                f"{type(self).__name__} of {self.compressor.title} may diverge, as its squared error is up to "
+                f"{law.omega:.3g} times the squared norm of the tensor; it is unbiased, use it without error feedback"
             )
         inner = self.compressor.init(spec, stream)
         residual = torch.zeros(spec.numel, dtype=accumulation_dtype(spec.dtype))
@@ -94,13 +97,13 @@ class Feedback(Compressor[P]):
 class ErrorFeedback(Feedback[P]):
     """Sends C(x + residual) and keeps what is left: p = x + e; q = C(p); e' = p - q. (Seide et al., 2014)
 
-    So sent + residual = x + the residual before, in every element, and all that was ever sent + the residual = all that
-    ever came in: nothing is lost, it comes later. The residual is float32 (float64 for float64) whatever is
-    compressed, so that it also takes up the rounding of a 16-bit payload. It is in units of the gradient: after a jump
-    of the learning rate it is applied at the new one, and a rate of 0 loses nothing. NaN and infinity leave NaN in it:
-    do not keep the state of a step that had them.
-    A scheme whose owners compress the sums again has one at each end (two-way).
-    Wire: as the compressor's, whose payload it is.
+    x is the gradient, e the residual, C the inner compressor. In every element, sent + new residual = x + old residual,
+    so the sum of everything sent + the residual = the sum of all gradients: nothing is lost, it is sent later.
+    The residual is float32 (float64 for float64) whatever the dtype of x, so that it also holds the rounding error of a
+    16-bit payload. It is in units of the gradient: after a change of the learning rate it is applied at the new rate,
+    and a rate of 0 loses nothing. NaN and infinity leave NaN in the residual: do not keep the state of such a step.
+    A scheme whose owners compress the sums again has error feedback at both compress points.
+    Wire: as the inner compressor.
     """
 
     @torch.no_grad()

@@ -1,6 +1,6 @@
-"""What a compressor promises of the error that it makes: what plans are made by, and tests hold it to.
+"""Laws: the error that a compressor promises. Planners choose by laws, and tests check them.
 
-x is what is compressed, C(x) what comes back; norms are Euclidean.
+x is the compressed tensor, C(x) the decoded one; norms are Euclidean.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Exact:
-    """C(x) = x, bit by bit."""
+    """No error: C(x) = x, bit by bit."""
 
 
 @dataclass(frozen=True)
 class Unbiased:
-    """E C(x) = x and E |C(x) - x|^2 <= omega |x|^2. The mean over n ranks that draw on their own has omega / n.
+    """Right in the mean, with a bounded variance: E C(x) = x and E |C(x) - x|^2 <= omega |x|^2.
 
-    It needs no error feedback; with it, C(x) / (1 + omega) is a contraction by 1 / (1 + omega).
+    The mean over n ranks that draw independently has omega / n. An unbiased compressor needs no error feedback;
+    C(x) / (1 + omega) is a contraction by 1 / (1 + omega).
     """
 
     omega: float
@@ -25,10 +26,10 @@ class Unbiased:
 
 @dataclass(frozen=True)
 class Contraction:
-    """|C(x) - x|^2 <= (1 - delta) |x|^2 with 0 < delta <= 1. Biased: it needs error feedback."""
+    """A relative bound: |C(x) - x|^2 <= (1 - delta) |x|^2 with 0 < delta <= 1. Biased: needs error feedback."""
 
     delta: float
-    in_expectation: bool = False  # over what the compressor draws; else for every draw
+    in_expectation: bool = False  # True: holds in the mean over the compressor's random draws; False: for every draw
 
     def __post_init__(self) -> None:
         if not 0 < self.delta <= 1:
@@ -37,14 +38,14 @@ class Contraction:
 
 @dataclass(frozen=True)
 class Absolute:
-    """|C(x) - x| <= tau in every element, whatever x is. Error feedback keeps the residual as small."""
+    """An absolute bound: |C(x) - x| <= tau in every element, whatever x is. Residuals keep the same bound."""
 
     tau: float
 
 
 @dataclass(frozen=True)
 class Biased:
-    """No bound relative to x: error feedback may not make good what is lost, or `why` not."""
+    """No bound relative to x, so error feedback may not make up for the error; `why` is the reason in words."""
 
     why: str
 

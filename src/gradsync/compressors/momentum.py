@@ -1,4 +1,4 @@
-"""Deep gradient compression: momentum ahead of the sparsifier, so that nothing goes out of date. (Lin et al., 2018)"""
+"""Deep gradient compression: each rank applies momentum before it selects elements. (Lin et al., 2018)"""
 
 from __future__ import annotations
 
@@ -30,36 +30,38 @@ from .sparsify import TopK
 from .warmup import Warmup
 
 P = TypeVar("P", bound=Payload)
-MOMENTUM = "momentum"  # its key in the state
+MOMENTUM = "momentum"  # the key of the momentum in `CompressorState.elements`
 
 
 @register
 @dataclass(frozen=True)
 class MomentumCorrection(Feedback[P]):
-    """Each rank's own momentum, and what is left of it: u = m u + g; v = v + u; sends C(v), and v keeps the rest.
+    """Momentum on each rank, with a residual: u = m u + g; v = v + u; sends C(v), and v keeps the rest.
 
-    Nesterov's: u = m (u + g); v = v + u + g. It takes the place of ErrorFeedback: v is the residual. The optimiser then
-    has no momentum of its own. With `masking` u is set to zero wherever something was sent, lest old gradients push on
-    after their element was updated (factor masking); that needs a compressor that sends some elements only. `clip`: the
-    gradient of each tensor of the bucket is first scaled to a norm of at most clip / sqrt(ranks), so that the sum over
-    the ranks would have a norm of `clip` if they were independent.
-    u and v are float32 (float64 for float64). A bucket of tensors that are sent dense has the same local momentum under
-    MomentumCorrection(a dense compressor, masking=False), which sends what an optimiser with momentum would apply.
-    Wire: as the compressor's, whose payload it is.
+    g is the gradient, u the momentum, v the residual, C the inner compressor. Nesterov: u = m (u + g); v = v + u + g.
+    MomentumCorrection takes the place of ErrorFeedback, and of the optimiser's momentum: set that to 0.
+    With `masking` (factor masking in the paper) u is set to zero in the elements that were sent, so that old gradients
+    do not move a parameter again after its update; that needs a compressor that sends only some elements. With `clip`
+    the gradient of each tensor in the bucket is first scaled to a norm of at most clip / sqrt(ranks), so that the sum
+    of independent gradients of all ranks has a norm of about `clip`.
+    u and v are float32 (float64 for float64). For tensors that are sent dense,
+    MomentumCorrection(a dense compressor, masking=False) has the same momentum on each rank: what is sent is the update
+    of an optimiser with momentum.
+    Wire: as the inner compressor.
     """
 
     momentum: Decay = 0.9  # m
     nesterov: bool = False
     masking: bool = True
-    clip: PositiveFloat | None = None  # the largest norm of a tensor's gradient; None: any
-    ranks: PositiveInt = 1  # that clip together: schemes refuse another number
+    clip: PositiveFloat | None = None  # the largest norm of a tensor's gradient; None: no clipping
+    ranks: PositiveInt = 1  # the ranks whose gradients are summed; with `clip`, schemes refuse another number
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.masking and not issubclass(self.traits.payload, SparseMessage):
             raise ValueError(
-                f"MomentumCorrection.masking needs a compressor that sends some elements, got {self.compressor}: use "
-                "masking=False"
+                f"MomentumCorrection.masking needs a compressor that sends only some elements, got {self.compressor}: "
+                "use masking=False"
             )
 
     @property
@@ -72,13 +74,15 @@ class MomentumCorrection(Feedback[P]):
 
     @property
     def of_sums(self) -> Compressor[P]:
-        """Sums have their momentum already."""
+        """The inner compressor with error feedback, as sums contain the momentum of each rank already."""
         return ErrorFeedback(self.compressor)
 
     def init(self, spec: FlatSpec, stream: int = 0) -> CompressorState:
         before = super().init(spec, stream)
         if MOMENTUM in before.elements:
-            raise ValueError(f"MomentumCorrection of {self.compressor.title}, which has a momentum of its own: use one")
+            raise ValueError(
+                f"MomentumCorrection of {self.compressor.title}, which has a momentum already: use one of them"
+            )
         return replace(before, elements={**before.elements, MOMENTUM: torch.zeros_like(before.elements[RESIDUAL])})
 
     @torch.no_grad()
@@ -96,7 +100,7 @@ class MomentumCorrection(Feedback[P]):
         return payload, replace(next_state, elements={**next_state.elements, RESIDUAL: left, MOMENTUM: velocity})
 
     def _advanced(self, x: Tensor, state: CompressorState) -> tuple[Tensor, Tensor, Tensor]:
-        """The clipped gradient, what is added to it (v without the gradient itself), and the next u."""
+        """Returns the clipped gradient g, the next v before compression less g, and the next u, (numel,) each."""
         x = self._clipped(x, state.spec)
         before, velocity = (state.elements[name].to(x.device) for name in (RESIDUAL, MOMENTUM))
         following = torch.mul(velocity, self.momentum, out=memory.empty_like(velocity))
@@ -127,19 +131,20 @@ def dgc(
     warmup: Sequence[float] = (),
     steps_per_ratio: int = 0,
 ) -> MomentumCorrection[SparseMessage]:
-    """Deep gradient compression of the tensors of a bucket. (Lin et al., 2018)
+    """Returns the compressor of deep gradient compression: top-k with momentum on each rank. (Lin et al., 2018)
 
-    It selects by exact top-k: the kernel takes its threshold from a sample too, in the same single pass over memory,
-    and what the paper corrects in up to ten rounds it cuts exactly among the few candidates. So the count is fixed.
+    The selection is exact, so the number of elements is fixed. The paper takes the threshold from a sample and corrects
+    it in up to ten rounds; our kernel takes a threshold from a sample too, then selects exactly among the few elements
+    above it, in the same pass over memory.
 
     Args:
         ratio: kept share of each tensor, in (0, 1].
-        momentum, nesterov, masking, clip, ranks: as of MomentumCorrection.
+        momentum, nesterov, masking, clip, ranks: as in MomentumCorrection.
         warmup: ratios of the first steps, in the paper 0.25, 0.0625, 0.015625 and 0.004, an epoch each.
-        steps_per_ratio: steps with each of these.
+        steps_per_ratio: steps with each of the warm-up ratios.
 
     Raises:
-        ValueError: for settings out of their range.
+        ValueError: for a setting out of range.
     """
     starts = tuple(number * steps_per_ratio for number in range(len(warmup) + 1))
     sparsifier = Warmup(tuple(map(TopK, (*warmup, ratio))), starts) if warmup else TopK(ratio)

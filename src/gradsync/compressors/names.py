@@ -1,4 +1,4 @@
-"""Compressors by the names that records and `gradsync bench` give them: `topk0.01`, `int8`, `topk0.01_no_feedback`."""
+"""Short names of compressors in records and `gradsync bench`: `topk0.01`, `int8`, `topk0.01_no_feedback`."""
 
 from __future__ import annotations
 
@@ -35,22 +35,26 @@ from . import (
     dgc,
 )
 
-WITHOUT, WITH = "_no_feedback", "_feedback"  # suffixes, where a name is to say what its family does not
-USUAL_RANKS = 8  # that sum, where nothing else is known
+WITHOUT, WITH = "_no_feedback", "_feedback"  # suffixes that switch error feedback against the family's default
+USUAL_RANKS = 8  # the number of ranks for compressors that ask for it, by default
 
 
 @dataclass(frozen=True)
 class Family:
-    """Compressors that share a name, told apart by a number behind it or, without `numbers`, one of them.
+    """Compressors whose names have the same word, with different numbers behind it, as `topk0.01` and `topk0.001`.
 
-    `feedback`: it trains with error feedback; None: it remembers by itself what it left out.
-    `matrices_only`: tensors of one dimension travel as they are. `asks`: settings that it is made
-    with beside the number: `momentum`, the optimiser's, which it does in its place; `summands`, the number of ranks.
+    Attributes:
+        make: returns the compressor of a number; without `numbers` there is only one compressor.
+        feedback: whether the compressor trains with error feedback by default; None: it has a residual of its own.
+        numbers: the numbers that are measured unless others are named.
+        matrices_only: tensors of one dimension are sent uncompressed.
+        asks: further arguments of `make`: `momentum` (the optimiser's, which the compressor applies in its place),
+            `summands` (the number of ranks).
     """
 
     make: Callable[..., Compressor[Any]]
     feedback: bool | None
-    numbers: tuple[float, ...] = ()  # measured unless others are named
+    numbers: tuple[float, ...] = ()
     matrices_only: bool = False
     asks: tuple[str, ...] = ()
 
@@ -89,7 +93,7 @@ FAMILIES: dict[str, Family] = {
 
 @dataclass(frozen=True)
 class Named:
-    """A compressor, as it is and as it trains."""
+    """A compressor by name: without error feedback (`bare`), and as the name says (`trained`)."""
 
     family: Family
     bare: Compressor[Any]
@@ -97,17 +101,17 @@ class Named:
 
     @property
     def with_feedback(self) -> Compressor[Any] | None:
-        """None where it trains without, or remembers by itself what it left out."""
+        """The compressor with error feedback; None if the family trains without, or has a residual of its own."""
         return ErrorFeedback(self.bare) if self.family.feedback else None
 
 
 def usual_names() -> tuple[str, ...]:
-    """One of each family, or as many as it has usual numbers."""
+    """Returns the names of all families, with each of their usual numbers."""
     return tuple(f"{family}{number}" for family, of in FAMILIES.items() for number in of.numbers or ("",))
 
 
 def is_known(name: str) -> bool:
-    """Whether a name is of one of the families, whatever its number is."""
+    """Whether a name belongs to one of the families, with any number."""
     try:
         _parted(name)
     except ValueError:
@@ -116,10 +120,10 @@ def is_known(name: str) -> bool:
 
 
 def named(name: str, *, momentum: float = 0.0, summands: int = USUAL_RANKS) -> Named:
-    """The compressor of this name; the settings are for those that ask for them.
+    """Returns the compressor of this name; `momentum` and `summands` reach only families that ask for them.
 
     Raises:
-        ValueError: for an unknown name, listing what there is, or a number that the compressor does not take.
+        ValueError: for an unknown name, listing the known ones, or a number that the compressor refuses.
     """
     known, number, suffix = _parted(name)
     family, settings = FAMILIES[known], {"momentum": momentum, "summands": summands}
@@ -129,7 +133,7 @@ def named(name: str, *, momentum: float = 0.0, summands: int = USUAL_RANKS) -> N
 
 
 def _parted(name: str) -> tuple[str, tuple[float, ...], str]:
-    """Family, its number if it has one, and the suffix."""
+    """Returns the parts of a name: the family, the number in a tuple (empty without one), and the suffix."""
     stem, suffix = name, ""
     number: tuple[float, ...] = ()
     for ending in (WITHOUT, WITH):
@@ -143,7 +147,7 @@ def _parted(name: str) -> tuple[str, tuple[float, ...], str]:
             raise ValueError(f"unknown compressor {name!r}; there are {NAMES_IN_WORDS}")
         family, number = match[1], (float(match[2]) if "." in match[2] else int(match[2]),)
     if suffix and FAMILIES[family].feedback is None:
-        raise ValueError(f"{stem} remembers by itself what it left out: there is no {name!r}")
+        raise ValueError(f"{stem} has a residual of its own: there is no {name!r}, use {stem!r}")
     return family, number, suffix
 
 

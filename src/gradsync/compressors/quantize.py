@@ -1,6 +1,6 @@
-"""Quantisers: every element travels, in a code of 8 bits or fewer, with a scale for each block of them.
+"""Quantisers: each element becomes a code of at most 8 bits, and each block of elements has a scale.
 
-L: the elements of a block, or of the longest tensor where that is shorter.
+In docstrings L is the length of a block, or of the longest tensor if that is shorter.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from .base import (
 from .expressions import NonNegativeInt, PositiveFloat, PositiveInt, register
 from .law import Biased, Contraction, Law, Unbiased
 
-LEVELS = {8: 127, 4: 7, 2: 1}  # of a code of so many bits, on either side of zero
+LEVELS = {8: 127, 4: 7, 2: 1}  # bits of a code -> levels on each side of zero
 
-Summands = Annotated[int, Interval(ge=1, le=LEVELS[8])]  # of which each has a level
+Summands = Annotated[int, Interval(ge=1, le=LEVELS[8])]  # ranks that sum int8 codes: each has at least one level
 
 
 class Quantizer(Compressor[P]):
-    """A compressor whose codes are those of `kernels.quantize` on `grid`."""
+    """A compressor that writes codes and scales by `kernels.quantize`, as its `grid` says."""
 
     @property
     @abstractmethod
     def grid(self) -> AnyGrid:
-        """What the codes stand for."""
+        """The numbers that the codes stand for, relative to the scale of their block."""
 
     @property
     def seed(self) -> int:
-        """Of what is drawn."""
+        """The seed of random rounding."""
         return 0
 
     @torch.no_grad()
@@ -98,19 +98,19 @@ class Quantizer(Compressor[P]):
         return state.sections(self.seed) if draws(self.grid) else state.spec.sections
 
     def _bring(self, scales: Tensor, x: Tensor, residual: Tensor | None, sections: Sections) -> None:
-        """Writes the scales that the grid asks for."""
+        """Fills in `scales`, (blocks,) float32, if the grid leaves them to the caller ("given")."""
 
     @abstractmethod
     def _empty(self, x: Tensor, state: CompressorState) -> P:
-        """The payload before anything is written to it."""
+        """Returns a payload with room for codes and scales."""
 
     @abstractmethod
     def _parts(self, payload: P) -> tuple[Tensor, Tensor]:
-        """Codes and scales, as views of the payload."""
+        """Returns the codes, (nbytes,) uint8, and the scales, (blocks,) float32, as views of the payload."""
 
 
 class MessageQuantizer(Quantizer[Message]):
-    """Scales of one's own, which travel before the codes."""
+    """A quantiser with scales of each rank, which are sent before the codes in one message."""
 
     def nbytes(self, spec: FlatSpec, step: int = 0) -> int:
         return fields_nbytes(*self._layout(spec))
@@ -118,7 +118,7 @@ class MessageQuantizer(Quantizer[Message]):
     def _empty(self, x: Tensor, state: CompressorState) -> Message:
         data = memory.empty(self.nbytes(state.spec), torch.uint8, x.device)
         _, (_, codes) = self._layout(state.spec)
-        data[: len(data) - codes].zero_()  # what is between scales and codes
+        data[: len(data) - codes].zero_()  # the padding between scales and codes
         return Message(self, state.spec, state.step, data)
 
     def _parts(self, payload: Message) -> tuple[Tensor, Tensor]:
@@ -132,11 +132,11 @@ class MessageQuantizer(Quantizer[Message]):
 
 
 class SharedScaleQuantizer(Quantizer[Summand]):
-    """Scales of all ranks, which agree on their maxima: so the codes, int8, can be summed as they are.
+    """A quantiser with the same scales on all ranks, their maxima, so that an all-reduce can sum the int8 codes.
 
-    The largest level is 127 // summands: no sum of so many codes overflows. The law is that of the tensors of all ranks
-    together, as one with blocks of summands x L elements: sums of errors, of squares and of what they are relative to,
-    over ranks.
+    The largest level is 127 // summands, so that no sum of `summands` codes overflows. The law is about all ranks
+    together, as if their tensors were one with blocks of summands x L elements: it bounds the sum of the squared errors
+    over ranks by the sum of the squared norms over ranks.
     """
 
     summands: int
@@ -153,11 +153,12 @@ class SharedScaleQuantizer(Quantizer[Summand]):
 
     @property
     def found(self) -> Grid:
-        """How a rank finds the scales that it brings along."""
+        """The grid by which a rank computes its scales before the maximum over ranks."""
         return Grid(1, block=self.grid.block)
 
     @torch.no_grad()
     def observe(self, x: Tensor, state: CompressorState) -> Tensor:
+        """Returns the largest magnitude of each block, (blocks,) float32."""
         check_tensor(x, state)
         sections = state.spec.sections
         scales = x.new_empty(self.num_agreed(state.spec), dtype=torch.float32)
@@ -170,27 +171,28 @@ class SharedScaleQuantizer(Quantizer[Summand]):
     def _empty(self, x: Tensor, state: CompressorState) -> Summand:
         if state.agreed is None:
             raise ValueError(
-                f"{self} needs scales that the ranks agreed on: CompressorState.agreed, from what they observe"
+                f"{self} needs scales that the ranks agreed on, got none: set CompressorState.agreed to the maxima of "
+                "observe() over the ranks"
             )
         data = memory.empty(state.spec.numel, torch.int8, x.device)
         return Summand(self, state.spec, state.step, data, agreed=state.agreed)
 
     def _parts(self, payload: Summand) -> tuple[Tensor, Tensor]:
         if payload.agreed is None:
-            raise ValueError(f"a payload of {self} comes with the scales that the ranks agreed on, got none")
+            raise ValueError(f"a payload of {self} comes with the scales that the ranks agreed on, got agreed=None")
         return payload.data.view(torch.uint8), payload.agreed
 
 
 @register
 @dataclass(frozen=True)
 class BlockInt(MessageQuantizer):
-    """Whole levels -s to s of the largest magnitude a of each block; s = 127 for 8 bits, 7 for 4.
+    """Rounds each element to a multiple of a / s, with a the largest magnitude of its block. (Dettmers, 2016)
 
-    To the nearest, an element is off by a / (2 s) at most, so |error|^2 / |x|^2 is at most r / (1 + r) with
-    r = (L - 1) / (4 s^2): a contraction; error feedback helps. `stochastic` rounds up as likely as the fraction says:
-    unbiased by omega = (sqrt(1 + (L - 1) / s^2) - 1) / 2. (Dettmers, 2016, for blocks: Dettmers et al., 2022)
-    Blocks whose magnitudes are all below 4e-37 count as zero.
-    Wire: bits / 8 bytes an element, 4 a block.
+    s = 127 for 8 bits, 7 for 4 bits. Rounded to nearest, an element is off by a / (2 s) at most, so |error|^2 / |x|^2
+    is at most r / (1 + r) with r = (L - 1) / (4 s^2): a contraction; error feedback helps. `stochastic` rounds up with
+    a probability equal to the fraction: unbiased, omega = (sqrt(1 + (L - 1) / s^2) - 1) / 2.
+    Blocks whose magnitudes are all below 4e-37 count as zero. For blocks: Dettmers et al., 2022.
+    Wire: bits / 8 bytes an element, 4 bytes a block.
     """
 
     bits: Literal[8, 4] = 8
@@ -209,12 +211,12 @@ class BlockInt(MessageQuantizer):
 @register
 @dataclass(frozen=True)
 class SharedBlockInt(SharedScaleQuantizer):
-    """As `BlockInt` with 8 bits, of the largest magnitude in a block on any rank, in levels up to s = 127 // summands.
+    """`BlockInt` in 8 bits whose scale is the block's largest magnitude over all ranks, with s = 127 // summands.
 
-    Wire: 1 byte an element in an all-reduce of int8, after one of 4 bytes a block (maxima).
+    Wire: 1 byte an element in an all-reduce of int8, after an all-reduce of 4 bytes a block (maxima).
     """
 
-    summands: Summands  # ranks that sum, at most
+    summands: Summands  # ranks whose codes are summed, at most
     block: PositiveInt = 256
     stochastic: bool = False
     seed: int = 0
@@ -230,13 +232,13 @@ class SharedBlockInt(SharedScaleQuantizer):
 @register
 @dataclass(frozen=True)
 class QSGD(MessageQuantizer):
-    """Levels -s to s of the norm of each bucket of L elements, rounded up as likely as the fraction says.
-    (Alistarh et al., 2017)
+    """Rounds each element at random to a multiple of norm / s, with the norm of its block. (Alistarh et al., 2017)
 
-    Unbiased, by omega = sqrt(L) / s - 1 where sqrt(L) >= 2 s, else L / (4 s^2); exactly, E |error|^2 is
-    (norm / s)^2 times the sum of f (1 - f) over the fractions f. `norm="max"` takes the largest magnitude instead, with
-    the law of a stochastic `BlockInt`.
-    Wire: 2, 4 or 8 bits an element for s of 1, up to 7, up to 127; 4 bytes a bucket. No Elias codes.
+    s is `levels`; a block has `bucket` elements, as the paper calls it. An element is rounded up with a probability
+    equal to the fraction: unbiased, omega = sqrt(L) / s - 1 if sqrt(L) >= 2 s, else L / (4 s^2). Exactly, E |error|^2
+    is (norm / s)^2 times the sum of f (1 - f) over the fractions f. `norm="max"` takes the largest magnitude in place
+    of the Euclidean norm, with the law of a stochastic `BlockInt`.
+    Wire: 2, 4 or 8 bits an element for s of 1, up to 7, up to 127; 4 bytes a block. No Elias codes.
     """
 
     levels: Annotated[int, Interval(ge=1, le=LEVELS[8])]
@@ -259,11 +261,12 @@ class QSGD(MessageQuantizer):
 @register
 @dataclass(frozen=True)
 class TernGrad(MessageQuantizer):
-    """-a, 0 or a for each element, a the largest magnitude: a with the probability |x| / a. (Wen et al., 2017)
+    """Rounds each element at random to -a, 0 or a, with a the largest magnitude of its block. (Wen et al., 2017)
 
-    Unbiased by omega = (sqrt(L) - 1) / 2; exactly, E |error|^2 is the sum of a |x| - x^2. With `clip`, a is at most
-    clip times the root mean square of the block, and what is beyond counts as a: unbiased for the clipped tensor, so
-    biased for the tensor. `block=0`: one scale a tensor, as in the paper, which clips at 2.5.
+    An element x becomes a or -a with the probability |x| / a: unbiased, omega = (sqrt(L) - 1) / 2; exactly,
+    E |error|^2 is the sum of a |x| - x^2. With `clip`, a is at most clip times the root mean square of the block, and
+    larger elements count as a: unbiased for the clipped tensor, so biased for the tensor. `block=0`: one scale a
+    tensor, as in the paper, which clips at 2.5.
     Wire: 2 bits an element, 4 bytes a block.
     """
 
@@ -286,12 +289,12 @@ class TernGrad(MessageQuantizer):
 @register
 @dataclass(frozen=True)
 class SharedTernGrad(SharedScaleQuantizer):
-    """As `TernGrad`, with the largest scale of any rank: codes -1, 0 and 1, whose int8 sums decode to sums.
+    """`TernGrad` with the largest scale over all ranks, so that the sum of int8 codes (-1, 0, 1) decodes to the sum.
 
-    Wire: 1 byte an element in an all-reduce of int8, after one of 4 bytes a block (maxima).
+    Wire: 1 byte an element in an all-reduce of int8, after an all-reduce of 4 bytes a block (maxima).
     """
 
-    summands: Summands = 127  # ranks that sum, at most
+    summands: Summands = 127  # ranks whose codes are summed, at most
     block: NonNegativeInt = 0
     clip: PositiveFloat | None = None
     seed: int = 0
@@ -314,10 +317,10 @@ class SharedTernGrad(SharedScaleQuantizer):
 @register
 @dataclass(frozen=True)
 class Natural(MessageQuantizer):
-    """Sign and power of two, a neighbouring one, up with the probability that keeps the mean. (Horvath et al., 2019)
+    """Rounds each magnitude at random to one of the two neighbouring powers of two. (Horvath et al., 2019)
 
-    Unbiased by omega = 1/8, reached at 4/3 of a power of two. That is for magnitudes of 2^-109 to 2^16: larger ones
-    count as 2^16, smaller ones as 2^-109 or zero. NaN and infinity become NaN.
+    The probability keeps the mean: unbiased, omega = 1/8, reached at 4/3 of a power of two. This holds for magnitudes
+    of 2^-109 to 2^16: larger ones count as 2^16, smaller ones as 2^-109 or zero. NaN and infinity become NaN.
     Wire: 1 byte an element.
     """
 
@@ -334,11 +337,12 @@ class Natural(MessageQuantizer):
 @register
 @dataclass(frozen=True)
 class Float8(MessageQuantizer):
-    """Floats of 8 bits, times a scale that makes the largest magnitude of a block the largest of them; to the nearest.
+    """Rounds each element to the nearest 8-bit float times the scale of its block. (Micikevicius et al., 2022)
 
-    e4m3 keeps 4 significant bits, e5m2 3 in a wider range: an error of 2^-4 or 2^-3 of an element, and of those that
-    are too small for that, 2^-10 / 448 or 2^-17 / 57344 of the largest. (Micikevicius et al., 2022)
-    Wire: 1 byte an element, 4 a block.
+    The scale maps the largest magnitude of a block to the largest 8-bit float. e4m3 keeps 4 significant bits, e5m2
+    keeps 3 in a wider range: the error is at most 2^-4 or 2^-3 of an element; of an element too small for that,
+    2^-10 / 448 or 2^-17 / 57344 of the block's largest magnitude.
+    Wire: 1 byte an element, 4 bytes a block.
     """
 
     format: Literal["e4m3", "e5m2"] = "e4m3"
@@ -355,9 +359,10 @@ class Float8(MessageQuantizer):
 
 
 def of_largest(length: int, levels: int, stochastic: bool) -> Law:
-    """Of levels of the largest of so many elements.
+    """Returns the law of rounding to multiples of a / `levels`, with a the largest magnitude of `length` elements.
 
-    Both are reached where the largest is alone, and all others are alike: half a level, or 1 / (2 (1 + omega)) of one.
+    The bounds are reached if all elements but the largest are equal: to half a level (nearest), or to
+    1 / (2 (1 + omega)) of a level (`stochastic`).
     """
     others = (length - 1) / levels**2
     if stochastic:
@@ -366,15 +371,25 @@ def of_largest(length: int, levels: int, stochastic: bool) -> Law:
 
 
 def ternary(length: int, clip: float | None) -> Law:
+    """Returns the law of TernGrad for blocks of `length` elements."""
     if clip is not None:
-        return Biased("unbiased for the clipped tensor: what is cut off is lost")
+        return Biased("unbiased only for the clipped tensor: what clipping cuts off is lost")
     return of_largest(length, 1, stochastic=True)
 
 
 def find_clipped_scales(
     scales: Tensor, x: Tensor, residual: Tensor | None, sections: Sections, block: int, clip: float
 ) -> None:
-    """Writes the largest magnitude of each block, or `clip` times its root mean square if that is less."""
+    """Writes the scale of each block: the largest magnitude, or `clip` times the root mean square if that is less.
+
+    Args:
+        scales: (blocks,) float32, overwritten.
+        x: (numel,) floating.
+        residual: (numel,), added to `x` before; None: zero.
+        sections: the tensors in `x`, each of which is cut into blocks of its own.
+        block: elements of a block; 0: a block is a tensor.
+        clip: a factor of the root mean square.
+    """
     kernels.block_scales(x, sections, Grid(1, block=block), scales, residual=residual)
     norms = torch.empty_like(scales)
     kernels.block_scales(x, sections, Grid(1, block=block, scale="norm"), norms, residual=residual)
@@ -384,6 +399,6 @@ def find_clipped_scales(
 
 
 def _length(spec: FlatSpec, block: int) -> int:
-    """Of the longest block."""
+    """Returns L, the elements of the longest block, at least 1."""
     longest = max(spec.lengths, default=0)
     return max(1, min(block or longest, longest))

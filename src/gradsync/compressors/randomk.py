@@ -1,4 +1,4 @@
-"""Random sparsifiers: which elements travel is drawn, and depends on no gradient."""
+"""Random sparsifiers: the elements that are sent are drawn at random, whatever the gradient is."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from .law import Contraction, Law, Unbiased
 @register
 @dataclass(frozen=True)
 class RandomK(Sparsifier):
-    """Keeps random elements of each tensor, in the same share, others at every step. (Stich et al., 2018)
+    """Keeps the same share of each tensor, in random elements that change at every step. (Stich et al., 2018)
 
-    Of the runs of `block` neighbours in a tensor (of a shorter one: its elements) k = max(1, round(ratio * runs)) are
-    drawn, all different, each element with the same probability; longer runs are read in fewer pieces of memory.
-    `scaled`: elements / kept times what was kept, which is unbiased, with omega = elements / kept - 1, and needs no
-    error feedback. Else as it is: in the mean over the draws a contraction by kept / elements, to be wrapped in
-    ErrorFeedback.
-    `shared`: all ranks draw the same elements, by the tensor's name and the step, so their values can be summed by an
-    all-reduce. Else each rank draws its own; they are independent, so that the mean of n scaled ones has omega / n.
-    Which elements are NaN or infinite makes no difference: they may not be sent.
-    Wire: the kept values; if not shared, and 8 bytes that tell whose draws they are.
+    A tensor is cut into runs of `block` neighbours (a shorter tensor is one run), and k = max(1, round(ratio * runs))
+    different runs are drawn, so that each element has the same probability; longer runs read memory in fewer pieces.
+    `scaled`: kept values are multiplied by elements / kept: unbiased, omega = elements / kept - 1, no error feedback
+    needed. Otherwise values are sent as they are: in the mean over the draws a contraction by kept / elements, to be
+    wrapped in ErrorFeedback.
+    `shared`: all ranks draw the same elements, by the tensor's name and the step, so that an all-reduce can sum their
+    values. Otherwise ranks draw independently, so that the mean over n ranks of scaled payloads has omega / n.
+    NaN and infinity are not preferred: they may not be sent.
+    Wire: the kept values; if not shared, also the 8 bytes of the rank's stream number, which repeats the draws.
     """
 
     ratio: Ratio  # kept share
@@ -62,12 +62,12 @@ class RandomK(Sparsifier):
         return CompressorTraits(Summand if self.shared else SparseMessage)
 
     def runs(self, numel: int) -> tuple[int, int]:
-        """How many runs are kept of so many elements, and the elements of one."""
+        """Returns how many runs of a tensor with `numel` elements are kept, and the elements of a run."""
         run = max(1, min(self.block, numel))
         return min(max(1, round(self.ratio * (numel // run))), numel // run), run
 
     def kept(self, numel: int) -> int:
-        """Elements that are sent of so many."""
+        """Returns how many elements of a tensor with `numel` elements are sent."""
         count, run = self.runs(numel)
         return count * run
 
@@ -114,11 +114,11 @@ class RandomK(Sparsifier):
         return fields_nbytes(values) if self.shared else fields_nbytes((torch.int64, 1), values)
 
     def _drawn(self, state: CompressorState, device: torch.device) -> Tensor:
-        """Indices into the flat tensor, ascending."""
+        """Returns the drawn indices into the flat tensor, ascending, (kept,) int32 or int64."""
         spec = state.spec
         indices = memory.empty(self.num_kept(spec), index_dtype(spec.numel), device)
         kernels.random_k(state.sections(self.seed, shared=self.shared), self._counts(spec), indices, block=self.block)
-        # Memory is read in order, and the elements of a sparse tensor are in order.
+        # Sorted by way of a bitmap: a `SparseVector` has ascending indices, and memory is read in order.
         words = memory.empty(-(-spec.numel // 64), torch.int64, device)
         kernels.encode_bitmap(indices, spec.numel, words)
         kernels.decode_bitmap(words, indices)

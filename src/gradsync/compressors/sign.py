@@ -1,7 +1,7 @@
-"""Compressors that keep the signs: one bit an element, and what stands for the magnitudes.
+"""Compressors that send the sign of each element in one bit, and a scale in place of the magnitudes.
 
-In all of them 0 counts as positive, and so does -0. Where a tensor is mostly zeros that matters: they come back as the
-scale, which error feedback takes back in the next step, but a vote without it moves weights that have no gradient.
+0 and -0 count as positive. This matters for tensors that are mostly zeros: zeros are decoded as the scale. Error
+feedback undoes that in the next step, but a majority vote without it moves weights that have no gradient.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from .base import Compressor, CompressorState, Message, by_spec, check_payload, 
 from .expressions import Decay, NonNegativeInt, register
 from .law import Biased, Contraction, Law
 
-MOMENTUM = "momentum"  # its key in the state
+MOMENTUM = "momentum"  # the key of the momentum in `CompressorState.elements`
 
 
 class Signs(Compressor[Message]):
-    """What the compressors of this file have in common. The message: the scales, float32, then the bits."""
+    """Base of the sign compressors. A message has the scales, float32, then the bits."""
 
     @property
     @abstractmethod
     def kept(self) -> tuple[SignScale, int]:
-        """What is kept of the magnitudes of a block, and how many elements a block has (0: it is a tensor)."""
+        """The kind of scale by which a block is decoded, and the elements of a block (0: a block is a tensor)."""
 
     @torch.no_grad()
     def compress(self, x: Tensor, state: CompressorState) -> tuple[Message, CompressorState]:
@@ -64,7 +64,10 @@ class Signs(Compressor[Message]):
     def _packed(
         self, x: Tensor, state: CompressorState, residual: Tensor | None = None, left: Tensor | None = None
     ) -> Message:
-        """The message of x + residual; `left` gets what it leaves. `x` may be wider than the state's tensor."""
+        """Returns the message of x + residual; overwrites `left` by what the message leaves out.
+
+        `x` may have a wider dtype than the state's tensor.
+        """
         data = memory.zeros(self.nbytes(state.spec), torch.uint8, x.device)
         payload = Message(self, state.spec, state.step, data)
         words, scales = self._parts(payload)
@@ -81,12 +84,12 @@ class Signs(Compressor[Message]):
         return (torch.float32, torch.Size(shape).numel()), (torch.uint8, -(-spec.numel // 8))
 
     def _parts(self, payload: Message) -> tuple[Tensor, Tensor]:
-        """Bits and scales, as views of the message."""
+        """Returns the bits, (ceil(numel / 8),) uint8, and the scales, float32, as views of the message."""
         scales, words = fields(payload.data, *self._layout(payload.spec))
         return words, scales.view(-1, 2) if self.kept[0] == "two" else scales
 
     def _least(self, spec: FlatSpec) -> Contraction:
-        """By 1 / d for blocks of at most d elements."""
+        """Returns a contraction by 1 / d, with d the elements of the longest block."""
         block = self.kept[1]
         longest = max(spec.lengths, default=0)
         return Contraction(1 / max(1, min(block, longest) if block else longest))
@@ -95,14 +98,14 @@ class Signs(Compressor[Message]):
 @register
 @dataclass(frozen=True)
 class ScaledSign(Signs):
-    """Signs times one magnitude for each tensor, or each `block` of its elements.
+    """Sends signs, and one magnitude for each tensor, or for each `block` of elements.
 
     "mean": the mean magnitude. (EFSignSGD: Karimireddy et al., 2019) With d elements, |C(x) - x|^2 is
-    (1 - |x|_1^2 / (d |x|^2)) |x|^2, zeros counted as the others since they come back as the scale: a contraction by at
-    least 1 / d, for normal data by 2 / pi, of a constant exact. Needs ErrorFeedback.
+    (1 - |x|_1^2 / (d |x|^2)) |x|^2, where zeros count like other elements, as they are decoded as the scale: a
+    contraction by at least 1 / d, by 2 / pi for normal data, exact for a constant. Needs ErrorFeedback.
     "rms": the root mean square. (1-bit Adam: Tang et al., 2021) It keeps |x| but is no contraction: the squared error
-    is 2 - 2 |x|_1 / (sqrt(d) |x|) times |x|^2, which for one spike among 64 zeros is 1.75. Error feedback does not
-    shrink there: for tensors of even magnitudes, such as momenta.
+    is 2 - 2 |x|_1 / (sqrt(d) |x|) times |x|^2, for one spike among 64 zeros 1.75 times. Residuals may grow there: use
+    "rms" for tensors of even magnitudes, such as momenta.
     Wire: 1 bit an element and 4 bytes a block.
     """
 
@@ -116,16 +119,17 @@ class ScaledSign(Signs):
     def law(self, spec: FlatSpec) -> Law:
         if self.scale == "mean":
             return self._least(spec)
-        return Biased("with the root mean square for a scale, a spike comes back with more error than there was signal")
+        return Biased("with the root mean square as the scale, a tensor with one spike has an error larger than itself")
 
 
 @register
 @dataclass(frozen=True)
 class OneBit(Signs):
-    """The mean of the negative elements and the mean of the others, for each tensor or `block`. (Seide et al., 2014)
+    """Sends signs, the mean of the negative elements, and the mean of the other elements. (Seide et al., 2014)
 
-    Of all codes with two levels for these two classes the one of least squared error: never worse than ScaledSign, and
-    a contraction by at least 1 / d. The original's blocks are columns. Needs ErrorFeedback.
+    Each tensor, or each `block` of elements, has its two means. No other two levels have a smaller squared error, so
+    the error is never larger than that of ScaledSign: a contraction by at least 1 / d for blocks of d elements. In the
+    paper a block is a column. Needs ErrorFeedback.
     Wire: 1 bit an element and 8 bytes a block.
     """
 
@@ -142,9 +146,9 @@ class OneBit(Signs):
 @register
 @dataclass(frozen=True)
 class Sign(Signs):
-    """+1 or -1: signs of no magnitude, for `schemes.MajorityVote`. (SignSGD: Bernstein et al., 2018)
+    """Sends signs only, decoded as +1 or -1, for `schemes.MajorityVote`. (SignSGD: Bernstein et al., 2018)
 
-    A zero is +1. NaN is +1 as well, infinity 1 of its sign: nothing of the message tells of them.
+    Zero and NaN become +1, infinity +1 or -1 by its sign: receivers cannot see that there was NaN or infinity.
     Wire: 1 bit an element.
     """
 
@@ -153,16 +157,16 @@ class Sign(Signs):
         return "one", 0
 
     def law(self, spec: FlatSpec) -> Law:
-        return Biased("signs have no magnitude: there are gradients along which steps of signs only go astray")
+        return Biased("signs have no magnitude: for some gradients, steps along the signs diverge")
 
 
 @register
 @dataclass(frozen=True)
 class Signum(Sign):
-    """The signs of a rank's momentum m = momentum * m + (1 - momentum) * gradient. (SIGNUM: Bernstein et al., 2018)
+    """Sends the signs of a rank's momentum, decoded as +1 or -1. (SIGNUM: Bernstein et al., 2018)
 
-    The momentum is float32 (float64 for float64) and begins with 0; with `momentum` 0 this is Sign. NaN and infinity
-    stay in it: do not keep the state of a step that had them. As Sign otherwise.
+    m = momentum * m + (1 - momentum) * gradient, in float32 (float64 for float64), starts from 0; with `momentum` 0
+    this is Sign. NaN and infinity stay in m: do not keep the state of a step that had them. Otherwise as Sign.
     Wire: 1 bit an element.
     """
 
@@ -170,7 +174,7 @@ class Signum(Sign):
 
     @property
     def of_sums(self) -> Sign:
-        """Sums are of momenta already."""
+        """`Sign`, as each rank applied momentum before the sum."""
         return Sign()
 
     def init(self, spec: FlatSpec, stream: int = 0) -> CompressorState:
@@ -187,5 +191,5 @@ class Signum(Sign):
     def compress_with_feedback(
         self, x: Tensor, residual: Tensor, state: CompressorState
     ) -> tuple[Message, Tensor, CompressorState]:
-        """What is left is left of the gradient, not of the momentum."""
+        """Compresses x + residual; the next residual, (numel,), is what is left of that sum, not of the momentum."""
         return Compressor.compress_with_feedback(self, x, residual, state)

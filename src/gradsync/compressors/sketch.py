@@ -1,4 +1,4 @@
-"""Sketches: summaries of a tensor, or of its largest elements, that are smaller than what they stand for."""
+"""Sketches: small summaries of a tensor (`CountSketch`) or of its largest elements (`SketchML`)."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ from .sparsify import TopK
 @register
 @dataclass(frozen=True)
 class SketchML(Sparsifier):
-    """The largest elements of each tensor, each as the mean of a quantile bucket of them. (Jiang et al., 2018)
+    """Keeps the largest elements of each tensor, rounded to the means of quantile buckets. (Jiang et al., 2018)
 
-    Of the k elements that TopK(ratio) takes of a tensor, the negative ones and the others are each cut into buckets of
-    about as many neighbours in value, min(buckets, k) together. An element is told by its bucket, and decodes to the
-    bucket's mean: the sign stays, and so does the order. What the paper adds, a MinMax sketch of the bucket numbers, is
-    not here: a number is a byte as it is.
-    A contraction by k / elements over the largest bucket's size, at most ceil(2 k / buckets); much better where
-    neighbours are alike. Wrap it in ErrorFeedback.
-    Wire: a byte an element, float32 means (float64 for float64), and positions as of TopK.
+    The k elements that TopK(ratio) selects are sorted by value, and the negative ones and the others are each cut into
+    quantile buckets of about equal size, min(buckets, k) together. An element is sent as the number of its quantile
+    bucket and decoded as the mean of that bucket: signs and order stay. The paper's MinMax sketch of the numbers is
+    left out: a number is one byte.
+    A contraction by (k / numel) / (size of the largest quantile bucket), which is at most ceil(2 k / buckets); much
+    better if neighbouring values are similar. Wrap it in ErrorFeedback.
+    Wire: a byte for each kept element, float32 means (float64 for float64), and positions as TopK.
     """
 
     ratio: Ratio  # kept share
-    buckets: Annotated[int, Interval(ge=2, le=256)] = 256
+    buckets: Annotated[int, Interval(ge=2, le=256)] = 256  # quantile buckets of a tensor
 
     def num_kept(self, spec: FlatSpec, step: int = 0) -> int:
         return TopK(self.ratio).num_kept(spec, step)
@@ -89,7 +89,7 @@ class SketchML(Sparsifier):
         for count, places in alike(counts).items():
             bucket, buckets = stacked(parts, places).long(), min(self.buckets, count)
             if bool((bucket >= buckets).any()):
-                raise ValueError(f"a payload of {self} names a bucket that is none of {buckets}")
+                raise ValueError(f"a payload of {self} has quantile buckets in [0, {buckets}), got {int(bucket.max())}")
             found = means[offset : offset + len(places) * buckets].view(len(places), buckets)
             unstack(found.gather(1, bucket), rooms, places)
             offset += found.numel()
@@ -110,14 +110,17 @@ class SketchML(Sparsifier):
         return (torch.uint8, positions), means, (torch.uint8, count)
 
     def _parts(self, payload: SparseMessage) -> tuple[Positions, Tensor, Tensor]:
-        """Positions, means and bucket numbers, as views of the message."""
+        """Returns positions, means (1-D) and quantile bucket numbers, (kept,) uint8, as views of the message."""
         spec, count = payload.spec, self.num_kept(payload.spec)
         packed, means, numbers = fields(payload.data, *self._layout(spec))
         return Positions(packed, count, spec.numel, smallest(count, spec.numel)), means, numbers
 
 
 def _bucketed(values: Tensor, buckets: int) -> tuple[Tensor, Tensor]:
-    """Of each row: its buckets' means, ascending, float64, and int64: of each value, which bucket it is in."""
+    """Returns the quantile buckets of each row: means, (rows, buckets) float64, and numbers, (rows, count) int64.
+
+    `values`: (rows, count) floating. Means ascend; `numbers` says in which quantile bucket each value is.
+    """
     rows, count = values.shape
     ascending, order = values.double().sort(dim=1, stable=True)
     ranks = torch.arange(count, device=values.device)
@@ -136,25 +139,26 @@ def _bucketed(values: Tensor, buckets: int) -> tuple[Tensor, Tensor]:
 @register
 @dataclass(frozen=True)
 class CountSketch(Compressor[Summand]):
-    """Counters that each stand for many elements, summed by an all-reduce. (FetchSGD: Rothchild et al., 2020)
+    """Sums many elements in each counter of a sketch, which an all-reduce sums. (FetchSGD: Rothchild et al., 2020)
 
-    Each of `rows` hashes, by the tensor's name and the step, gives every element a counter of its row and a sign; the
-    counter adds up its elements with their signs. Up to 32 neighbours move together (`kernels.count_sketch`): they are
-    never added to each other, but meet as many others side by side. An element's estimate is the median over the rows
-    of its counters with its signs, and the `keep` largest estimates of a tensor are what comes back, the others zero.
-    Counters are linear, what they decode to is not: the sum of the counters of all ranks decodes to what is large in
-    the sum of the tensors, not to the sum of what each would decode to. The error is small only with a probability
-    that grows with `rows`, and relative to the norm of what is not large. Error feedback as of one rank is not for it:
-    what comes back is of the sum (FetchSGD keeps its residual in counters, which is not here).
-    NaN reaches the elements that share a counter with it in any row, infinity those that do in most.
-    Wire: float32 counters (float64 for float64), together `ratio` of the elements, a row of 4 and more rounded to a
-    multiple of a power of two, up to 32, that is at most its root; at least one a row.
+    A sketch has `rows` rows of counters. In each row a hash, by the tensor's name and the step, maps every element to a
+    counter and a sign, and the counter sums its elements times their signs. Up to 32 neighbours are hashed together
+    (`kernels.count_sketch`): they never share a counter with each other, but collide with as many others side by side.
+    The estimate of an element is the median over the rows of its counters times its signs. The share `keep` of each
+    tensor with the largest estimates is decoded as these, the other elements as zero.
+    Counters are linear, decoding is not: the sum of the counters of all ranks decodes to the large elements of the sum
+    of tensors, not to the sum of the decoded tensors. The error is small only with a probability that grows with
+    `rows`, and relative to the norm of the elements that are not large. ErrorFeedback refuses it, as no rank knows what
+    was left out of its own tensor (FetchSGD keeps a residual in counters, which is not implemented here).
+    NaN spoils all elements that share a counter with it in any row, infinity those that do in most rows.
+    Wire: float32 counters (float64 for float64), together `ratio` of the elements. A row of 4 counters or more is
+    rounded to a multiple of the largest power of two that is at most its square root and 32; a row has at least one.
     """
 
     traits = CompressorTraits(Summand, feeds_back=False)
 
-    ratio: Ratio  # counters for each element
-    keep: Ratio  # elements that are kept
+    ratio: Ratio  # counters for each element, over all rows
+    keep: Ratio  # the share of elements that are decoded as non-zero
     rows: PositiveInt = 5
     seed: int = 0
 
@@ -164,7 +168,7 @@ class CountSketch(Compressor[Summand]):
             raise ValueError(f"CountSketch.rows must be odd, got {self.rows}")
 
     def columns(self, numel: int) -> int:
-        """Counters of a row: a number with a power of two as divisor, by which neighbours move together."""
+        """Returns the counters in a row for a tensor of `numel` elements, see "Wire" above."""
         if numel == 0:
             return 0
         columns = max(1, round(self.ratio * numel / self.rows))
@@ -178,7 +182,7 @@ class CountSketch(Compressor[Summand]):
         return kernels.accumulation_dtype(spec.dtype)
 
     def law(self, spec: FlatSpec) -> Law:
-        return Biased("estimates are near with a probability only, relative to the norm of all elements")
+        return Biased("estimates are near only with a probability, relative to the norm of all elements")
 
     @torch.no_grad()
     def compress(self, x: Tensor, state: CompressorState) -> tuple[Summand, CompressorState]:
@@ -200,7 +204,7 @@ class CountSketch(Compressor[Summand]):
         return estimates.zero_().index_copy_(0, largest, values)
 
     def sum_into(self, out: Tensor, payloads: Sequence[Summand], scale: float = 1.0) -> None:
-        """Decodes the sum of the counters."""
+        """Overwrites `out`, (numel,) floating, by `scale` times the decoded sum of the counters."""
         for payload in payloads:
             check_payload(self, payload, out)
         total = torch.empty_like(payloads[0].data)

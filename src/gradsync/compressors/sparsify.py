@@ -1,4 +1,4 @@
-"""Sparsifiers: some elements travel, with what tells which. Their sum has more elements: no all-reduce takes them."""
+"""Sparsifiers: values and positions of the largest elements or blocks are sent, which an all-reduce cannot sum."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from .base import (
 from .expressions import PositiveInt, Ratio, register
 from .law import Biased, Contraction, Law
 
-WireValues = Literal["same", "bfloat16", "float16"]  # "same": as the tensor
-BFLOAT16_ROUNDING = 2.0**-8  # the most, relative to a value
+WireValues = Literal["same", "bfloat16", "float16"]  # the dtype of sent values; "same": as the tensor
+BFLOAT16_ROUNDING = 2.0**-8  # the largest error of rounding, relative to the value
 
 
 def share_of(ratio: float, numel: int) -> int:
-    """Elements of so many, at least one if there is any."""
+    """Returns how many of `numel` elements the share `ratio` is, rounded; at least one if there is any."""
     return min(max(1, round(ratio * numel)), numel)
 
 
 def least_share(kept: tuple[int, ...], of: tuple[int, ...]) -> float:
-    """The smallest share of any tensor that is sent."""
+    """Returns the smallest of the shares kept / of over all tensors that are not empty; 1 if all are empty."""
     return min((count / numel for count, numel in zip(kept, of, strict=True) if numel), default=1.0)
 
 
@@ -48,24 +48,25 @@ def least_share(kept: tuple[int, ...], of: tuple[int, ...]) -> float:
 class TopK(Sparsifier):
     """Keeps the `ratio` largest elements of each tensor by magnitude. (Aji & Heafield, 2017)
 
-    Exactly k = max(1, round(ratio * numel)) of a tensor; of equal ones the first. NaN is larger than infinity, so both
-    are sent. Biased, a contraction by k/numel: wrap it in ErrorFeedback. Values travel as they are, or rounded to 16
-    bits, of which the residual takes up the rest: also of what is beyond 65504 in float16, or too small for it.
-    Wire: k values, and their positions in the format that is the smallest for k of so many.
+    Exactly k = max(1, round(ratio * numel)) of a tensor; of equal elements the first ones. NaN is larger than infinity,
+    so both are sent. Biased, a contraction by k / numel: wrap it in ErrorFeedback. Values are sent as they are, or
+    rounded to 16 bits; the residual then holds the rounding error, also of magnitudes beyond 65504 or too small for
+    float16.
+    Wire: k values, and their positions in the smallest format for k of numel (`tensors.index_formats`).
     """
 
     ratio: Ratio  # kept share
     values: WireValues = "same"
 
     def kept(self, numel: int) -> int:
-        """Elements that are sent of so many."""
+        """Returns how many elements of a tensor with `numel` elements are sent."""
         return share_of(self.ratio, numel)
 
     def law(self, spec: FlatSpec) -> Law:
         share = least_share(self._counts(spec), spec.lengths)
         wire = self._wire_dtype(spec)
         if wire is torch.float16 and spec.dtype is not torch.float16:
-            return Biased("float16 has a small range: of larger values 65504 is sent, of smaller ones 0")
+            return Biased("float16 has a small range: larger magnitudes are sent as 65504, smaller ones as 0")
         return Contraction(share if wire is spec.dtype else share * (1 - BFLOAT16_ROUNDING**2))
 
     def compress(self, x: Tensor, state: CompressorState) -> tuple[SparseMessage, CompressorState]:
@@ -113,19 +114,22 @@ class TopK(Sparsifier):
         return packed_layout(sum(self._counts(spec)), spec.numel, self._wire_dtype(spec))
 
     def _parts(self, payload: SparseMessage) -> tuple[Tensor, Positions]:
-        """Values and positions, as views of the message."""
+        """Returns values, (k,), and positions as views of the message."""
         spec = payload.spec
         packed, values = fields(payload.data, *self._layout(spec))
         return values, packed_positions(packed, len(values), spec.numel)
 
 
 def packed_layout(count: int, length: int, dtype: torch.dtype) -> tuple[Field, Field]:
-    """Positions of so many elements of [0, length), and their values."""
+    """Returns the fields of a message with the positions of `count` elements of [0, length), and their values."""
     return (torch.uint8, int(smallest(count, length).nbytes(count, length))), (dtype, count)
 
 
 def packed_positions(packed: Tensor, most: int, length: int, count: int | None = None) -> Positions:
-    """`count` positions, by default `most`, in the format and at the beginning of the room for `most`."""
+    """Returns the positions in `packed`, (nbytes,) uint8, which has room for `most` positions of [0, length).
+
+    `count` positions, by default `most`, are at its beginning, in the format of `most`.
+    """
     form, count = smallest(most, length), most if count is None else count
     return Positions(packed[: int(form.nbytes(count, length))], count, length, form)
 
@@ -135,10 +139,10 @@ def packed_positions(packed: Tensor, most: int, length: int, count: int | None =
 class BlockTopK(Sparsifier):
     """Keeps whole blocks of consecutive elements: the `ratio` largest of each tensor by their Euclidean norm.
 
-    Exactly max(1, round(ratio * blocks)) of the blocks of a tensor, the last of which may be shorter; of equal ones the
-    first, and those with NaN before those with infinity. There are few positions, and memory is read in runs. Biased,
-    a contraction by the share of blocks: wrap it in ErrorFeedback.
-    Wire: the values of so many whole blocks, and the positions of the blocks.
+    Exactly max(1, round(ratio * blocks)) of the blocks of a tensor, the last of which may be shorter; of equal blocks
+    the first, and blocks with NaN before blocks with infinity. There are few positions, and memory is read in runs.
+    Biased, a contraction by the share of blocks: wrap it in ErrorFeedback.
+    Wire: the values of this number of whole blocks, and the positions of the blocks.
     """
 
     ratio: Ratio  # kept share of the blocks
@@ -175,7 +179,7 @@ class BlockTopK(Sparsifier):
         return fields_nbytes(*self._layout(spec))
 
     def num_kept(self, spec: FlatSpec, step: int = 0) -> int:
-        """There is room for the last block of a tensor to be among those that are sent, and for it not to be."""
+        """Returns how many elements are sent at most: all sent blocks of a tensor may be whole."""
         return self._layout(spec)[1][1]
 
     @by_spec
@@ -193,13 +197,13 @@ class BlockTopK(Sparsifier):
         return positions, (spec.dtype, sum(rooms))
 
     def _parts(self, payload: SparseMessage) -> tuple[Tensor, Positions]:
-        """Values and the positions of blocks, as views of the message."""
+        """Returns values, 1-D, and the positions of blocks as views of the message."""
         spec = payload.spec
         packed, values = fields(payload.data, *self._layout(spec))
         return values, packed_positions(packed, sum(self._kept(spec)), sum(self._blocks(spec)))
 
     def _elements_of(self, blocks: Tensor, spec: FlatSpec) -> Tensor:
-        """The indices of the elements of these blocks, whose numbers ascend."""
+        """Returns the indices of all elements of these blocks, 1-D int32 or int64; `blocks`, (kept,), ascend."""
         number, device = blocks.long(), blocks.device
         first_block = torch.tensor([0, *accumulate(self._blocks(spec))][:-1], device=device)
         first_element = torch.tensor([0, *accumulate(spec.lengths)][:-1], device=device)

@@ -1,4 +1,4 @@
-"""Sparsifiers that send what is above a threshold: how much that is depends on the data, up to a fixed capacity."""
+"""Sparsifiers that send the elements above a threshold: how many depends on the data, up to a fixed capacity."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from .expressions import Ratio, register
 from .law import Absolute, Biased, Law
 from .sparsify import packed_layout, packed_positions, share_of
 
-MOST_CORRECTIONS = 3  # of the threshold of Gaussian-k with error feedback (Shi et al., 2019)
+MOST_CORRECTIONS = 3  # how often GaussianK corrects its threshold (Shi et al., 2019)
 
 
 class Thresholded(Sparsifier):
-    """Sends what is above a threshold of each tensor; what does not fit its capacity, the smallest, is not sent."""
+    """Base of sparsifiers that send the elements above a threshold: of each tensor at most the `most` largest ones."""
 
     @abstractmethod
     def most(self, numel: int) -> int:
-        """The most elements that are sent of so many."""
+        """Returns how many elements of a tensor with `numel` elements are sent at most: the capacity."""
 
     def elements(self, payload: SparseMessage) -> SparseVector:
         check_payload(self, payload)
@@ -74,7 +74,10 @@ class Thresholded(Sparsifier):
         residual: Tensor | None = None,
         left: Tensor | None = None,
     ) -> SparseMessage:
-        """Of what is above the thresholds, one a tensor, in `x` or x + residual."""
+        """Returns the message of the elements of x + residual above the thresholds; `left` gets the next residual.
+
+        `x`, `residual` and `left`: (numel,). `thresholds`: (segments,), in the accumulation dtype.
+        """
         spec = state.spec
         data = memory.zeros(self.nbytes(spec), torch.uint8, x.device)
         header, packed, values = fields(data, *self._layout(spec))
@@ -98,16 +101,16 @@ class Thresholded(Sparsifier):
 @register
 @dataclass(frozen=True)
 class Threshold(Thresholded):
-    """Keeps the elements whose magnitude is above `value`, of each tensor at most the `most_ratio` largest.
+    """Keeps elements with a magnitude above `value`, of each tensor at most the share `most_ratio`. (Strom, 2015)
 
-    NaN and infinity are sent. The error of an element is at most `value`, unless more are above it than the capacity,
-    max(1, round(most_ratio * numel)), has room for: the others then stay in the residual, however large. A capacity of
-    all (1) always has room. Wrap it in ErrorFeedback. (Strom, 2015; Dryden et al., 2016)
-    Wire: 8 bytes, and values and positions of the full capacity, used or not: all ranks know the size without asking.
+    If more elements are above `value` than the capacity, max(1, round(most_ratio * numel)), the largest are sent, and
+    the others stay in the residual, however large. Otherwise the error of an element is at most `value`; most_ratio=1
+    always suffices. NaN and infinity are sent. Wrap it in ErrorFeedback. (See also Dryden et al., 2016.)
+    Wire: 8 bytes, and values and positions of the full capacity, used or not, so that no rank needs to send its size.
     """
 
-    value: Annotated[float, Interval(ge=0, lt=math.inf)]  # what is not above it stays
-    most_ratio: Ratio = 0.1  # capacity
+    value: Annotated[float, Interval(ge=0, lt=math.inf)]  # the threshold
+    most_ratio: Ratio = 0.1  # the capacity, as a share of each tensor
 
     def most(self, numel: int) -> int:
         return share_of(self.most_ratio, numel)
@@ -115,7 +118,7 @@ class Threshold(Thresholded):
     def law(self, spec: FlatSpec) -> Law:
         if all(self.most(length) == length for length in spec.lengths):
             return Absolute(self.value)
-        return Biased("above the threshold are at times more than fit: then the error may be larger than it")
+        return Biased("more elements may be above the threshold than fit: then errors are larger than the threshold")
 
     @torch.no_grad()
     def compress(self, x: Tensor, state: CompressorState) -> tuple[SparseMessage, CompressorState]:
@@ -140,21 +143,21 @@ class Threshold(Thresholded):
 class GaussianK(Thresholded):
     """Keeps about the `ratio` largest elements of each tensor, as if they were normal. (Shi et al., 2019)
 
-    The threshold is |mean| + z * standard deviation, z the normal quantile of 1 - ratio / 2. With k as of TopK it is
-    halved where fewer than 2k/3 are above, and raised by half where more than 4k/3 are, three times at most. Then the
-    k' <= 4k/3 largest above it are sent: a contraction by k' / numel, with the k' that is found. It may be 0, for zeros
-    or where the last correction was too much; what is not sent is in the residual, so wrap it in ErrorFeedback. In
-    tensors with NaN or infinity these are sent first. For CPUs TopK is exact and takes fewer passes.
+    The threshold is |mean| + z * standard deviation, with z the normal quantile of 1 - ratio / 2. With k as in TopK, it
+    is halved if fewer than 2k/3 elements are above it, and raised by half if more than 4k/3 are, three times at most.
+    Then the k' <= 4k/3 largest elements above it are sent: a contraction by k' / numel. k' may be 0: for zeros, or if
+    the last correction went too far. The residual holds what is not sent, so wrap it in ErrorFeedback. NaN and infinity
+    are sent first. On CPUs TopK is exact and takes fewer passes.
     Wire: 8 bytes, and values and positions of 4k/3 elements, used or not.
     """
 
-    ratio: Ratio  # of a tensor, aimed at
+    ratio: Ratio  # the share of each tensor to aim at
 
     def most(self, numel: int) -> int:
         return min(4 * share_of(self.ratio, numel) // 3, numel)
 
     def law(self, spec: FlatSpec) -> Law:
-        return Biased("a contraction by the share that is above the threshold, which may be none of a tensor")
+        return Biased("a contraction by the share of elements above the threshold, which may be 0")
 
     @torch.no_grad()
     def compress(self, x: Tensor, state: CompressorState) -> tuple[SparseMessage, CompressorState]:
@@ -162,7 +165,7 @@ class GaussianK(Thresholded):
         return self._message(x, self.thresholds(x, state.spec), state), state.next()
 
     def thresholds(self, x: Tensor, spec: FlatSpec) -> Tensor:
-        """Of each tensor, (segments,), in the accumulation dtype."""
+        """Returns the threshold of each segment of `x`, (numel,): (segments,) float32, or float64 for float64."""
         dtype, quantile = kernels.accumulation_dtype(x.dtype), -NormalDist().inv_cdf(self.ratio / 2)
         thresholds = torch.zeros(len(spec.lengths), dtype=dtype, device=x.device)
         parts = x.split(spec.lengths)
@@ -173,7 +176,7 @@ class GaussianK(Thresholded):
                 centred = torch.sub(rows, mean, out=memory.empty(rows.numel(), dtype, x.device).view_as(rows))
                 deviation = torch.linalg.vector_norm(centred, dim=1) / length**0.5
                 thresholds[places] = mean[:, 0].abs() + quantile * deviation
-        thresholds.nan_to_num_(nan=0.0)  # nothing is known of it: the largest are sent, and those are NaN and infinity
+        thresholds.nan_to_num_(nan=0.0)  # so the largest elements are sent: NaN and infinity
         wanted = torch.tensor([share_of(self.ratio, length) for length in spec.lengths], device=x.device)
         counts = torch.empty_like(wanted)
         for _ in range(MOST_CORRECTIONS):

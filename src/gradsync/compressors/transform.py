@@ -1,4 +1,4 @@
-"""Compressors of what a tensor becomes in another orthonormal basis, where its energy lies otherwise."""
+"""Compressors that transform a tensor to another orthonormal basis first: a random rotation, or cosines."""
 
 from __future__ import annotations
 
@@ -42,24 +42,25 @@ _INT8_MOST = 127
 @register
 @dataclass(frozen=True)
 class THC(Compressor[Summand]):
-    """Integers that an all-reduce sums, of the tensor after a random rotation. (THC: Li et al., NSDI 2024)
+    """Rotates each tensor at random, and rounds it to int8 codes that an all-reduce sums. (Li et al., NSDI 2024)
 
-    Signs that all ranks draw alike, and the Walsh-Hadamard transform of chunks of `chunk` elements (at the end of a
-    tensor powers of two in descending order), make all elements of a chunk about as large. They are rounded to
-    multiples of T / levels, up or down at random so that the mean is right. The ranks agree on T for each chunk: the
-    largest element of any rank, so that nothing is cut off, or, with `clip`, so many standard deviations of the
-    rank whose norm is the largest: beyond them is cut off, which is for ErrorFeedback to make good.
-    levels = min(2^(bits - 1) - 1, 127 // summands): the sum of so many ranks' fits int8. With the T of all, the sum
-    decodes to the sum of what each decodes to.
-    Without clip unbiased. In a chunk of n elements, E T^2 <= 2 (ln 2n + 1) |x|^2 / n over the signs, so omega is at
-    most (ln 2n + 1) / (2 levels^2), relative to the rank whose T is taken. A chunk with NaN or infinity decodes to NaN.
-    Wire: a byte an element, and before it 4 bytes a chunk to agree on T.
+    Random signs, the same on all ranks, and the Walsh-Hadamard transform of chunks of `chunk` elements (at the end of a
+    tensor: of powers of two in descending order) make all elements of a chunk about equally large. They are rounded to
+    multiples of T / levels, up or down at random so that the mean is right. The ranks agree on one T for each chunk:
+    the largest magnitude on any rank, so that nothing is cut off; or, with `clip`, `clip` standard deviations of the
+    rank with the largest norm: elements beyond are cut off, for which ErrorFeedback makes up.
+    levels = min(2^(bits - 1) - 1, 127 // summands), so that the sum over `summands` ranks fits int8. As all ranks use
+    the same T, the sum of codes decodes to the sum of the decoded tensors.
+    Without clip unbiased: in a chunk of n elements, E T^2 <= 2 (ln 2n + 1) |x|^2 / n over the signs, so omega is at
+    most (ln 2n + 1) / (2 levels^2), relative to the rank with the largest T. A chunk with NaN or infinity decodes to
+    NaN.
+    Wire: a byte an element, after an all-reduce of 4 bytes a chunk (maxima).
     """
 
-    summands: Annotated[int, Interval(ge=1, le=_INT8_MOST)] = 16  # ranks, at most
-    bits: Annotated[int, Interval(ge=2, le=8)] = 4  # of the levels, however they travel
-    clip: PositiveFloat | None = None
-    chunk: int = 4096
+    summands: Annotated[int, Interval(ge=1, le=_INT8_MOST)] = 16  # ranks whose codes are summed, at most
+    bits: Annotated[int, Interval(ge=2, le=8)] = 4  # determine `levels`; a code is sent as a byte whatever they are
+    clip: PositiveFloat | None = None  # T in standard deviations; None: the largest magnitude
+    chunk: int = 4096  # a power of two
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -68,7 +69,7 @@ class THC(Compressor[Summand]):
 
     @property
     def levels(self) -> int:
-        """Of either sign."""
+        """The number of positive levels, and of negative ones."""
         return min((1 << self.bits - 1) - 1, _INT8_MOST // self.summands)
 
     @cached_property
@@ -83,13 +84,13 @@ class THC(Compressor[Summand]):
 
     def law(self, spec: FlatSpec) -> Law:
         if self.clip is not None:
-            return Biased(f"what is beyond {self.clip} standard deviations is cut off")
+            return Biased(f"elements beyond {self.clip} standard deviations are cut off")
         most = max(kernels.rotation_sizes(spec.lengths, self.chunk), default=1)
         return Unbiased((math.log(2 * most) + 1) / (2 * self.levels**2))
 
     @torch.no_grad()
     def observe(self, x: Tensor, state: CompressorState) -> Tensor:
-        """T of each chunk; infinite, which a maximum keeps, where it is not a number."""
+        """Returns T of each chunk by this rank alone, (chunks,) float32; infinity for NaN, as maxima keep infinity."""
         check_tensor(x, state)
         chunks, _ = self._chunks(state.spec)
         most = torch.empty(len(chunks.lengths), device=x.device)
@@ -105,7 +106,10 @@ class THC(Compressor[Summand]):
     def compress(self, x: Tensor, state: CompressorState) -> tuple[Summand, CompressorState]:
         check_tensor(x, state)
         if state.agreed is None:
-            raise ValueError("THC needs what the ranks agreed on: see Compressor.observe")
+            raise ValueError(
+                "THC needs the T that the ranks agreed on, got none: set CompressorState.agreed to the maxima of "
+                "observe() over the ranks"
+            )
         rotated, (chunks, tensors) = self._rotated(x, state), self._chunks(state.spec)
         seeds = state.sections(self.seed).seeds
         chunks = replace(chunks, seeds=tuple(seeds[tensor] for tensor in tensors))
@@ -120,7 +124,10 @@ class THC(Compressor[Summand]):
 
     @torch.no_grad()
     def sum_into(self, out: Tensor, payloads: Sequence[Summand], scale: float = 1.0) -> None:
-        """One rotation for all, which have one step."""
+        """Overwrites `out`, (numel,) floating: sums in the rotated basis and rotates back once.
+
+        All payloads must be of one step.
+        """
         if not payloads:
             out.zero_()
             return
@@ -128,7 +135,7 @@ class THC(Compressor[Summand]):
         for payload in payloads:
             check_payload(self, payload, out)
             if payload.agreed is None:
-                raise ValueError("a payload of THC carries what the ranks agreed on, got none")
+                raise ValueError("a payload of THC comes with the T that the ranks agreed on, got agreed=None")
             parts.append((payload.data.view(torch.uint8), payload.agreed.to(out.device)))
         spec, step = payloads[0].spec, payloads[0].step
         numbers = memory.empty_like(out, kernels.accumulation_dtype(out.dtype))
@@ -140,7 +147,7 @@ class THC(Compressor[Summand]):
 
     @property
     def _grid(self) -> Grid:
-        """A T that has no inverse counts as zero."""
+        """The codes: levels of a T that is given, rounded at random. If 1 / T overflows, T counts as zero."""
         return Grid(self.levels, scale="given", stochastic=True)
 
     def _signs(self, state: CompressorState) -> Sections:
@@ -153,7 +160,7 @@ class THC(Compressor[Summand]):
 
     @by_spec
     def _chunks(self, spec: FlatSpec) -> tuple[Sections, list[int]]:
-        """Each a section of its own, whose elements draw as in their tensor, and which tensor that is."""
+        """Returns the chunks as sections that draw as in their whole tensor, and the tensor's number for each."""
         lengths: list[int] = []
         starts: list[int] = []
         tensors: list[int] = []
@@ -166,7 +173,7 @@ class THC(Compressor[Summand]):
 
 
 class Tiling(NamedTuple):
-    """How a tensor is cut into equal rectangles, seen as a matrix with zeros at its lower and right edges."""
+    """The cutting of a matrix into equal rectangles, with zeros beyond its lower and right edges."""
 
     rows: int
     columns: int
@@ -175,6 +182,7 @@ class Tiling(NamedTuple):
 
     @property
     def down(self) -> int:
+        """The rectangles along the rows' dimension."""
         return -(-self.rows // self.height)
 
     @property
@@ -187,7 +195,7 @@ class Tiling(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Elements of a rectangle."""
+        """The elements of a rectangle."""
         return self.height * self.width
 
 
@@ -195,17 +203,17 @@ class Tiling(NamedTuple):
 class Tiles:
     """The rectangles of all tensors of one shape, tensor by tensor."""
 
-    tiling: Tiling  # of each
-    places: tuple[int, ...]  # of the tensors among the segments
-    elements: slice  # of the coefficients
-    kept: slice  # of those that are sent
+    tiling: Tiling  # the same for each tensor
+    places: tuple[int, ...]  # the tensors' numbers among the segments
+    elements: slice  # their part of all coefficients
+    kept: slice  # their part of the coefficients that are sent
 
     @property
     def count(self) -> int:
         return len(self.places) * self.tiling.tiles
 
     def starts(self, device: torch.device) -> Tensor:
-        """Where each begins, (count, 1)."""
+        """Returns the index of each rectangle's first coefficient, (count, 1) int64."""
         size = self.tiling.size
         return torch.arange(self.elements.start, self.elements.stop, size, device=device)[:, None]
 
@@ -213,20 +221,20 @@ class Tiles:
 @register
 @dataclass(frozen=True)
 class DCTTopK(Compressor[Message]):
-    """The largest coefficients of each rectangle's discrete cosine transform. (DeMo: Peng et al., 2024)
+    """Keeps the largest coefficients of a discrete cosine transform of rectangles. (DeMo: Peng et al., 2024)
 
-    A tensor is seen as a matrix: its first dimension, and all others; a vector longer than `chunk`, and what a plan cut
-    out of a tensor, as rows of `chunk` elements. Each side is cut into as few equal pieces of at most `chunk` as there
-    can be, with zeros up to a whole piece (a multiple of `chunk` is cut into pieces of `chunk`, as in DeMo; its nearest
-    divisor of a prime side would be 1). Of a rectangle of `chunk` x `chunk`, `k` of its chunk^2 coefficients are kept;
-    of a smaller one the same share, at least one. The largest by magnitude; NaN is larger than infinity, and makes its
-    whole rectangle NaN.
-    The transform is orthonormal, so this is a contraction by kept / elements of a rectangle: wrap it in ErrorFeedback.
-    Wire: 2 bytes a coefficient for its place in the rectangle, and the coefficient in the type of the tensor.
+    A tensor is viewed as a matrix: its first dimension by all others. A vector longer than `chunk`, and a segment that
+    a plan cut out of a tensor, is viewed as rows of `chunk` elements. Each side is cut into the fewest equal pieces of
+    at most `chunk`, padded with zeros to whole pieces. (A multiple of `chunk` is cut into pieces of `chunk`, as in
+    DeMo. DeMo takes the nearest divisor of other sides, 1 for a prime.) Of a rectangle of `chunk` x `chunk`, the `k`
+    coefficients of the largest magnitude are kept; of a smaller one the same share, at least one. NaN is larger than
+    infinity, and makes its whole rectangle NaN.
+    The transform is orthonormal: a contraction by kept / elements of a rectangle. Wrap it in ErrorFeedback.
+    Wire: for each kept coefficient 2 bytes (the place in its rectangle), and its value in the dtype of the tensor.
     """
 
-    chunk: Annotated[int, Interval(ge=1, le=256)] = 64  # for 16-bit places
-    k: PositiveInt = 32
+    chunk: Annotated[int, Interval(ge=1, le=256)] = 64  # the longest side of a rectangle; places fit 16 bits
+    k: PositiveInt = 32  # coefficients that are kept of chunk^2
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -234,6 +242,7 @@ class DCTTopK(Compressor[Message]):
             raise ValueError(f"DCTTopK.k must be at most chunk^2 = {self.chunk**2}, got {self.k}")
 
     def tiling(self, shape: tuple[int, ...]) -> Tiling:
+        """Returns the rectangles of a tensor of this shape."""
         numel = math.prod(shape)
         if len(shape) >= 2:
             rows, columns = shape[0], numel // max(1, shape[0])
@@ -243,11 +252,11 @@ class DCTTopK(Compressor[Message]):
         return Tiling(rows, columns, height, width)
 
     def kept(self, tiling: Tiling) -> int:
-        """Coefficients of a rectangle."""
+        """Returns how many coefficients of each rectangle are sent."""
         return max(1, round(self.k * tiling.size / self.chunk**2))
 
     def num_coefficients(self, spec: FlatSpec) -> int:
-        """Those that are sent."""
+        """Returns how many coefficients of all tensors are sent."""
         return sum(tiling.tiles * self.kept(tiling) for tiling in map(self.tiling, spec.shapes))
 
     def law(self, spec: FlatSpec) -> Law:
@@ -279,7 +288,7 @@ class DCTTopK(Compressor[Message]):
         return out
 
     def sum_into(self, out: Tensor, payloads: Sequence[Message], scale: float = 1.0) -> None:
-        """Sums coefficients, and transforms their sum."""
+        """Overwrites `out`, (numel,) floating: adds up the coefficients, and transforms their sum back."""
         if not payloads:
             out.zero_()
             return
@@ -307,7 +316,7 @@ class DCTTopK(Compressor[Message]):
 
     @by_spec
     def _tiles(self, spec: FlatSpec) -> tuple[Tiles, ...]:
-        """Those of tensors of one shape after those of another."""
+        """Returns the rectangles of all tensors, one entry for each shape."""
         found: list[Tiles] = []
         begin = taken = 0
         for shape, places in alike(spec.shapes).items():
@@ -321,7 +330,7 @@ class DCTTopK(Compressor[Message]):
 
     @by_spec
     def _rectangles(self, spec: FlatSpec) -> tuple[Sections, tuple[int, ...]]:
-        """Each a section of the coefficients, and how many of it are sent."""
+        """Returns the rectangles as sections of all coefficients, and how many coefficients of each are sent."""
         lengths: list[int] = []
         counts: list[int] = []
         for tiles in self._tiles(spec):
@@ -335,14 +344,14 @@ class DCTTopK(Compressor[Message]):
         return (torch.int16, count), (spec.dtype, count)
 
     def _fields(self, payload: Message) -> tuple[Tensor, Tensor]:
-        """Places and values, as views of the message."""
+        """Returns the places, int16 holding uint16, and the values, (coefficients,) each, as views of the message."""
         places, values = fields(payload.data, *self._layout(payload.spec))
         return places, values
 
 
 @cache
 def cosines(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(n, n): the orthonormal discrete cosine transform, DCT-II; its transpose is the inverse."""
+    """Returns the orthonormal discrete cosine transform (DCT-II) as a matrix, (n, n); its transpose is the inverse."""
     angles = torch.outer(torch.arange(n, dtype=torch.float64), torch.arange(n, dtype=torch.float64) + 0.5)
     matrix = (angles * (math.pi / n)).cos() * math.sqrt(2 / n)
     matrix[0] = math.sqrt(1 / n)
@@ -350,7 +359,7 @@ def cosines(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _coefficients(x: Tensor, tiling: Tiling) -> Tensor:
-    """Of tensors that are rows of `x`: (tensors, tiles, height * width)."""
+    """Returns the coefficients of tensors, the rows of `x` (tensors, numel): (tensors, tiles, height * width)."""
     rows, columns, height, width = tiling
     tensors, numel = x.shape
     padded = x.new_zeros(tensors, tiling.down * height, tiling.across * width)
@@ -365,7 +374,10 @@ def _coefficients(x: Tensor, tiling: Tiling) -> Tensor:
 
 
 def _elements(coefficients: Tensor, tiling: Tiling) -> Tensor:
-    """Of tensors whose coefficients are rows: their elements, in order, and zeros where the last row is not full."""
+    """Returns the tensors of these coefficients, (tensors, rows * columns): the inverse of `_coefficients`.
+
+    `coefficients`: (tensors, tiles * height * width). Zeros follow the elements of a vector whose last row is not full.
+    """
     rows, columns, height, width = tiling
     tensors = len(coefficients)
     left, right = (cosines(side, coefficients.dtype, coefficients.device) for side in (height, width))

@@ -1,4 +1,4 @@
-"""Warm-up: other compressors, milder as a rule, for the first steps."""
+"""Warm-up: other compressors for the first steps, which usually send more."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ P = TypeVar("P", bound=Payload)
 @register
 @dataclass(frozen=True)
 class Warmup(Compressor[P]):
-    """One compressor after the other, by how often it compressed before. (Lin et al., 2018, for ratios of top-k)
+    """Uses several compressors one after the other, switching at given steps. (Lin et al., 2018, for ratios of top-k)
 
-    All make payloads of one kind and keep what they remember of each tensor side by side. Error feedback goes around
-    it, so that one residual lasts through all stages. Of contractions the law is the weakest, else the last stage's.
-    Wire: as the stage's of that step.
+    All compressors make payloads of one class; their states lie side by side in one `CompressorState`. Wrap the Warmup
+    in error feedback, not its compressors, so that one residual lasts through all of them. If all are contractions, the
+    law is the weakest one; otherwise the law of the last compressor.
+    Wire: as the compressor of the step.
     """
 
-    compressors: tuple[Compressor[P], ...]  # one a stage
-    starts: tuple[int, ...]  # the first step of each, of the first 0
+    compressors: tuple[Compressor[P], ...]
+    starts: tuple[int, ...]  # the first step of each compressor; ascending from 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -42,13 +43,16 @@ class Warmup(Compressor[P]):
                 f"got {starts}"
             )
         if any(isinstance(compressor, Feedback) for compressor in self.compressors):
-            raise ValueError("Warmup of compressors with feedback: put the feedback around the Warmup")
+            raise ValueError("Warmup of compressors with error feedback: put the feedback around the Warmup")
         kinds = {(each.traits.payload.__name__, each.traits.agrees) for each in self.compressors}
         if len(kinds) > 1:
-            raise ValueError(f"Warmup.compressors must make payloads of one kind, and all agree or none, got {kinds}")
+            raise ValueError(
+                "Warmup.compressors must all have the same traits `payload` and `agrees`, "
+                f"got {', '.join(f'{payload} (agrees: {agrees})' for payload, agrees in sorted(kinds))}"
+            )
 
     def at(self, step: int) -> Compressor[P]:
-        """The compressor of a step."""
+        """Returns the compressor of a step."""
         return self.compressors[bisect_right(self.starts, step) - 1]
 
     @property
@@ -68,14 +72,14 @@ class Warmup(Compressor[P]):
         )
 
     def num_agreed(self, spec: FlatSpec) -> int:
-        """The same in all stages."""
+        """Returns how many numbers the ranks agree on, which must be the same for all compressors."""
         return self.compressors[0].num_agreed(spec)
 
     def num_kept(self, spec: FlatSpec, step: int = 0) -> int:
         return self.at(step).num_kept(spec, step)
 
     def number_dtype(self, spec: FlatSpec) -> torch.dtype:
-        """The same in all stages."""
+        """Returns the dtype of the numbers of a `Summand`, which must be the same for all compressors."""
         return self.compressors[0].number_dtype(spec)
 
     def law(self, spec: FlatSpec) -> Law:
@@ -107,7 +111,7 @@ class Warmup(Compressor[P]):
     def sum_into(self, out: Tensor, payloads: Sequence[P], scale: float = 1.0) -> None:
         steps = {payload.step for payload in payloads}
         if len(steps) > 1:
-            raise ValueError(f"payloads to be summed must be of one step, got {sorted(steps)}")
+            raise ValueError(f"payloads that are summed must be of one step, got {sorted(steps)}")
         self.at(steps.pop() if steps else 0).sum_into(out, payloads, scale)
 
     def nbytes(self, spec: FlatSpec, step: int = 0) -> int:

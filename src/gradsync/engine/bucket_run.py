@@ -81,7 +81,10 @@ class BucketRun:
     def make(
         cls, bucket: Bucket, scheme: Scheme[Any], templates: Mapping[str, Tensor], device: torch.device, group: Group
     ) -> BucketRun:
-        """Allocates the memory of a bucket and the first state of its scheme; see `gradients_of`."""
+        """Allocates the memory of a bucket and the first state of its scheme.
+
+        `templates`: tensors with the shapes and strides of the parameters, by name, on any device, `meta` too.
+        """
         recording = RecordingGroup(group, Ledger())
         state = scheme.init(bucket, recording)
         # State is of elements by their index, whatever plans and memory formats it meets; so is what it is added to.
@@ -101,7 +104,11 @@ class BucketRun:
         self.waiting = set(self.bucket.names)
 
     def load(self, name: str, gradient: Tensor | None, *, used: bool) -> bool:
-        """Takes a parameter's gradient (see `Engine.load`); returns whether the bucket has all of its gradients."""
+        """Takes a parameter's gradient as `Engine.load` does; returns whether the bucket has all of its gradients.
+
+        Raises:
+            RuntimeError: for another dtype than the bucket's, or a parameter that was loaded in this step already.
+        """
         if gradient is not None and gradient.dtype is not self.bucket.dtype:
             raise RuntimeError(
                 f"the gradient of {name!r} is {gradient.dtype}, it was {self.bucket.dtype} when gradsync was "

@@ -167,10 +167,15 @@ class Engine:
         return self._require_step().due
 
     def load(self, name: str, gradient: Tensor | None, *, used: bool = True) -> None:
-        """Takes the ready gradient of a parameter (None or not `used`: this rank did not use the parameter).
+        """Takes the ready gradient of a parameter.
+
+        Args:
+            name: the parameter.
+            gradient: with the shape and dtype of the parameter, dense or sparse COO; None: zero.
+            used: whether this rank used the parameter in this step; a gradient without use is from an earlier backward.
 
         Raises:
-            RuntimeError: when the parameter became ready twice in one step.
+            RuntimeError: if the dtype changed, or the parameter became ready twice in one step.
         """
         running = self._require_step()
         if (listener := active()) is not None:
@@ -333,7 +338,14 @@ class Engine:
         return self._observer.layout_is_sparse(name)
 
     def unload(self, name: str, out: Tensor | None, *, sparse: bool) -> Tensor:
-        """Returns the synchronised gradient in the layout asked for; reuses `out` for parameters that the plan cut."""
+        """Returns the synchronised gradient of a parameter, with the parameter's shape and dtype.
+
+        Args:
+            name: the parameter.
+            out: a dense tensor with the parameter's shape and dtype, which may be overwritten and returned where the
+                gradient has no view in a bucket; None: allocate.
+            sparse: whether to return a sparse COO tensor.
+        """
         for run in self.bucket_runs.of(name):
             out = run.gradients.unload(name, out, sparse=sparse, shape=self.parameters[name].shape)
         assert out is not None

@@ -26,7 +26,7 @@ class StepListener:
         return False
 
     def take(self, engine: Any, name: str, gradient: Tensor | None, shape: tuple[int, ...]) -> None:
-        """Takes a ready gradient of this rank; None: this rank did not use the parameter."""
+        """Takes a ready gradient of this rank, of shape `shape`; None: this rank did not use the parameter."""
 
     def backward_ended(self, engine: Any) -> None:
         """Takes note that all gradients were taken."""

@@ -206,7 +206,10 @@ def _require_values(model: nn.Module, exclude: Sequence[str]) -> None:
 
 
 def buffers_of(model: nn.Module, exclude: Sequence[str]) -> dict[str, Tensor]:
-    """Returns the buffers that gradsync broadcasts, by name; none for DDP models, as DDP broadcasts its own."""
+    """Returns the buffers that gradsync broadcasts, by name, in any shape and dtype; none of DDP models.
+
+    DDP broadcasts its buffers itself.
+    """
     if isinstance(model, DistributedDataParallel):
         return {}
     return {name: buffer for name, buffer in model.named_buffers() if not matches(name, exclude)}

@@ -112,9 +112,10 @@ def _check_saved(size: int, state: object, references: Mapping[str, TensorSpec] 
 
 
 def companions(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
-    """Returns the tensors that the plan names beside parameters: buffers, and parameters for their optimiser state.
+    """Returns a tensor with the shape and dtype of each tensor that the plan names beside parameters.
 
-    The order matters for a plan's digest: parameters in model order, then these, sorted by name.
+    These are floating-point buffers, and optimiser states, for which the parameter stands. The order matters for a
+    plan's digest: parameters in model order, then these, sorted by name.
     """
     parameters = trainable_parameters(model)
     buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}

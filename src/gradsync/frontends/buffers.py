@@ -55,7 +55,7 @@ class Buffers:
         return any(module.training for module in modules if module is not None)
 
     def present(self, generation: int = 0) -> dict[str, Tensor]:
-        """Returns the buffers that are not excluded, by name, each once.
+        """Returns the buffers that are not excluded, by name, each once; they have any shape and dtype.
 
         Args:
             generation: a number that changes whenever modules have changed.
@@ -130,7 +130,7 @@ class Buffers:
 
 
 def why_not_broadcast(name: str, buffer: Tensor) -> str:
-    """Returns why a buffer cannot be broadcast and what to do, or ""."""
+    """Returns why a buffer (any shape and dtype) cannot be broadcast and what to do; "" if it can be."""
     kind = ""
     if isinstance(buffer, UninitializedTensorMixin):
         kind = "is not initialised yet: run a forward on every rank before attach(), or"

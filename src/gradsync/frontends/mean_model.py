@@ -50,7 +50,7 @@ def take_mean(
 
 
 def statistics_of(module: nn.Module) -> tuple[Tensor, Tensor] | None:
-    """Returns the running mean and variance of a batch normalisation; None for other modules."""
+    """Returns the running mean and variance of a batch normalisation, (features,) each; None for other modules."""
     mean, variance = (getattr(module, name, None) for name in ("running_mean", "running_var"))
     return (mean, variance) if isinstance(mean, Tensor) and isinstance(variance, Tensor) else None
 

@@ -1,16 +1,16 @@
-"""The inner loops: one function a kernel, in three versions, of which one is chosen for the process.
+"""Kernels: the inner loops of gradsync, each one function with three implementations, chosen for the process.
 
 `reference` (plain torch) defines what a kernel does; `native` (C++, CPU) and `triton` (CUDA) give the same bits faster.
 The functions here are the definitions, decorated by `choice.dispatched`; `sum_rows.reference` is one without.
-`auto`, the default, takes triton for tensors on a CUDA device and native for those on the CPU, where they can be loaded
-and know the dtypes, and says in one log line what cannot be loaded.
+`auto`, the default, takes triton for tensors on a CUDA device and native for tensors on the CPU, if the implementation
+can be loaded and knows the dtypes; one log line says what cannot be loaded.
 
 The caller owns every output. Where its size is known only after a look at the input, a kernel has two phases: the
 function counts and returns an object with `count`; its methods then write into buffers of that size. The object keeps
 its inputs alive; they must not change between the phases. Tensors are rows of adjacent elements: a row stride that is
 larger, as in a slice of columns, is fine. The native and Triton kernels never copy: any other stride, dtype, device or
 layout is a TypeError.
-A NaN stays a NaN in every conversion, but not which one.
+A NaN stays a NaN in every conversion, but its bits may change.
 """
 
 from .checks import PackedPositions as PackedPositions

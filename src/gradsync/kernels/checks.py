@@ -1,4 +1,4 @@
-"""Checks of the arguments of kernels: a ValueError or TypeError says what was got and what was expected."""
+"""Checks of the arguments of kernels: they raise ValueError or TypeError, with what was got and what was expected."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-Count = TypeVar("Count", int, float)  # of what is there, or is expected: the mean then
+Count = TypeVar("Count", int, float)  # a number of indices, or its expected value
 RowsPart = tuple[Int[Tensor, "nnz"], Float[Tensor, "nnz dim"]]
 Stripes = Sequence[tuple[int, int]]  # [start, stop) of columns
 SignScale = Literal["mean", "rms", "two", "one"]  # what signs are of: see `gradsync.kernels.pack_signs`
@@ -19,7 +19,7 @@ INT32_INDICES = 2**31  # tables up to this size have indices that fit int32
 MAX_OWNERS = 2**16
 MAX_ROTATED = 2**13  # elements of a chunk that a level-1 cache holds
 OFFSET_BITS = (8, 16)
-PADDING_BYTES = 8  # less than so many may follow packed positions
+PADDING_BYTES = 8  # fewer bytes than this may follow packed positions
 WORD_BITS = 64  # of a bitmap
 
 
@@ -28,19 +28,19 @@ _MOST_ELEMENTS = 1 << 62  # of a tensor: places and sums of lengths fit 64 bits
 
 @dataclass(frozen=True)
 class Sections:
-    """Tensors, or slices of tensors, end to end in a flat one.
+    """The lengths, places and seeds of tensors, or slices of tensors, that lie end to end in one flat tensor.
 
-    Scales and budgets are a section's own. What is drawn for an element depends on its section's seed and on its place
-    in the whole tensor, not on what lies beside it.
+    Each section has its own scales and its own number of selected elements. Random draws for an element depend on the
+    seed of its section and on its place in the whole tensor, not on the other sections.
     """
 
-    lengths: tuple[int, ...]  # their sum is the flat tensor's
+    lengths: tuple[int, ...]  # elements of each section; their sum is the length of the flat tensor
     starts: tuple[int, ...] = ()  # the place of each section's first element in its tensor; empty: 0
-    seeds: tuple[int, ...] = ()  # of each, 64 bits; empty: nothing is drawn
+    seeds: tuple[int, ...] = ()  # 64 bits for each section; empty: nothing is drawn
 
     @property
     def places(self) -> tuple[int, ...]:
-        """The starts of all sections."""
+        """The place of each section's first element in its tensor."""
         return self.starts or (0,) * len(self.lengths)
 
     def __post_init__(self) -> None:
@@ -57,52 +57,52 @@ class Sections:
 
 @dataclass(frozen=True)
 class PackedPositions:
-    """Ascending positions in a part, without duplicates, as they travel."""
+    """Ascending positions without duplicates in one part of a tensor, as packed bytes of a message."""
 
     packed: Tensor  # (packed_nbytes(count, size, bits),) uint8; some padding may follow
     count: int
-    bits: int  # a position: 1 a bitmap, 8 and 16 offsets as of `encode_offsets`, 32 and 64 the integers themselves
+    bits: int  # the format: 1 a bitmap, 8 and 16 offsets as in `encode_offsets`, 32 and 64 integers
 
 
 def describe(tensor: Tensor) -> str:
-    """Says what was got, for the message of an error."""
+    """Returns dtype, shape and device of a tensor of any shape, for error messages."""
     return f"{tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"
 
 
 def check_dtype(name: str, tensor: Tensor, *dtypes: torch.dtype) -> None:
-    """Refuses any other dtype."""
+    """Raises TypeError unless the tensor, of any shape, has one of the dtypes."""
     if tensor.dtype not in dtypes:
         expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise TypeError(f"{name} must be {expected}, got {describe(tensor)}")
 
 
 def check_indices(name: str, indices: Tensor) -> None:
-    """Refuses what is not a 1-D int64 or int32 tensor."""
+    """Raises unless `indices` is a 1-D int64 or int32 tensor."""
     check_dtype(name, indices, torch.int64, torch.int32)
     check_flat(name, indices)
 
 
 def check_some(kernel: str, parts: Sequence[object]) -> None:
-    """Refuses no part at all."""
+    """Raises ValueError if there is no part."""
     if not parts:
         raise ValueError(f"{kernel} needs at least one part (it may be empty), got none")
 
 
 def check_range(kernel: str, indices: Tensor, bound: int, bound_name: str, part: int = 0) -> None:
-    """Names the first index outside [0, bound). Reads the result back to the host."""
+    """Raises ValueError with the first of `indices`, 1-D, outside [0, bound). Waits for the device."""
     outside = indices[(indices < 0) | (indices.long() >= bound)]  # int32 cannot be compared with a larger bound
     if len(outside) > 0:
         raise ValueError(f"{kernel}: index {outside[0]} of part {part} is outside [0, {bound_name}={bound})")
 
 
 def check_size(name: str, size: int) -> None:
-    """Refuses a negative number of rows or elements."""
+    """Raises ValueError for a negative number of rows or elements."""
     if size < 0:
         raise ValueError(f"{name} must not be negative, got {size}")
 
 
 def check_floating(name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> None:
-    """Refuses integers and, where a dtype is given, any other."""
+    """Raises TypeError unless the tensor, of any shape, is floating point and, if `dtype` is given, of this dtype."""
     if not tensor.is_floating_point():
         raise TypeError(f"{name} must be floating point, got {describe(tensor)}")
     if dtype is not None and tensor.dtype != dtype:
@@ -110,26 +110,30 @@ def check_floating(name: str, tensor: Tensor, dtype: torch.dtype | None = None) 
 
 
 def check_shape(name: str, tensor: Tensor, *shape: int) -> None:
-    """Refuses any other shape."""
+    """Raises ValueError unless the tensor has this shape."""
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} must be of shape {shape}, got {describe(tensor)}")
 
 
 def check_flat(name: str, tensor: Tensor) -> None:
-    """Refuses what is not 1-D."""
+    """Raises ValueError unless the tensor is 1-D."""
     if tensor.ndim != 1:
         raise ValueError(f"{name} must be 1-D, got {describe(tensor)}")
 
 
 def check_matrix(name: str, tensor: Tensor) -> None:
-    """Refuses what is not a 2-D floating-point tensor."""
+    """Raises unless the tensor is 2-D and floating point."""
     check_floating(name, tensor)
     if tensor.ndim != 2:
         raise ValueError(f"{name} must be 2-D, got {describe(tensor)}")
 
 
 def section_lengths(x: Tensor, sections: Sections | None) -> tuple[int, ...]:
-    """The lengths of the sections of `x`, by default it is one; refuses others than its elements."""
+    """Returns the lengths of the sections of `x`, (numel,); without sections `x` is one.
+
+    Raises:
+        ValueError: if the lengths do not add up to the elements of `x`.
+    """
     lengths = (x.numel(),) if sections is None else sections.lengths
     if sum(lengths) != x.numel():
         raise ValueError(f"sections must be of x's {x.numel()} elements, got {sum(lengths)}")
@@ -137,7 +141,11 @@ def section_lengths(x: Tensor, sections: Sections | None) -> tuple[int, ...]:
 
 
 def section_counts(indices: Tensor, lengths: tuple[int, ...], counts: Sequence[int] | None) -> tuple[int, ...]:
-    """How many of each section are wanted, by default as many as there are indices; refuses more than there are."""
+    """Returns how many elements to select of each section: `counts`, or for one section the length of `indices`, 1-D.
+
+    Raises:
+        ValueError: if a section has fewer elements, or the number of counts is not that of sections.
+    """
     if counts is None:
         if len(lengths) != 1:
             raise ValueError(f"counts must be one for each of {len(lengths)} sections, got none")
@@ -153,7 +161,7 @@ def section_counts(indices: Tensor, lengths: tuple[int, ...], counts: Sequence[i
 
 
 def check_index_out(name: str, out: Tensor, count: int, bound: int) -> None:
-    """Refuses an output that cannot hold `count` indices below `bound`."""
+    """Raises unless `out` has the shape (count,) and an integer dtype that holds indices below `bound`."""
     check_indices(name, out)
     check_shape(name, out, count)
     if out.dtype == torch.int32 and bound > INT32_INDICES:
@@ -161,13 +169,13 @@ def check_index_out(name: str, out: Tensor, count: int, bound: int) -> None:
 
 
 def check_sections(name: str, tensor: Tensor, sections: Sections) -> None:
-    """Refuses what is not a flat floating-point tensor of all the sections."""
+    """Raises unless the tensor is floating point and flat, (numel,), with the elements of all sections."""
     check_floating(name, tensor)
     check_shape(name, tensor, sum(sections.lengths))
 
 
 def check_stripes(name: str, tensors: Sequence[Tensor], stripes: Stripes, rows: int, dim: int) -> None:
-    """Refuses stripes outside the columns, and tensors that are not (rows, columns of their stripe)."""
+    """Raises ValueError unless each stripe lies in `dim` columns and its tensor is (rows, columns of the stripe)."""
     if len(tensors) != len(stripes):
         raise ValueError(f"one stripe per array is needed, got {len(stripes)} stripes and {len(tensors)} arrays")
     for tensor, (start, stop) in zip(tensors, stripes, strict=True):
@@ -177,20 +185,23 @@ def check_stripes(name: str, tensors: Sequence[Tensor], stripes: Stripes, rows: 
 
 
 def check_owners(n: int) -> None:
-    """Refuses a number of owners that the rotated stripe does not know."""
+    """Raises ValueError unless the number of owners is in [1, MAX_OWNERS]."""
     if not 1 <= n <= MAX_OWNERS:
         raise ValueError(f"the number of owners must be in [1, {MAX_OWNERS}], got {n}")
 
 
 def check_owner(owner: int, n: int) -> None:
-    """Refuses what is none of n owners."""
+    """Raises ValueError unless `owner` is in [0, n)."""
     check_owners(n)
     if not 0 <= owner < n:
         raise ValueError(f"owner must be in [0, {n}), got {owner}")
 
 
 def check_ascending(kernel: str, name: str, indices: Tensor, *, strictly: bool = False) -> None:
-    """Names the first pair that is out of order or, strictly, equal. Reads the result back to the host."""
+    """Raises ValueError with the first pair of `indices`, 1-D, that descends or (`strictly`) is equal.
+
+    Waits for the device.
+    """
     before, after = indices[:-1], indices[1:]
     descents = (after <= before if strictly else after < before).nonzero().flatten()
     if len(descents) > 0:
@@ -199,29 +210,33 @@ def check_ascending(kernel: str, name: str, indices: Tensor, *, strictly: bool =
 
 
 def num_blocks(size: int, bits: int) -> int:
-    """Blocks of block offsets of so many bits."""
+    """Returns the number of blocks of 2^bits indices in [0, size), for block offsets of 8 or 16 bits.
+
+    Raises:
+        ValueError: for other bits.
+    """
     if bits not in OFFSET_BITS:
         raise ValueError(f"bits must be 8 or 16, got {bits}")
     return -(-size >> bits)
 
 
 def unary_nbytes(count: Count, blocks: int) -> Count:
-    """The bytes of the unary counts of so many blocks with `count` indices."""
+    """Returns the bytes of unary counts: one bit for each of `count` indices and one for each block."""
     return -(-(count + blocks) // 8)
 
 
 def counts_nbytes(count: Count, blocks: int, bits: int) -> Count:
-    """The bytes before the offsets, which say how many each block has."""
+    """Returns the bytes of the counts of indices of all blocks, which stand before the offsets."""
     return 4 * blocks if bits == 16 else min(blocks, unary_nbytes(count, blocks))
 
 
 def offsets_nbytes(count: Count, size: int, bits: int) -> Count:
-    """The bytes of `count` indices of [0, size) as block offsets of 8 or 16 bits; see `encode_offsets`."""
+    """Returns the bytes of `count` indices in [0, size) as block offsets of 8 or 16 bits; see `encode_offsets`."""
     return counts_nbytes(count, num_blocks(size, bits), bits) + count * (bits // 8)
 
 
 def packed_nbytes(count: Count, size: int, bits: int) -> Count:
-    """The bytes of `count` positions of [0, size); see `PackedPositions`."""
+    """Returns the bytes of `count` positions in [0, size); see `PackedPositions`."""
     if bits in OFFSET_BITS:
         return offsets_nbytes(count, size, bits)
     if bits not in (1, 32, 64):
@@ -230,13 +245,13 @@ def packed_nbytes(count: Count, size: int, bits: int) -> Count:
 
 
 def check_each(name: str, items: Sequence[object], parts: int) -> None:
-    """Refuses more or fewer than one for each part."""
+    """Raises ValueError unless there is one item for each part."""
     if len(items) != parts:
         raise ValueError(f"one of {name} for each part is needed, got {len(items)} for {parts}")
 
 
 def check_packed(positions: PackedPositions, size: int) -> None:
-    """Refuses what is not as large as so many positions of [0, size) are."""
+    """Raises unless the packed bytes have the size of `count` positions in [0, size)."""
     packed, count, bits = positions.packed, positions.count, positions.bits
     check_dtype("packed", packed, torch.uint8)
     if not 0 <= count <= size:
@@ -247,29 +262,29 @@ def check_packed(positions: PackedPositions, size: int) -> None:
 
 
 def check_message(name: str, message: Tensor, count: int, size: int, bits: int) -> None:
-    """Refuses what is not the block offsets of so many indices."""
+    """Raises unless `message` is uint8 of the shape (offsets_nbytes(count, size, bits),)."""
     check_dtype(name, message, torch.uint8)
     check_shape(name, message, offsets_nbytes(count, size, bits))
 
 
 def check_positions(positions: Tensor) -> None:
-    """Refuses local positions that are not 1-D int32."""
+    """Raises unless the positions in an owner's part are 1-D int32."""
     check_dtype("positions", positions, torch.int32)
     check_flat("positions", positions)
 
 
 def check_rotated_size(size: int, n: int) -> None:
-    """Refuses a size with local positions beyond int32."""
+    """Raises ValueError if a position in one of `n` owners' parts of [0, size) does not fit int32."""
     check_size("size", size)
     if size > n * INT32_INDICES:
         raise ValueError(f"size must be at most {n} * 2^31, for local positions to fit int32, got {size}: split it")
 
 
 def check_parts(parts: Sequence[RowsPart], num_rows: int) -> None:
-    """Checks what `sum_rows` needs of its arguments, except the range of the indices.
+    """Checks the arguments of `sum_rows`, except the range of the indices.
 
     Raises:
-        ValueError: no part at all, shapes that do not fit together, more than one device, a negative `num_rows`.
+        ValueError: no part, shapes that do not fit together, more than one device, a negative `num_rows`.
         TypeError: indices that are not int64 or int32, values that are not floating point or of different dtypes.
     """
     check_some("sum_rows", parts)
@@ -292,10 +307,21 @@ def check_parts(parts: Sequence[RowsPart], num_rows: int) -> None:
 def check_union_sum(
     lengths: Sequence[int], values: Sequence[Tensor], outs: Sequence[Tensor], stripes: Stripes | None, count: int
 ) -> Stripes:
-    """Refuses what is not summed with a union of `count` rows of parts of these lengths.
+    """Checks the arguments of `RowUnion.sum` for a union of `count` rows.
+
+    Args:
+        lengths: the rows of each part.
+        values: (length, dim) for each part, floating, of one dtype.
+        outs: (count, columns of its stripe) for each stripe, in that dtype.
+        stripes: the columns [start, stop) of each output; None: one stripe of all columns.
+        count: rows of the union.
 
     Returns:
-        The stripes: by default, one of all columns.
+        The stripes.
+
+    Raises:
+        ValueError: shapes that do not fit, stripes outside the columns.
+        TypeError: different dtypes.
     """
     if len(values) != len(lengths):
         raise ValueError(
@@ -311,7 +337,10 @@ def check_union_sum(
 
 
 def check_gathered(outs: Sequence[Tensor], stripes: Stripes | None, count: int, values: Tensor) -> Stripes:
-    """Refuses outputs that cannot hold stripes of `count` rows like those of `values`. Returns as `check_union_sum`."""
+    """Checks that each of `outs` is (count, columns of its stripe), in the dtype of `values`, (rows, dim).
+
+    Returns and raises as `check_union_sum`.
+    """
     stripes = [(0, values.shape[1])] if stripes is None else stripes
     check_stripes("outs", outs, stripes, count, values.shape[1])
     for out in outs:
@@ -320,7 +349,7 @@ def check_gathered(outs: Sequence[Tensor], stripes: Stripes | None, count: int, 
 
 
 def check_join(parts: Sequence[Tensor], stripes: Stripes, out: Tensor) -> None:
-    """Refuses stripes of columns that `join_columns` cannot put together."""
+    """Checks the arguments of `join_columns`; raises as this does."""
     check_matrix("out", out)
     check_stripes("parts", parts, stripes, *out.shape)
     for part in parts:
@@ -328,7 +357,7 @@ def check_join(parts: Sequence[Tensor], stripes: Stripes, out: Tensor) -> None:
 
 
 def check_scatter(indices: Tensor, values: Tensor, dense: Tensor) -> None:
-    """Refuses rows that are not those of `dense`, whatever their indices."""
+    """Checks the shapes and dtypes of the arguments of `scatter_rows`, not the range of indices; raises likewise."""
     check_indices("indices", indices)
     check_matrix("dense", dense)
     check_floating("values", values, dense.dtype)
@@ -336,7 +365,13 @@ def check_scatter(indices: Tensor, values: Tensor, dense: Tensor) -> None:
 
 
 def rows_buffers(out: RowsPart | None, count: int, first: Tensor) -> RowsPart:
-    """Indices (count,) and values (count, dim) like `first`: the first rows of the caller's buffers, or new ones."""
+    """Returns room for `count` rows: indices, (count,), and values, (count, dim) with dtype and dim of `first`.
+
+    These are the first rows of the caller's buffers `out`, or new tensors.
+
+    Raises:
+        ValueError: if `out` has fewer rows.
+    """
     if out is None:
         indices = torch.empty(count, dtype=torch.int64, device=first.device)
         return indices, first.new_empty(count, first.shape[1])
@@ -349,19 +384,26 @@ def rows_buffers(out: RowsPart | None, count: int, first: Tensor) -> RowsPart:
 
 
 def check_block(block: int) -> None:
-    """Refuses a negative number of elements."""
+    """Raises ValueError unless a block has between 0 and 2^62 elements."""
     if not 0 <= block < _MOST_ELEMENTS:
         raise ValueError(f"block must be in [0, 2^62), got {block} (0: a section is one block)")
 
 
 def section_blocks(sections: Sections, block: int) -> int:
-    """How many blocks of so many elements, the last of a section maybe shorter; 0: a section is one block."""
+    """Returns the number of blocks of `block` elements in all sections (0: a section is one block).
+
+    The last block of a section may be shorter.
+    """
     check_block(block)
     return sum(-(-length // (block or max(length, 1))) for length in sections.lengths)
 
 
 def sign_scales_shape(sections: Sections, *, block: int, scale: SignScale) -> tuple[int, ...]:
-    """The shape of the scales of `pack_signs`."""
+    """Returns the shape of the scales of `pack_signs`: (blocks,), for "two" (blocks, 2), for "one" (0,).
+
+    Raises:
+        ValueError: for an unknown `scale`, or a negative block.
+    """
     if scale not in get_args(SignScale):
         raise ValueError(f"scale must be {', '.join(get_args(SignScale))}, got {scale!r}")
     if scale == "one":
@@ -371,7 +413,7 @@ def sign_scales_shape(sections: Sections, *, block: int, scale: SignScale) -> tu
 
 
 def check_signs(words: Tensor, scales: Tensor, sections: Sections, block: int, scale: SignScale) -> None:
-    """Refuses what are not the signs and scales of the sections."""
+    """Raises unless `words`, (ceil(numel / 8),) uint8, and `scales`, float32, have the shapes of `pack_signs`."""
     check_dtype("words", words, torch.uint8)
     check_shape("words", words, -(-sum(sections.lengths) // 8))
     check_floating("scales", scales, torch.float32)
@@ -379,7 +421,7 @@ def check_signs(words: Tensor, scales: Tensor, sections: Sections, block: int, s
 
 
 def check_residuals(x: Tensor, residual: Tensor | None, next_residual: Tensor | None, dtype: torch.dtype) -> None:
-    """Refuses one without the other, and what is not like `x` but of `dtype`."""
+    """Raises unless both residuals are None, or both have the shape of `x`, (numel,), and `dtype`."""
     if (residual is None) != (next_residual is None):
         raise ValueError("residual and next_residual belong together, got one of them")
     for name, tensor in (("residual", residual), ("next_residual", next_residual)):

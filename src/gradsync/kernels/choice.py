@@ -1,4 +1,4 @@
-"""The choice of a kernel's version: the one asked for, else by where the tensors are and what can be loaded."""
+"""The choice of a kernel's version: the implementation asked for, else by device, dtypes and what can be loaded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _fallback_logged = False
 
 
 class Kernel(Protocol[P, R]):
-    """A kernel: a call runs the version that was asked for or fits the arguments."""
+    """A kernel as callers see it: a call runs the version that `use` chose, or that fits the arguments."""
 
     reference: Callable[P, R]  # the definition, in torch operations
     __name__: str
@@ -34,17 +34,18 @@ class Kernel(Protocol[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
 
 
-KERNELS: dict[str, Kernel[..., Any]] = {}  # all that are decorated, by name
+KERNELS: dict[str, Kernel[..., Any]] = {}  # all functions decorated by `dispatched`, by name
 
 
 def dispatched(*tensors: str, entries: str | None = None) -> Callable[[Callable[P, R]], Kernel[P, R]]:
-    """Makes the definition of a kernel, in `reference/`, the kernel: a call runs one of its versions.
+    """Turns the definition of a kernel, in `reference/`, into a function that runs one of its versions.
 
-    The others have the name of the definition and stand in the file of its file's name, in `cpu/` and in `triton/`.
+    The other versions have the same name, in the file with the same name in `cpu/` and in `triton/`.
 
     Args:
-        tensors: parameters whose tensors decide by device, dtype and layout. They may be lists, or None.
-        entries: the parameter that is, or has, as many rows or elements as the native version needs bits for.
+        tensors: the parameters whose tensors decide by device, dtype and layout. They may be lists, or None.
+        entries: the parameter with the number of rows or elements that the native version makes a bitmap of: an int,
+            or a tensor with this many rows or elements.
     """
 
     def decorate(definition: Callable[P, R]) -> Kernel[P, R]:
@@ -78,7 +79,7 @@ def dispatched(*tensors: str, entries: str | None = None) -> Callable[[Callable[
 
 
 def _tensors_in(value: Any) -> list[Tensor]:
-    """All tensors of an argument; for a device, one that is there."""
+    """Returns all tensors of an argument; for a device, an empty tensor on it."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, PackedPositions):
@@ -95,11 +96,11 @@ def _entries_of(value: Any) -> int:
 
 
 def use(implementation: Implementation) -> ExitStack:
-    """Chooses the implementation of every kernel, for the whole process; as a `with` block, until its end.
+    """Chooses the implementation of every kernel for the whole process; in a `with` statement, until its end.
 
     Raises:
-        ImportError: `native` was asked for and is not built, or `triton` and Triton cannot be imported.
-        ValueError: an unknown name.
+        ImportError: for `native` if it is not built, for `triton` if Triton cannot be imported.
+        ValueError: for an unknown name.
     """
     if implementation not in ("native", "triton", "reference", "auto"):
         raise ValueError(f"implementation must be native, triton, reference or auto, got {implementation!r}")
@@ -114,7 +115,10 @@ def use(implementation: Implementation) -> ExitStack:
 
 
 def active() -> str:
-    """The implementation in use, under `auto` that on the CPU: a kernel may still run as another, see above."""
+    """Returns the implementation that `use` chose; under `auto`, the one for tensors on the CPU.
+
+    A call may still run another one, by its tensors (see `gradsync.kernels`) or if a kernel lacks this version.
+    """
     if _requested != "auto":
         return _requested
     try:
@@ -126,7 +130,13 @@ def active() -> str:
 
 
 def pick(kernel: str, tensors: Sequence[Tensor], entries: int = 0) -> Callable[..., Any]:
-    """The version of a kernel for these tensors, of a table with so many rows or elements."""
+    """Returns the version of a kernel that runs for these tensors.
+
+    Args:
+        kernel: the name.
+        tensors: in any shapes and dtypes.
+        entries: rows or elements that the native version would make a bitmap of.
+    """
     if _requested == "triton" or (_requested == "auto" and device.supports(tensors)):
         return _on_device(kernel)
     if active() == "reference" or (_requested == "auto" and not native.supports(tensors, entries)):
@@ -136,10 +146,10 @@ def pick(kernel: str, tensors: Sequence[Tensor], entries: int = 0) -> Callable[.
 
 @functools.cache
 def version(package: str, kernel: str) -> Callable[..., Any]:
-    """The version of a kernel in `cpu` or `triton`, or the definition where there is none.
+    """Returns the version of a kernel in the package `cpu` or `triton`, or the definition if there is none.
 
     Raises:
-        AttributeError: there is no such kernel.
+        AttributeError: if there is no such kernel.
     """
     if kernel not in KERNELS:
         raise AttributeError(f"gradsync.kernels.{package} has no kernel {kernel!r}")
@@ -152,7 +162,7 @@ def version(package: str, kernel: str) -> Callable[..., Any]:
 
 
 def _on_device(kernel: str) -> Callable[..., Any]:
-    """Triton's version of a kernel; where Triton is missing, the definition, whose torch operations run there."""
+    """Returns Triton's version of a kernel; without Triton, the definition, whose torch operations run on CUDA too."""
     try:
         device.load()
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""The kernels for CUDA, imported when first used, and the tensors that they take. Torch for CUDA brings Triton."""
+"""Loading of the Triton kernels for CUDA at first use. Torch for CUDA brings Triton."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from gradsync.kernels.native import DTYPES
 
 @functools.cache
 def load() -> ModuleType:
-    """The kernels in Triton.
+    """Returns the package of Triton kernels.
 
     Raises:
-        ImportError: there is no Triton; the message says what to do.
+        ImportError: if there is no Triton; the message says what to do.
     """
     try:
         return importlib.import_module("gradsync.kernels.triton")
@@ -29,7 +29,7 @@ def load() -> ModuleType:
 
 
 def supports(tensors: Sequence[Tensor]) -> bool:
-    """Whether the tensors are on a CUDA device, there are any, and Triton's kernels know their dtypes and layout."""
+    """Whether there are tensors, in any shapes, all on CUDA, in dtypes and layouts that the Triton kernels take."""
     for t in tensors:
         if not (t.is_cuda and t.dtype in DTYPES and t.layout is torch.strided and not t.is_neg()):
             return False

@@ -1,4 +1,4 @@
-"""Random draws for whole sections, made before the first element: the same for every implementation."""
+"""Random draws for whole sections, which all implementations make in Python before they start."""
 
 from __future__ import annotations
 
@@ -9,44 +9,44 @@ from typing import NamedTuple
 from gradsync.kernels.checks import MAX_ROTATED, Sections
 
 _WORD = 2**32 - 1
-_ROW_KEY = 0x9E3779B97F4A7C15  # keys of one seed are so far apart
+_ROW_KEY = 0x9E3779B97F4A7C15  # the distance between the keys of one seed
 GOLDEN = 0x9E3779B9
-MOST_LANES = 32  # that a draw has signs for
+MOST_LANES = 32  # neighbours that share one draw of a count sketch: 32 bits give 32 signs
 MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
 
 
 def mixed(h: int) -> int:
-    """32 bits, each of which depends on all of `h` (Wellons' lowbias32)."""
+    """Returns 32 bits, each of which depends on all bits of `h` (Wellons' lowbias32)."""
     h = (h ^ h >> 16) * MULTIPLIERS[0] & _WORD
     h = (h ^ h >> 15) * MULTIPLIERS[1] & _WORD
     return h ^ h >> 16
 
 
 def draw(place: int, seed: int) -> int:
-    """32 bits for one element; see `gradsync.kernels.reference.draws`."""
+    """Returns the 32 random bits of the element at `place`; see `gradsync.kernels.reference.draws`."""
     first = mixed((place ^ seed) & _WORD)
     return mixed(first + (seed >> 32) + (place >> 32) * GOLDEN & _WORD)
 
 
 class RunDraw(NamedTuple):
-    """How `taken` of a section's `runs` of neighbours are drawn: by a permutation of [0, a) x [0, b)."""
+    """The parameters of the draws of `random_k` in one section: runs by a permutation of [0, a) x [0, b)."""
 
-    offset: int  # of the section in the flat tensor
-    length: int
-    taken: int
-    run: int  # elements of one
-    runs: int
-    shift: int  # where the first run begins; the section is a ring to them
+    offset: int  # the place of the section in the flat tensor
+    length: int  # elements of the section
+    taken: int  # runs that are drawn
+    run: int  # elements of a run
+    runs: int  # runs of the section
+    shift: int  # where the first run begins; the section is seen as a ring
     a: int
     b: int
-    key: int
+    key: int  # of the permutation
 
 
 def run_draws(sections: Sections, counts: Sequence[int], block: int) -> list[RunDraw]:
-    """One for each section.
+    """Returns the parameters of the draws of `random_k` for each section.
 
     Raises:
-        ValueError: no seeds, more runs than there are, or a block that is not positive.
+        ValueError: without seeds, for more runs than there are, or for a block that is not positive.
     """
     if block < 1:
         raise ValueError(f"block must be at least 1, got {block}")
@@ -69,17 +69,17 @@ def run_draws(sections: Sections, counts: Sequence[int], block: int) -> list[Run
 
 
 class Rotation(NamedTuple):
-    """`chunks`, one after the other, of 2^bits elements that are rotated together."""
+    """A number of adjacent chunks of 2^bits elements, each of which `hadamard` rotates as a whole."""
 
-    begin: int  # in the flat tensor
-    place: int  # in its tensor
+    begin: int  # the first element's index in the flat tensor
+    place: int  # the first element's index in its own tensor
     seed: int
     bits: int
     chunks: int
 
 
 def rotations(sections: Sections, chunk: int) -> Iterator[Rotation]:
-    """Cuts each section into as many chunks of `chunk` elements as it has, then powers of two in descending order."""
+    """Yields the chunks of each section: whole ones of `chunk` elements, then powers of two in descending order."""
     begin = 0
     for length, start, seed in zip(sections.lengths, sections.places, sections.seeds, strict=True):
         done = 0
@@ -92,14 +92,18 @@ def rotations(sections: Sections, chunk: int) -> Iterator[Rotation]:
 
 
 def rotation_sizes(lengths: Sequence[int], chunk: int) -> list[int]:
-    """Elements of each chunk that `hadamard` rotates."""
+    """Returns the elements of each chunk that `hadamard` rotates, for tensors of these lengths.
+
+    Raises:
+        ValueError: if `chunk` is not a power of two in [1, MAX_ROTATED].
+    """
     sections = Sections(tuple(lengths), seeds=(0,) * len(lengths))
     check_rotation(sections, chunk)
     return [1 << rotation.bits for rotation in rotations(sections, chunk) for _ in range(rotation.chunks)]
 
 
 def check_rotation(sections: Sections, chunk: int) -> None:
-    """Refuses chunks that are not powers of two in [1, MAX_ROTATED], and sections without seeds."""
+    """Raises ValueError unless `chunk` is a power of two in [1, MAX_ROTATED] and each section has a seed."""
     if not 1 <= chunk <= MAX_ROTATED or chunk & (chunk - 1):
         raise ValueError(f"chunk must be a power of two up to {MAX_ROTATED}, got {chunk}")
     if len(sections.seeds) != len(sections.lengths):
@@ -109,22 +113,31 @@ def check_rotation(sections: Sections, chunk: int) -> None:
 
 
 def most_lanes(columns: int) -> int:
-    """The largest power of two up to the root of a row, and 32: no more lanes than windows."""
+    """Returns the largest power of two that is at most 32 and the square root of `columns`, the counters of a row.
+
+    So a row has at least as many windows as a window has lanes, see `count_sketch`.
+    """
     return min(MOST_LANES, 1 << max(math.isqrt(columns).bit_length() - 1, 0))
 
 
 def sketch_lanes(columns: int) -> int:
-    """Neighbours that share the draws of a count sketch: the largest such power of two that divides a row."""
+    """Returns how many neighbours share a draw of a count sketch with `columns` counters in a row.
+
+    This is the largest power of two up to `most_lanes` that divides `columns`.
+    """
     return math.gcd(columns, most_lanes(columns))
 
 
 def sketch_keys(seed: int, row: int) -> tuple[int, int]:
-    """The keys that a row draws its counters and its signs by."""
+    """Returns the keys of a row of a count sketch: of the draws of its counters, and of its signs."""
     return (seed + 2 * row * _ROW_KEY) % 2**64, (seed + (2 * row + 1) * _ROW_KEY) % 2**64
 
 
 def check_sketch(sections: Sections, columns: Sequence[int], rows: int) -> None:
-    """Refuses sections without seeds or counters, and more of them than a draw tells apart."""
+    """Raises ValueError unless `rows` is positive and each section has a seed and, if not empty, counters.
+
+    A row has fewer than 2^31 counters of a section, as many as a draw of 32 bits can tell apart.
+    """
     if rows < 1:
         raise ValueError(f"rows must be positive, got {rows}")
     if len(sections.seeds) != len(sections.lengths):
@@ -137,6 +150,6 @@ def check_sketch(sections: Sections, columns: Sequence[int], rows: int) -> None:
 
 
 def check_median(rows: int) -> None:
-    """Refuses as many rows as have no middle one."""
+    """Raises ValueError for an even number of rows, as their median is no row's value."""
     if rows % 2 == 0:
         raise ValueError(f"rows must be odd, for a median, got {rows}")

@@ -1,4 +1,4 @@
-"""Codes of few bits: the numbers they stand for, how they lie in memory, and how many bytes they take."""
+"""Grids: the numbers that codes of few bits stand for, the layout of the codes in memory, and their size in bytes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Literal
 
 from gradsync.kernels.checks import Sections
 
-MOST_LEVELS = {8: 127, 4: 7, 2: 1}  # of a code of so many bits, on either side of zero
+MOST_LEVELS = {8: 127, 4: 7, 2: 1}  # bits of a code -> levels on each side of zero
 FLOATS = {"e4m3": 448.0, "e5m2": 57344.0, "exponent": 1.0}  # the largest number; `exponent` has no scale
-SMALLEST_EXPONENT, LARGEST_EXPONENT = -109, 16  # of `exponent`: codes 1 to 126
+SMALLEST_EXPONENT, LARGEST_EXPONENT = -109, 16  # powers of two of `exponent`: codes 1 to 126
 SCALES = ("max", "norm", "given")
 
 Rounding = Literal["nearest", "stochastic", "e4m3", "e5m2", "exponent"]
@@ -20,13 +20,13 @@ Scale = Literal["max", "norm", "given", "none"]
 
 @dataclass(frozen=True)
 class Grid:
-    """Whole levels -s to s of the scale of a block: an element x counts as round(s x / scale) * scale / s."""
+    """An even grid: an element x is rounded to one of 2 s + 1 levels, round(s x / scale) * scale / s."""
 
     levels: int  # s
-    bits: int = 8  # of a code: 8, 4 (s up to 7) or 2 (s = 1)
+    bits: int = 8  # bits of a code: 8, 4 (s up to 7) or 2 (s = 1)
     block: int = 0  # elements of a section that share a scale; 0: the whole section
-    scale: Scale = "max"  # of magnitudes; "norm": the Euclidean norm; "given": brought by the caller
-    stochastic: bool = False  # rounds up as likely as the fraction says; False: to the nearest, ties to even
+    scale: Scale = "max"  # of a block: "max" the largest magnitude, "norm" the Euclidean norm, "given" by the caller
+    stochastic: bool = False  # round up with a probability equal to the fraction; False: to nearest, ties to even
 
     def __post_init__(self) -> None:
         if self.bits not in MOST_LEVELS:
@@ -41,7 +41,7 @@ class Grid:
 
     @property
     def top(self) -> float:
-        """The level of an element as large as the scale."""
+        """The level of an element that equals the scale."""
         return float(self.levels)
 
     @property
@@ -51,11 +51,11 @@ class Grid:
 
 @dataclass(frozen=True)
 class FloatGrid:
-    """Floating-point numbers of 8 bits, times a scale of the block that makes its largest magnitude the largest number.
+    """A grid of 8-bit floats times the scale of a block, which maps its largest magnitude to the largest float.
 
-    `e4m3` (no infinity, up to 448) and `e5m2` (up to 57344) are those of the OCP specification, rounded to the nearest,
-    ties to even. `exponent` is a sign and a power of two, 2^-109 to 2^16, with no scale: rounded to a neighbouring one
-    with the probability that keeps the mean; above, it is the largest, and below half the smallest, as a rule zero.
+    `e4m3` (no infinity, up to 448) and `e5m2` (up to 57344) follow the OCP specification, rounded to nearest, ties to
+    even. `exponent` is a sign and a power of two, 2^-109 to 2^16, without a scale: rounded to one of the neighbouring
+    powers with the probability that keeps the mean. Magnitudes above 2^16 become 2^16, below 2^-110 usually zero.
     """
 
     format: Literal["e4m3", "e5m2", "exponent"]
@@ -86,16 +86,16 @@ AnyGrid = Grid | FloatGrid
 
 @dataclass(frozen=True)
 class Run:
-    """Blocks of one length, side by side in a section."""
+    """Adjacent blocks of one length in a section, with the places of their elements, codes and scales."""
 
-    begin: int  # of the elements in the flat tensor
-    place: int  # of the first in its tensor
+    begin: int  # index of the first element in the flat tensor
+    place: int  # index of the first element in its own tensor
     seed: int
     blocks: int
     length: int  # elements of each block
-    codes: int  # the first byte
-    scale: int  # the first block
-    nbytes: int  # of the codes of a block
+    codes: int  # index of the first byte of codes
+    scale: int  # index of the first scale
+    nbytes: int  # bytes of the codes of a block
 
     @property
     def elements(self) -> slice:
@@ -111,7 +111,7 @@ class Run:
 
 
 def runs(sections: Sections, grid: AnyGrid) -> Iterator[Run]:
-    """All blocks in order: of a section the whole ones, then what is left."""
+    """Yields all blocks in order: for each section the whole blocks, then the shorter last one."""
     begin = codes = scale = 0
     for number, numel in enumerate(sections.lengths):
         place = sections.starts[number] if sections.starts else 0
@@ -131,24 +131,24 @@ def draws(grid: AnyGrid) -> bool:
 
 
 def check_drawn(sections: Sections, grid: AnyGrid) -> None:
-    """Refuses sections without seeds where numbers are drawn."""
+    """Raises ValueError if the grid rounds at random and the sections have no seeds."""
     if draws(grid) and sections.lengths and not sections.seeds:
         raise ValueError(f"{grid} draws numbers: Sections.seeds must have one for each section")
 
 
 def codes_nbytes(sections: Sections, grid: AnyGrid) -> int:
-    """The bytes of the codes of all sections."""
+    """Returns the bytes of the codes of all sections."""
     return _counts(sections.lengths, grid)[0]
 
 
 def num_scales(sections: Sections, grid: AnyGrid) -> int:
-    """The blocks of all sections, each of which has a scale."""
+    """Returns the number of scales: one for each block, 0 for a grid without scales."""
     return 0 if grid.scale == "none" else _counts(sections.lengths, grid)[1]
 
 
 @lru_cache(maxsize=1024)
 def _counts(lengths: tuple[int, ...], grid: AnyGrid) -> tuple[int, int]:
-    """Bytes of codes, and blocks."""
+    """Returns the bytes of codes, and the number of blocks."""
     found = list(runs(Sections(lengths), grid))
     return sum(run.blocks * run.nbytes for run in found), sum(run.blocks for run in found)
 

@@ -1,4 +1,4 @@
-"""The memory of hierarchical hashing, of a fixed size, and its result (Zen, OSDI 2025, algorithm 1)."""
+"""The fixed-size memory of hierarchical hashing, and its result (Zen, OSDI 2025, algorithm 1)."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from gradsync.kernels.checks import INT32_INDICES, check_owners
 
 @dataclass(frozen=True)
 class HashedIndices:
-    """Indices by owner, as they came to lie in the memory of the owners."""
+    """The result of `hierarchical_hash`: indices by owner, in the order of the owners' memory."""
 
-    owned: list[Tensor]  # per owner, in any order
-    overflow: Tensor  # that found no place, of all owners, in any order
-    num_serial: int  # that no rehash had a slot for; the overflow is part of them
-    nbytes: int  # of the memory
+    owned: list[Tensor]  # (count,) for each owner, in the dtype of the indices, in any order
+    overflow: Tensor  # the indices of all owners that found no place, 1-D, in any order
+    num_serial: int  # how many indices found no slot by any rehash, the overflow among them
+    nbytes: int  # size of the memory
 
 
 @dataclass(frozen=True)
 class HashMemory:
-    """The memory of one owner: a parallel part of `slots` and a serial part."""
+    """The memory of one owner in slots: a parallel part (`slots`), and a serial part for what finds no slot there."""
 
     slots: int
     serial: int
 
     @classmethod
     def split(cls, n: int, *, slots: int, serial: int, rehashes: int) -> HashMemory:
-        """An owner's share of memory for all n.
+        """Returns the memory of one of n owners, given the slots of all owners together.
 
         Raises:
-            ValueError: no slot, none or too many rehashes, a negative serial part, more than 2^31 - 1 slots an owner.
+            ValueError: for no slot, rehashes outside [1, 64], a negative serial part, or 2^31 slots or more an owner.
         """
         check_owners(n)
         if slots < 1 or serial < 0:

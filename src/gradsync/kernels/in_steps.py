@@ -1,4 +1,4 @@
-"""Kernels in steps of simpler ones: the sum of rows, and those on messages of elements.
+"""Kernels that are composed of simpler kernels: the sum of rows, and kernels on messages of elements.
 
 Messages are summed by way of lists of all indices, which the native versions do without.
 """
@@ -33,7 +33,7 @@ from gradsync.kernels.phases import RowUnion
 def sum_rows(
     unite_rows: Callable[..., RowUnion], parts: Sequence[RowsPart], num_rows: int, scale: float, out: RowsPart | None
 ) -> RowsPart:
-    """See `gradsync.kernels.sum_rows`. Copies inputs (not outputs) whose indices or elements of a row are apart."""
+    """See `gradsync.kernels.sum_rows`. Copies inputs (not outputs) with strided indices or strided rows."""
     check_parts(parts, num_rows)
     union = unite_rows([indices.contiguous() for indices, _ in parts], num_rows)
     rows, total = rows_buffers(out, union.count, parts[0][1])
@@ -43,7 +43,7 @@ def sum_rows(
 
 
 class Steps(NamedTuple):
-    """The kernels of one implementation that those here are made of."""
+    """The simpler kernels of one implementation, and the kernels that are composed of them."""
 
     encode_bitmap: Callable[..., None]
     decode_bitmap: Callable[..., None]
@@ -55,7 +55,7 @@ class Steps(NamedTuple):
     join_rotated: Callable[..., None]
 
     def encode(self, indices: Tensor, size: int, out: PackedPositions) -> None:
-        """Writes (count,) ascending positions of [0, size) as they travel."""
+        """Writes ascending positions in [0, size), (count,) int32 or int64, into `out` in its format."""
         check_packed(out, size)
         check_shape("indices", indices, out.count)
         packed = _without_padding(out, size)
@@ -67,7 +67,11 @@ class Steps(NamedTuple):
             packed.view(_list_dtype(out.bits)).copy_(indices)
 
     def decode(self, positions: PackedPositions, size: int, dtype: torch.dtype) -> Tensor:
-        """The (count,) positions of [0, size) that came."""
+        """Returns the positions in [0, size) of a message, (count,) in `dtype`.
+
+        Raises:
+            ValueError: for a message that is damaged or of another size.
+        """
         check_packed(positions, size)
         packed = _without_padding(positions, size)
         indices = torch.empty(positions.count, dtype=dtype, device=packed.device)
@@ -150,6 +154,6 @@ def _list_dtype(bits: int) -> torch.dtype:
 
 
 def _check_positions(indices: Tensor, size: int) -> None:
-    """Refuses what does not ascend within [0, size)."""
+    """Raises ValueError unless the indices, 1-D, ascend within [0, size)."""
     if len(indices) and (int(indices[0]) < 0 or int(indices[-1]) >= size or bool((indices.diff() <= 0).any())):
         raise ValueError(f"the message is malformed: its indices do not ascend or are outside [0, size={size})")

@@ -1,4 +1,4 @@
-"""The C++ module with the native kernels, imported when first used, and the tensors that it takes.
+"""Loading of the C++ module with the native kernels at first use.
 
 The module is built twice from one source (csrc/), for any CPU and for AVX2; `load` takes what this machine runs.
 """
@@ -18,10 +18,10 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
 
 @functools.cache
 def load() -> ModuleType:
-    """The fastest native module that this machine runs.
+    """Returns the fastest build of the native module that this machine runs.
 
     Raises:
-        ImportError: gradsync was installed where it could not be compiled; the message says what to do.
+        ImportError: if gradsync was installed where it could not be compiled; the message says what to do.
     """
     try:
         base = importlib.import_module("gradsync.kernels._kernels_base")
@@ -34,7 +34,7 @@ def load() -> ModuleType:
 
 
 def supports(tensors: Iterable[Tensor], entries: int = 0) -> bool:
-    """Whether the native module knows the dtypes and device, and takes tables of so many rows or elements."""
+    """Whether the native module takes the tensors' dtypes, devices and layouts (in any shapes), and `entries` rows."""
     for tensor in tensors:  # not all(...): the generator would cost as much as what it does, at every call
         if tensor.dtype not in DTYPES or not is_plain(tensor):
             return False
@@ -43,5 +43,5 @@ def supports(tensors: Iterable[Tensor], entries: int = 0) -> bool:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether memory holds its elements as they are: not on a device, not sparse, not negated by a mere mark."""
+    """Whether a tensor of any shape and dtype is on the CPU, dense, and not a lazily negated view (`Tensor.is_neg`)."""
     return tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_neg()

@@ -1,4 +1,4 @@
-"""Results of kernels of two phases: they say how much there is, and write it where the caller wants it."""
+"""Results of kernels with two phases: their `count` says how much room is needed, their methods write the output."""
 
 from __future__ import annotations
 
@@ -43,10 +43,13 @@ class NonzeroRows(Protocol):
     count: int
 
     def write_indices(self, out: Tensor) -> None:
-        """Writes their ascending indices into `out`, (count,) int64, or int32 for tables of up to 2^31 rows."""
+        """Writes the ascending indices of the rows into `out`, (count,) int64, or int32 for up to 2^31 rows."""
 
     def gather(self, outs: Sequence[Tensor], stripes: Stripes | None = None) -> None:
-        """Copies the rows into `outs`, per stripe of columns (count, stop - start); by default all columns into one."""
+        """Copies the rows into `outs`, (count, stop - start) for each stripe of columns [start, stop).
+
+        Without stripes, `outs` is one tensor for all columns. The dtype is that of the dense tensor.
+        """
 
 
 class NonzeroElements(Protocol):
@@ -55,7 +58,10 @@ class NonzeroElements(Protocol):
     count: int
 
     def write(self, indices: Tensor, values: Tensor) -> None:
-        """Writes ascending indices, (count,) int64 or (up to 2^31 elements) int32, and values, (count,) as x."""
+        """Writes ascending indices, (count,) int64, or int32 for up to 2^31 elements, and values, (count,).
+
+        The values have the dtype of the dense tensor.
+        """
 
 
 class ElementPartition(Protocol):
@@ -64,7 +70,10 @@ class ElementPartition(Protocol):
     counts: list[int]  # elements of each owner
 
     def write(self, positions: Sequence[PackedPositions], outs: Sequence[Tensor]) -> None:
-        """Writes, per owner, the positions of its elements in its part, and their values, (count,) as x."""
+        """Writes the elements of each owner: positions in the owner's part, and values, (count,).
+
+        The values have the dtype of the dense tensor.
+        """
 
 
 class ElementUnion(Protocol):
@@ -73,11 +82,11 @@ class ElementUnion(Protocol):
     count: int
 
     def sum(self, values: Sequence[Tensor], positions: PackedPositions, out: Tensor, *, scale: float = 1.0) -> None:
-        """Writes the distinct positions, and at each `scale` times the sum of the parts' values, as `sum_rows` sums.
+        """Writes the distinct positions, and for each `scale` times the sum of the parts' values, as `sum_rows` sums.
 
         Args:
             values: per part (its count,) floating, all of one dtype.
-            positions: `count` of them, to be written.
+            positions: room for `count` positions, overwritten.
             out: (count,), in that dtype.
         """
 
@@ -88,7 +97,7 @@ class RotatedPartition(Protocol):
     counts: list[int]  # elements of each owner
 
     def write(self, values: Tensor, positions: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-        """Splits the elements: per owner their local positions, (count,) int32 ascending, and their values.
+        """Writes the elements of each owner: ascending positions in the owner's part, (count,) int32, and values.
 
         Args:
             values: (nnz,), or (nnz, dim) contiguous where rows are dealt to owners; floating.
@@ -102,7 +111,7 @@ class HashedPartition(Protocol):
     counts: list[int]  # elements of each owner
 
     def write(self, values: Tensor, indices_out: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-        """Splits the elements: per owner their indices, ascending, and their values.
+        """Writes the elements of each owner: ascending indices, 1-D, and values.
 
         Args:
             values: (nnz,), or (nnz, dim) contiguous where rows are dealt to owners; floating.

@@ -1,1 +1,1 @@
-"""Plans and profiles as data, read from files and written to them."""
+"""Plans and profiles: pure data, read from JSON files and written to them."""

@@ -1,4 +1,4 @@
-"""Data on disk that ranks must share: JSON with a digest of its content, and errors that name the field."""
+"""Documents: JSON files that must be the same on all ranks, with a digest and errors that name the field."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 
 class Document(BaseModel):
-    """Pure data as JSON text, with its digest; `noun` is what errors call it."""
+    """A pydantic model that is written as JSON with the digest of its content."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    noun: ClassVar[str]
-    by_lines: ClassVar[tuple[str, ...]]  # fields whose items have a line each in the text
+    noun: ClassVar[str]  # what errors call the document, as "plan"
+    by_lines: ClassVar[tuple[str, ...]]  # fields whose items have a line each in the JSON text
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the canonical JSON: equal on two ranks exactly if the documents are."""
+        """The SHA-256 of the canonical JSON: equal on two ranks exactly if their documents are."""
         return _digest(self.model_dump(mode="json"))
 
     def to_json(self) -> str:
-        """JSON text with the digest."""
+        """Returns the JSON text with the digest, which `from_json` reads."""
         data = self.model_dump(mode="json")
         digest = _digest(data)
         lines = {key: _lines(data.pop(key)) for key in self.by_lines}
@@ -34,10 +34,10 @@ class Document(BaseModel):
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Reads what `to_json` wrote. What was edited by hand must drop its digest.
+        """Returns the document in JSON text from `to_json`. Text that was edited by hand must have no digest.
 
         Raises:
-            ValueError: naming the field and the reason.
+            ValueError: for text that is not JSON, a field that does not fit (with its name), or a wrong digest.
         """
         try:
             data = json.loads(text)
@@ -52,7 +52,7 @@ class Document(BaseModel):
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or cls.noun
             raise ValueError(f"{cls.noun}, field {where}: {first['msg']} (got {str(first['input'])[:80]})") from None
-        if digest is not None and digest != (found := _digest(data)):  # of what is written, as settings may be new
+        if digest is not None and digest != (found := _digest(data)):  # `data`, as `document` may have new fields
             raise ValueError(
                 f"the {cls.noun} was changed after it was written: its digest says {str(digest)[:12]}, its content is "
                 f"{found[:12]}; delete the digest line if the change was intended"
@@ -61,9 +61,11 @@ class Document(BaseModel):
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
+        """Returns the document in a file; raises as `from_json`."""
         return cls.from_json(Path(path).read_text(encoding="utf-8"))
 
     def save(self, path: str | Path) -> None:
+        """Writes the document to a file, overwriting it."""
         Path(path).write_text(self.to_json(), encoding="utf-8")
 
 
@@ -73,7 +75,7 @@ def _digest(data: dict[str, Any]) -> str:
 
 
 def _lines(items: list[Any] | dict[str, Any]) -> str:
-    """JSON with an item a line."""
+    """Returns a list or an object as JSON with one line for each item."""
     if isinstance(items, dict):
         return "{\n" + ",\n".join(f"  {json.dumps(key)}: {json.dumps(item)}" for key, item in items.items()) + "}"
     return "[\n" + ",\n".join(f"  {json.dumps(item)}" for item in items) + "]"

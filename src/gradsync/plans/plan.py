@@ -1,6 +1,6 @@
-"""`Plan`: what is synchronised how and in which order. Pure data, JSON on disk, the same on every rank.
+"""`Plan`: the buckets, a scheme for each, and the order of their turns. JSON on disk, the same on every rank.
 
-A plan does not know how it was chosen. It names parameters, not modules; `check` holds it against a model.
+A plan does not know how it was chosen. It names parameters, not modules; `check` compares it with a model.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from ..schemes import Scheme
 from ..tensors.bucket import Bucket, Layout, Segment, TensorSpec, model_digest
 from .document import Document
 
-OF = ":"  # between a parameter's name and that of what the optimiser keeps of it
+OF = ":"  # between the name of a parameter and a key of its optimiser state
 
 
 class What(StrEnum):
-    """What of a parameter is synchronised, and so when."""
+    """The tensors of parameters that a bucket synchronises, which also says when."""
 
     GRADIENT = "gradient"  # before the optimiser's step
-    PARAMETER = "parameter"  # after it
-    EARLY_PARAMETER = "early_parameter"  # after a step of its own inside backward, when its gradient is there
+    PARAMETER = "parameter"  # after the optimiser's step
+    EARLY_PARAMETER = "early_parameter"  # inside backward, after a step of this parameter once its gradient is ready
 
 
 def state_name(parameter: str, key: str) -> str:
-    """What a plan calls an optimiser's state of a parameter: `weight:momentum_buffer`."""
+    """Returns the name of a parameter's optimiser state in plans, as `weight:momentum_buffer`."""
     return f"{parameter}{OF}{key}"
 
 
 class BucketPlan(BaseModel):
-    """One bucket: its segments (name, start, stop), what of them travels, and by which scheme."""
+    """One bucket of a plan: its segments, the tensors that are synchronised (`what`), and the scheme."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: str
-    segments: tuple[tuple[str, int, int], ...]
+    segments: tuple[tuple[str, int, int], ...]  # (parameter, start, stop): elements [start, stop) of the parameter
     what: What = What.GRADIENT
-    scheme: Scheme[Any]  # in JSON its expression
+    scheme: Scheme[Any]  # in JSON an expression, {"name": {settings}}
 
     @field_validator("scheme")
     @classmethod
@@ -52,20 +52,30 @@ class BucketPlan(BaseModel):
 
     @property
     def names(self) -> list[str]:
+        """The parameters of the segments, in order."""
         return [name for name, _, _ in self.segments]
 
     def bucket(self, specs: Mapping[str, TensorSpec]) -> Bucket:
-        """The bucket over a model's parameters."""
+        """Returns the bucket for a model with these parameters.
+
+        Raises:
+            KeyError: for a parameter that the model does not have.
+            ValueError: if the parameters do not fit into one bucket.
+        """
         segments = tuple(Segment(*segment) for segment in self.segments)
         tensors, traits = tuple(specs[s.name] for s in segments), self.scheme.traits
         return Bucket(self.id, segments, tensors, traits.layout, traits.carries_flags)
 
 
 class Plan(Document):
-    """Buckets, and the total order of (bucket, stage) in which they are issued.
+    """The plan of a job: buckets, and the total order in which all ranks issue their stages.
 
-    Behind its last stage a bucket may have a turn `FINISH`, to do what is left; else that is done when all turns are
-    over.
+    Attributes:
+        world: the number of ranks.
+        model: the digest of the parameters' names, shapes and dtypes.
+        order: (bucket id, stage), one entry a turn. After its last stage a bucket may have a turn `FINISH`, for the
+            computation after the last collective; without it this is done when all turns are over.
+        buckets: in any order.
     """
 
     noun = "plan"
@@ -73,7 +83,7 @@ class Plan(Document):
 
     version: Literal[1] = 1
     world: int
-    model: str  # digest of names, shapes, dtypes
+    model: str
     order: tuple[tuple[str, str], ...]
     buckets: tuple[BucketPlan, ...]
 
@@ -87,10 +97,15 @@ class Plan(Document):
         *,
         what: What = What.GRADIENT,
     ) -> Plan:
-        """A plan from (parameter names or segments, scheme) pairs; buckets are numbered in the order given.
+        """Returns a plan with one bucket for each (parameter names or segments, scheme) pair.
 
-        Without `order`, first stages follow the order of the buckets and later stages come after them, so that
-        one bucket's second round is under way while others are still summed.
+        Args:
+            specs: the model's parameters.
+            world: the number of ranks.
+            buckets: the pairs; a segment is (parameter, start, stop). The ids are "0", "1", ...
+            order: the turns; None: the first stages of all buckets, in their order, then all second stages, and so on,
+                so that the second stage of one bucket runs while other buckets are still summed.
+            what: the tensors that all buckets synchronise.
         """
         plans = []
         for number, (parts, scheme) in enumerate(buckets):
@@ -101,14 +116,14 @@ class Plan(Document):
 
     @property
     def what(self) -> What:
-        """What the plan synchronises: of one kind in all buckets, see `check`."""
+        """The tensors that the plan synchronises, the same in all buckets (see `check`)."""
         return self.buckets[0].what if self.buckets else What.GRADIENT
 
     def check(self, specs: Mapping[str, TensorSpec], world: int) -> None:
-        """Holds the plan against a model's parameters.
+        """Checks the plan against a model's parameters and the number of ranks.
 
         Raises:
-            ValueError: naming the first thing that does not fit, and what was expected.
+            ValueError: for the first thing that does not fit, with what was expected.
         """
         if self.world != world:
             raise ValueError(f"the plan is for {self.world} ranks, this job has {world}; make a plan for it")
@@ -117,7 +132,8 @@ class Plan(Document):
         if repeated := sorted({i for i in ids if ids.count(i) > 1}):
             raise ValueError(f"the plan has several buckets with the id {repeated[0]!r}")
         if any(bucket.what is not self.what for bucket in self.buckets):
-            raise ValueError("the plan has buckets of gradients and of parameters; it must be all of one kind")
+            kinds = ", ".join(sorted({repr(bucket.what.value) for bucket in self.buckets}))
+            raise ValueError(f"the buckets of a plan must all have the same `what`, got {kinds}")
         for bucket in self.buckets:
             for name, start, stop in bucket.segments:
                 if name not in covered:
@@ -130,8 +146,8 @@ class Plan(Document):
                 covered[name].append((start, stop))
             if bucket.scheme.traits.mixes and bucket.what is What.GRADIENT:
                 raise ValueError(
-                    f"bucket {bucket.id!r}: {bucket.scheme.name} is for parameters (what: 'parameter'): ranks "
-                    "that average gradients in groups only go apart for ever"
+                    f"bucket {bucket.id!r}: {bucket.scheme.name} is for parameters, got what: 'gradient'; use what: "
+                    "'parameter', as parameters drift apart on ranks that average gradients only in groups"
                 )
             seen = bucket.bucket(specs)  # raises for mixed dtypes and cut tables
             try:
@@ -157,14 +173,17 @@ class Plan(Document):
 
 
 def default_order(buckets: Sequence[BucketPlan], world_size: int) -> list[tuple[str, str]]:
-    """All first stages in bucket order, then all second stages, and so on."""
+    """Returns the turns: the first stages of all buckets in their order, then all second stages, and so on."""
     stages = [(bucket.id, bucket.scheme.stages(world_size)) for bucket in buckets]
     depth = max((len(names) for _, names in stages), default=0)
     return [(i, names[level]) for level in range(depth) for i, names in stages if level < len(names)]
 
 
 def describe(plan: Plan, specs: Mapping[str, TensorSpec], densities: Mapping[str, float] | None = None) -> list[str]:
-    """The plan in words, a line a bucket: which parameters take which way."""
+    """Returns the plan in words, one line for each bucket: its parameters and its scheme.
+
+    `densities`: the share of non-zero rows of tables, by name, if known.
+    """
     lines = []
     for bucket in plan.buckets:
         way = ", ".join(_words(to_expression(bucket.scheme)))
@@ -181,6 +200,7 @@ def describe(plan: Plan, specs: Mapping[str, TensorSpec], densities: Mapping[str
 
 
 def _words(expression: Mapping[str, Any]) -> list[str]:
+    """Returns an expression in words: the name, then each setting."""
     ((name, settings),) = expression.items()
     words = [name.replace("_", " ")]
     for key, value in settings.items():
@@ -195,7 +215,7 @@ def _words(expression: Mapping[str, Any]) -> list[str]:
 
 
 def _repeated(values: Sequence[Any]) -> Iterator[str]:
-    """Each; of equal lists in a row, as of rounds in which all ranks rest, one and their number."""
+    """Yields the values as texts; equal lists in a row become one text with their number, as "3 x []"."""
     for value, run in groupby(values):
         count = len(list(run))
         if count > 1 and isinstance(value, list):

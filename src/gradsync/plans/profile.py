@@ -1,6 +1,7 @@
-"""`Profile`: what was measured of a training job, for planners. Pure data, JSON on disk, the same on every rank.
+"""`Profile`: measurements of a training job, for planners. Pure data, JSON on disk, the same on every rank.
 
-A profile belongs to a model, a number of ranks and a version of torch; `check` holds it against a job.
+A profile belongs to a model, a number of ranks and a version of torch; `check` compares it with a job. The suffix of
+a field is its unit: `_s` seconds, `_bytes` bytes.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 
-ROUNDING = 1e-9  # by which a mean may exceed another one of numbers that do not
+ROUNDING = 1e-9  # the relative error of a mean by rounding
 
 
 class Data(BaseModel):
-    """Part of a profile."""
+    """Base of the parts of a profile."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Interval(Data):
-    """A number that is not negative, and the interval in which it lies with 95 % confidence."""
+    """A number that is not negative, with its 95 % confidence interval."""
 
     value: float = Field(ge=0, allow_inf_nan=False)
     low: float = Field(ge=0, allow_inf_nan=False)
-    high: float | None = Field(ge=0, allow_inf_nan=False)  # None: nothing is known
+    high: float | None = Field(ge=0, allow_inf_nan=False)  # None: no upper bound is known
 
     @model_validator(mode="after")
     def _in_order(self) -> Interval:
@@ -49,9 +50,9 @@ class Interval(Data):
 
 
 class Spread(Data):
-    """Over the steps, of what a step took on its slowest rank: a few disturbed steps move neither.
+    """The median and spread over training steps of a time on the slowest rank; both robust against disturbed steps.
 
-    `spread_s` is the median distance from the median, as a standard deviation (times 1.4826).
+    `spread_s` is the median distance from the median, scaled to a standard deviation (times 1.4826).
     """
 
     median_s: Seconds
@@ -59,17 +60,21 @@ class Spread(Data):
 
 
 class PositiveSpread(Spread):
-    """Of what takes time in any case."""
+    """A `Spread` of a time that is never 0."""
 
     median_s: PositiveSeconds
 
 
 class StepParts(Data):
-    """What a step is made of, without the exchange; one part after the other, each on the rank where it is longest.
+    """The parts of a training step without communication, each on the rank where the part takes longest.
 
-    `forward`: to the begin of backward, with the loss; `backward`: undisturbed by any exchange; `optimizer`: its steps;
-    `other`: everything else, as to fetch a batch. `beside`: all but backward, on the rank where that is longest; from
-    its end backward and the times of gradients count, to the rank that is waited for.
+    Attributes:
+        forward: until backward begins, with the loss.
+        backward: undisturbed by communication.
+        optimizer: the optimiser's step.
+        other: everything else, such as fetching a batch.
+        beside: everything but backward, together, on the rank where this takes longest. Backward and ready times count
+            from its end, as in a synchronised step all ranks wait for that rank.
     """
 
     forward: PositiveSpread
@@ -80,12 +85,12 @@ class StepParts(Data):
 
     @property
     def step_s(self) -> float:
-        """All parts together."""
+        """The seconds of a step without communication."""
         return self.beside.median_s + self.backward.median_s
 
 
 class Density(Data):
-    """A `DensityProfile` as data."""
+    """A `DensityProfile` as pydantic model; the fields mean the same."""
 
     num_rows: int = Field(ge=0)
     rows: float = Field(ge=0, allow_inf_nan=False)
@@ -98,24 +103,32 @@ class Density(Data):
 
     @classmethod
     def of(cls, profile: DensityProfile) -> Density:
+        """Returns a `DensityProfile` as pydantic model."""
         return cls.model_validate(asdict(profile))
 
     def profile(self) -> DensityProfile:
+        """Returns the `DensityProfile` with these fields."""
         blocks = {length: density.profile() for length, density in self.blocks.items()}
         return DensityProfile(**{**self.model_dump(), "blocks": blocks})
 
 
 class ParameterTimes(Data):
-    """One parameter: when its gradient is ready after the begin of backward, and what it looks like.
+    """The measurements of one parameter: when its gradient is ready, and how dense the gradient is.
 
-    `position` is its place in the order in which gradients are ready. `rows` and `elements` are those of
-    `ParameterProfile`: None where nothing is known, or nothing is gained from being sparse. `errors`: by lossy
-    candidate, how much of a step's gradient it would change, norm over norm, see `planner.errors`.
+    Attributes:
+        dtype: the name in torch, as "float32".
+        sparse: whether the gradient is a sparse tensor.
+        position: the place in the order in which gradients are ready, from 0.
+        ready: when the gradient is ready, in seconds from the start of backward.
+        rows, elements: the densities, as in `ParameterProfile`; None if they are unknown, or if sparse schemes gain
+            nothing.
+        errors: for each lossy candidate, the norm of its error relative to the norm of the gradient in a step, see
+            `planner.errors`.
     """
 
     name: str
     shape: tuple[int, ...]
-    dtype: str  # "float32"
+    dtype: str
     sparse: bool
     position: int = Field(ge=0)
     ready: PositiveSpread
@@ -127,25 +140,29 @@ class ParameterTimes(Data):
     @classmethod
     def _is_a_dtype(cls, name: str) -> str:
         if not isinstance(getattr(torch, name, None), torch.dtype):
-            raise ValueError(f"torch has no element type {name!r}")
+            raise ValueError(f"torch has no dtype {name!r}")
         return name
 
     @property
     def tensor(self) -> TensorSpec:
+        """The shape and dtype of the parameter."""
         return TensorSpec(self.shape, getattr(torch, self.dtype))
 
     def profile(self) -> ParameterProfile:
-        """What planners take."""
+        """Returns the gradient as planners take it."""
         rows, elements = (None if d is None else d.profile() for d in (self.rows, self.elements))
         return ParameterProfile(self.name, self.tensor, self.sparse, rows, self.position, elements)
 
 
 class KernelEstimate(Data):
-    """What a kernel takes: so much a call, and so much for every byte that it reads or writes beyond the knee."""
+    """The time of one call of a kernel: call_s + byte_s * max(0, bytes - knee_bytes).
+
+    Bytes are those that the kernel reads or writes.
+    """
 
     call_s: Interval
     byte_s: Interval
-    knee_bytes: float = Field(default=0.0, ge=0, allow_inf_nan=False)  # of a call, up to which bytes cost nothing
+    knee_bytes: float = Field(default=0.0, ge=0, allow_inf_nan=False)  # bytes of a call that cost nothing beyond call_s
 
     @model_validator(mode="after")
     def _takes_time(self) -> KernelEstimate:
@@ -155,12 +172,12 @@ class KernelEstimate(Data):
 
     @property
     def cost(self) -> KernelCost:
-        """The cost without its intervals, as cost models take it."""
+        """The cost without confidence intervals, as cost models take it."""
         return KernelCost(self.call_s.value, self.byte_s.value, self.knee_bytes)
 
 
 class LinkEstimate(Data):
-    """`stage_s + rounds * alpha_s + busiest bytes / bandwidth`, see `CostModel`."""
+    """The time of a collective: stage_s + rounds * alpha_s + busiest bytes / bandwidth, see `CostModel`."""
 
     stage_s: Interval
     alpha_s: Interval
@@ -175,67 +192,79 @@ class LinkEstimate(Data):
 
 
 class LinkPoint(Data):
-    """One size of a collective: its bytes as `Transfer` has them, and what it took from its issue to its end."""
+    """One measured size of a collective: its bytes as in `costs.steps.Transfer`, and its time."""
 
-    part_bytes: float = Field(ge=0, allow_inf_nan=False)  # of `Transfer.part_bytes`, the same for every member
-    rounds: Count
-    busiest_bytes: float = Field(gt=0, allow_inf_nan=False)
-    seconds: Interval
+    part_bytes: float = Field(ge=0, allow_inf_nan=False)  # `Transfer.part_bytes`, the same for every member
+    rounds: Count  # messages one after the other
+    busiest_bytes: float = Field(gt=0, allow_inf_nan=False)  # on the busiest link
+    seconds: Interval  # from issue to completion
 
 
 class CollectiveEstimate(Data):
-    """One type of collective: the fit, and the points that it goes through."""
+    """The measurements of one type of collective: points, and the line that was fitted to them (`link`)."""
 
     link: LinkEstimate
     points: tuple[LinkPoint, ...]
 
 
 class Span(StrEnum):
-    """Who talks to whom."""
+    """The ranks that communicate in a measurement of links."""
 
     ALL = "all"  # all ranks
-    INSIDE = "inside"  # the ranks of a node, on all nodes at once
-    ACROSS = "across"  # the ranks in the same place on their nodes, for all places at once
+    INSIDE = "inside"  # the ranks of each node, on all nodes at once
+    ACROSS = "across"  # the ranks with the same local rank, for all local ranks at once
 
 
 class SpanEstimate(Data):
-    """What exchanges in such groups cost, as each of their members sees it: all types alike, and each type."""
+    """The costs of collectives in the groups of a `Span`, as a member sees them."""
 
     span: Span
     size: int = Field(ge=2)  # members of one group
     at_once_bytes: float = Field(ge=0, allow_inf_nan=False)  # `Group.at_once_bytes`
-    link: LinkEstimate
-    collectives: dict[Pattern, CollectiveEstimate]
+    link: LinkEstimate  # fitted to all types of collectives together
+    collectives: dict[Pattern, CollectiveEstimate]  # for each type
 
 
 class Overlap(Data):
-    """How many times as long something takes while something else goes on; None where that was not to be seen.
+    """The factors by which two activities slow each other down; None if the factor was not measured.
 
-    As measured: noise may bring a factor below 1.
+    `a_by_b` is the time of a while b runs, divided by the time of a alone; noise may bring a factor below 1. A transfer
+    is a collective in flight, a kernel a computation of the communication thread.
     """
 
-    backward_by_transfer: Interval | None = None  # of backward, while a transfer is in flight
-    transfer_by_backward: Interval | None = None  # of that transfer
-    backward_by_kernel: Interval | None = None  # of backward, while the communication thread computes
-    kernel_by_backward: Interval | None = None  # of that computation
-    transfer_by_kernel: Interval | None = None  # of a transfer, while the communication thread computes
-    kernel_by_transfer: Interval | None = None  # of that computation
+    backward_by_transfer: Interval | None = None
+    transfer_by_backward: Interval | None = None
+    backward_by_kernel: Interval | None = None
+    kernel_by_backward: Interval | None = None
+    transfer_by_kernel: Interval | None = None
+    kernel_by_transfer: Interval | None = None
 
 
 class Profile(Document):
-    """What `gradsync.measure` returns. Parameters come in the model's order, `nodes[rank]` is the node of a rank."""
+    """The measurements of a job, as `gradsync.measure` returns them.
+
+    Attributes:
+        torch: the version of torch.
+        threads: the threads of torch on a rank.
+        model: the digest of the parameters' names, shapes and dtypes.
+        world: the number of ranks.
+        nodes: the node of each rank, by rank.
+        steps: the number of training steps in which `parts` and ready times were measured.
+        kernels: the costs by the names that schemes use in their steps.
+        parameters: in the model's order.
+    """
 
     noun = "profile"
     by_lines = ("links", "kernels", "parameters")
 
-    version: Literal[2] = 2  # in the first one kernels of a compressor had one name whatever its numbers
+    version: Literal[2] = 2  # version 1 had one kernel name for a compressor, whatever its settings
     torch: str
     device: str
     threads: Count
-    model: str  # digest of names, shapes, dtypes
+    model: str
     world: Count
     nodes: tuple[int, ...]
-    steps: Count  # that the parts and ready times are of
+    steps: Count
     parts: StepParts
     overlap: Overlap
     links: tuple[SpanEstimate, ...]
@@ -258,45 +287,49 @@ class Profile(Document):
             )
         if self.model != model_digest(self.specs):
             raise ValueError(
-                f"model says {self.model[:12]}, the parameters are those of {model_digest(self.specs)[:12]}"
+                f"the profile's model digest is {self.model[:12]}, but its parameters have the digest "
+                f"{model_digest(self.specs)[:12]}"
             )
         spans, expected = [link.span.value for link in self.links], [span.value for span in spans_of(self.placement)]
         if sorted(spans) != sorted(expected):
-            raise ValueError(f"links must be of {expected} for ranks on these nodes, got {spans}")
+            raise ValueError(f"links must have the spans {expected} for the nodes {self.nodes}, got {spans}")
         return self
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
-        """Shape and element type of each parameter."""
+        """The shape and dtype of each parameter, by name."""
         return {p.name: p.tensor for p in self.parameters}
 
     @property
     def placement(self) -> Placement:
+        """The placement of the ranks on nodes."""
         return Placement(self.nodes)
 
     def in_ready_order(self) -> list[ParameterTimes]:
-        """The parameters, the first one to be ready first."""
+        """Returns the parameters in the order in which their gradients are ready."""
         return sorted(self.parameters, key=lambda p: p.position)
 
     def parameter_profiles(self) -> list[ParameterProfile]:
-        """What planners take of the gradients, in the model's order."""
+        """Returns the gradients as planners take them, in the model's order."""
         return [p.profile() for p in self.parameters]
 
     def link(self, span: Span) -> SpanEstimate:
-        """
+        """Returns the costs of collectives in the groups of a span.
+
         Raises:
-            ValueError: where there are no such groups.
+            ValueError: if there are no such groups.
         """
         found = next((link for link in self.links if link.span is span), None)
         if found is None:
-            raise ValueError(f"there are no groups {span.value!r} among the nodes {self.nodes}")
+            spans = ", ".join(repr(link.span.value) for link in self.links) or "none"
+            raise ValueError(f"the profile has no groups {span.value!r} among the nodes {self.nodes}; it has {spans}")
         return found
 
     def cost_model(self) -> CostModel:
-        """What planners take of links and kernels.
+        """Returns the costs of links and kernels as planners take them.
 
-        Of several ranks on each of several nodes, all of a node send at once: its link carries what they get of it
-        together.
+        With several ranks on each of several nodes, all ranks of a node send at once, so the bandwidth of the node's
+        link is the measured bandwidth of a rank times the ranks of the node.
         """
         kernels = {name: kernel.cost for name, kernel in self.kernels.items()}
         if self.world == 1:
@@ -318,10 +351,10 @@ class Profile(Document):
         )
 
     def check(self, specs: Mapping[str, TensorSpec], world: int) -> None:
-        """Holds the profile against a job.
+        """Checks that the profile was measured with this model, this number of ranks and this version of torch.
 
         Raises:
-            ValueError: where it was measured with another model, number of ranks or version of torch.
+            ValueError: if it was not; says to measure again.
         """
         if self.world != world:
             raise ValueError(f"the profile is of {self.world} ranks, this job has {world}; measure again")
@@ -337,21 +370,21 @@ class Profile(Document):
 
 
 def spans_of(placement: Placement) -> tuple[Span, ...]:
-    """The groups that are measured among so placed ranks."""
+    """Returns the groups whose links are measured for this placement of ranks."""
     if placement.size == 1:
         return ()
     return (Span.ALL, Span.INSIDE, Span.ACROSS) if placement.is_hierarchy else (Span.ALL,)
 
 
 def describe_profile(profile: Profile) -> list[str]:
-    """The profile in words, a line for each thing that was measured."""
+    """Returns the profile in words, one line for each measurement."""
     parts = profile.parts
     named = {"forward": parts.forward, "backward": parts.backward, "optimiser": parts.optimizer, "other": parts.other}
     each = ", ".join(f"{name} {_spread(part)}" for name, part in named.items())
     nodes = profile.placement.num_nodes
     lines = [
         f"{len(profile.parameters)} parameters, {profile.world} ranks on {nodes} nodes, torch {profile.torch}",
-        f"a step without exchange: {parts.step_s * 1e3:.2f} ms over {profile.steps} steps: {each}",
+        f"a step without communication: {parts.step_s * 1e3:.2f} ms over {profile.steps} steps: {each}",
     ]
     if ready := profile.in_ready_order():
         first, last = ready[0], ready[-1]

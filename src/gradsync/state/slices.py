@@ -52,11 +52,13 @@ class StateSlice:
 
     @classmethod
     def from_key(cls, key: str, values: Tensor) -> StateSlice:
-        """Returns the slice of this name with these values.
+        """Returns the slice with this `key`, as the property writes it, and these values.
+
+        `values`: floating, (stop - start,) by the key; any shape if the key says that the tensor belongs to the whole
+        segment.
 
         Raises:
-            ValueError: when the key names no slice, or does not fit the values, or the values are no state, or not
-                finite.
+            ValueError: if the key is malformed or does not fit the shape, or the values are no state or not finite.
         """
         form = re.fullmatch(KEY, key, re.DOTALL) if isinstance(key, str) else None
         if form is None:

@@ -65,7 +65,7 @@ def gathered(tensor: Tensor, sections: Sections) -> Tensor:
 
 
 def put(elements: Tensor, sections: Sections, tensor: Tensor) -> None:
-    """Writes the elements that `gathered` returned back into their sections of `tensor`."""
+    """Writes elements, (elements,) as from `gathered`, back into their sections of `tensor`, which has any shape."""
     if not sections:
         return
     flat = tensor.detach().reshape(-1)

@@ -143,7 +143,7 @@ class FlatSpec:
 
     @classmethod
     def of(cls, tensor: Tensor, name: str = "") -> FlatSpec:
-        """Returns the spec of one tensor, flattened."""
+        """Returns the spec of one tensor of any shape, flattened to (numel,)."""
         return cls((Segment(name, 0, tensor.numel()),), (tuple(tensor.shape),), tensor.dtype)
 
     @cached_property

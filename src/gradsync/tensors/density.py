@@ -140,7 +140,10 @@ def _share(shares: Sequence[float], start: float, stop: float) -> float:
 
 
 def partition_shares(rows: Tensor, num_rows: int) -> tuple[float, ...]:
-    """Returns the share of the rows, sorted and distinct, in each of up to `PARTITIONS` even contiguous partitions."""
+    """Returns the share of `rows` in each of up to `PARTITIONS` even contiguous partitions of [0, num_rows).
+
+    `rows`: sorted distinct indices, (rows,) int64; those out of range are left out.
+    """
     partitions = min(PARTITIONS, num_rows)
     rows = rows[(rows >= 0) & (rows < num_rows)]  # a scheme will refuse indices out of range
     if not len(rows):
@@ -210,7 +213,7 @@ class ZeroSample:
 
     @classmethod
     def of(cls, gradient: Tensor) -> ZeroSample:
-        """Returns the sample of a dense gradient; rows of a mostly non-zero one are taken as full without a look."""
+        """Returns the sample of a dense gradient of any shape; a mostly non-zero one counts as full in all rows."""
         spec = TensorSpec.of(gradient)
         if not gradient.is_contiguous():  # as in channels-last convolutions: taken as full, which saves a copy
             return cls.full(spec)
@@ -239,10 +242,7 @@ def rows_sampled(spec: TensorSpec) -> int:
 
 
 def sample_places(size: int, device: torch.device) -> Tensor:
-    """Returns the sampled indices among `size` rows or elements, ascending int64: all if they are few.
-
-    They are the same for each size, on every rank.
-    """
+    """Returns the sampled indices in [0, size), ascending, (min(SAMPLES, size),) int64; the same on all ranks."""
     if size <= SAMPLES:
         return torch.arange(size, device=device)
     generator = torch.Generator().manual_seed(size)

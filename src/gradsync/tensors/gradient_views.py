@@ -34,11 +34,11 @@ class GradientView:
         self.lie_at(tensor)
 
     def lie_at(self, tensor: Tensor) -> None:
-        """Moves the place to this view of the bucket's memory."""
+        """Moves the place to `tensor`, a view of the bucket's memory with the shape and dtype of the parameter."""
         self.tensor, self._address, self._strides = tensor, tensor.data_ptr(), tensor.stride()
 
     def holds(self, gradient: Tensor) -> bool:
-        """Returns whether the gradient's memory is this place."""
+        """Returns whether a gradient, with the parameter's shape and dtype, lies in this place: address and strides."""
         is_dense = gradient.layout is torch.strided
         return is_dense and gradient.data_ptr() == self._address and gradient.stride() == self._strides
 
@@ -137,12 +137,12 @@ class GradientViews:
             view.tensor.copy_(self._unrenewed[name])
 
     def settle(self, view: GradientView, produced: Tensor | None) -> None:
-        """Moves a gradient that was copied into its place there, unless anything else refers to it or its memory.
+        """Sets `param.grad` to its place after its values were copied there, unless anything refers to the old tensor.
 
         Args:
-            view: the place.
-            produced: the tensor that autograd handed to the accumulation just now. The caller must not refer to the
-                gradient.
+            view: the place, which has the values of `param.grad` already.
+            produced: the tensor that autograd just accumulated, with the parameter's shape and dtype; None: unknown.
+                The caller must not refer to the gradient.
         """
         if view.tensor.nbytes <= MOST_LENT_BYTES:
             self._lendable.add(view.name)

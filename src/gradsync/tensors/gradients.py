@@ -63,11 +63,14 @@ class FlatGradients:
 
     @property
     def values(self) -> Tensor:
-        """The elements of the parameters, without flags."""
+        """The elements of the parameters without flags, (bucket.numel,), a view."""
         return self.flat[: self.bucket.numel]
 
     def view(self, name: str) -> Tensor | None:
-        """Returns the place in which the parameter's gradient may live; None if its elements lie otherwise."""
+        """Returns the view of the bucket in which the parameter's gradient may live, with the parameter's shape.
+
+        None if the plan cut the parameter, or the elements lie in another order than the parameter's.
+        """
         return self._views.get(name)
 
     def begin(self) -> None:
@@ -91,9 +94,12 @@ class FlatGradients:
         self.flat.zero_()
 
     def load(self, name: str, gradient: Tensor | None, *, used: bool = True) -> None:
-        """Takes a parameter's gradient (None: zero); a gradient that is `view(name)` itself lies there already.
+        """Copies a parameter's gradient into the bucket, unless it is `view(name)` itself.
 
-        `used`: this step produced the gradient.
+        Args:
+            name: the parameter.
+            gradient: with the parameter's shape and dtype, dense or sparse COO; None: zero.
+            used: whether this step produced the gradient.
         """
         if used:
             self._loaded.add(name)
@@ -111,7 +117,7 @@ class FlatGradients:
                 part.copy_(flat[segment.start : segment.stop])
 
     def take(self, *, check_finite: bool, marks: StepMarks = NO_MARKS) -> Tensor:
-        """Returns the tensor that the scheme gets, after setting the flags.
+        """Returns the flat tensor that the scheme gets, (bucket.numel,) or with the flags behind, after setting these.
 
         The flags say which parameters this rank used, whether something is not finite, and the marks.
         """
@@ -122,7 +128,10 @@ class FlatGradients:
         return self.flat if self.bucket.flags_ride else values
 
     def accept(self, result: Tensor) -> None:
-        """Takes the synchronised values; the flags are synchronised already if they do not ride."""
+        """Takes the synchronised values, of the shape that `take` returned.
+
+        If this has no flags, the caller has summed them already.
+        """
         target = self.flat if self.bucket.flags_ride else self.flat[: self.bucket.numel]
         if result.data_ptr() != target.data_ptr():
             target.copy_(result)
@@ -144,7 +153,10 @@ class FlatGradients:
         self.flat[: self.bucket.numel].fill_(torch.nan)
 
     def unload(self, name: str, out: Tensor | None, *, sparse: bool, shape: torch.Size) -> Tensor:
-        """Returns the synchronised gradient: the view, or where there is none `out` with this bucket's elements set."""
+        """Returns the synchronised gradient, of shape `shape`: the view if there is one, else `out`.
+
+        Only this bucket's elements of `out` are overwritten; None: a new tensor. `sparse`: return a sparse COO tensor.
+        """
         view = self._views.get(name)
         if view is not None:
             return SparseRows.from_dense(view).to_torch(view.shape) if sparse else view
@@ -233,15 +245,15 @@ class RowGradients:
 
 
 def all_finite(values: Tensor, total: Tensor | None = None) -> bool:
-    """Whether no element is NaN or infinite, in one pass, unless the sum leaves the range of its type.
+    """Whether all elements of a floating tensor of any shape are finite: one pass, two if their sum overflows.
 
-    `total`: the sum if it is known, which saves the pass.
+    `total`: the sum, 0-D, if it is known, which saves the pass.
     """
     return bool((total_of(values) if total is None else total).isfinite()) or bool(values.isfinite().all())
 
 
 def total_of(values: Tensor) -> Tensor:
-    """Returns the sum of all elements, (), in the type that sums are made in."""
+    """Returns the sum of all elements, 0-D float32, or float64 for float64."""
     return values.sum(dtype=accumulation_dtype(values.dtype))
 
 

@@ -62,7 +62,7 @@ class SparseRows:
 
     @classmethod
     def from_torch(cls, grad: Tensor) -> SparseRows:
-        """Returns the rows of a sparse COO tensor with one sparse dimension, without coalescing them.
+        """Returns the rows of a sparse COO tensor, (num_rows, ...) with one sparse dimension, without coalescing them.
 
         The rows share the tensor's memory, except indices or values that do not lie one after the other (an embedding
         whose output was transposed leaves such a gradient): kernels take adjacent elements only, so these are copied.
@@ -82,7 +82,10 @@ class SparseRows:
 
     @classmethod
     def from_dense(cls, grad: Tensor) -> SparseRows:
-        """Returns the rows of a dense tensor that are not all zero, ascending; NaN is non-zero, -0.0 is zero."""
+        """Returns the rows of a dense tensor, (num_rows, ...), that are not all zero, ascending.
+
+        NaN is non-zero, -0.0 is zero.
+        """
         rows = grad.reshape(grad.shape[0], torch.Size(grad.shape[1:]).numel())
         found = kernels.nonzero_rows(rows)
         indices = torch.empty(found.count, dtype=torch.int64, device=grad.device)

@@ -15,14 +15,17 @@ _MIN_PARALLEL_ELEMENTS = 1 << 16  # starting threads costs more than they save b
 
 
 def threads_for(elements: int) -> int:
-    """The number of torch's threads, or 1 where starting them costs more than they save."""
+    """Returns torch's number of threads, or 1 where starting them costs more than they save."""
     return 1 if elements < _MIN_PARALLEL_ELEMENTS else torch.get_num_threads()
 
 
 def plain(name: str, tensor: Tensor) -> object:
-    """The tensor's memory, without autograd, for one call; the C++ side checks dtype, shape and strides.
+    """Returns the memory of a tensor of any shape for one native call; the C++ side checks dtype, shape and strides.
 
-    As a DLPack capsule, which nanobind would else ask the tensor for in Python: 2 of the 2.5 us that an array costs.
+    A DLPack capsule, as nanobind would otherwise ask the tensor for one in Python: 2 of the 2.5 us that an array costs.
+
+    Raises:
+        TypeError: for a tensor that is not dense on the CPU, or has a dtype that the native kernels do not know.
     """
     if not is_plain(tensor):
         negated = ", a negative view" if tensor.is_neg() else ""
@@ -44,7 +47,7 @@ def plains(name: str, tensors: Sequence[Tensor]) -> list[object]:
 
 
 class OwnerPartition:
-    """Items dealt to owners, however: see `gradsync.kernels.RotatedPartition` and `HashedPartition`."""
+    """Items by owner: see `gradsync.kernels.RotatedPartition` and `HashedPartition`."""
 
     def __init__(self, dealt: Any, places: str) -> None:
         self._dealt, self._places = dealt, places  # what errors call the places of the items

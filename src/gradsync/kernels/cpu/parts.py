@@ -67,10 +67,10 @@ def join_elements(parts: Sequence[PackedPositions], values: Sequence[Tensor], se
 
 
 def _split(parts: Sequence[PackedPositions]) -> tuple[list[object], list[int], list[int]]:
-    """Their bytes, counts and bits, as the native module takes them."""
+    """Returns the packed bytes, counts and bits of the parts, as the native module takes them."""
     return plains("packed", [part.packed for part in parts]), [p.count for p in parts], [p.bits for p in parts]
 
 
 def _bitmap(size: int, rows: int) -> Tensor:
-    """Room for so many rows of bits, whole words each."""
+    """Returns a tensor with room for `rows` bitmaps of `size` bits, each in whole words."""
     return torch.empty(rows * -(-size // WORD_BITS), dtype=torch.int64)

@@ -30,5 +30,5 @@ def sketch_estimates(counters: Tensor, sections: Sections, columns: Sequence[int
 
 
 def _table(sections: Sections, columns: Sequence[int]) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Lengths, starts, seeds and columns of the sections."""
+    """Returns lengths, starts, seeds and columns of the sections as lists."""
     return list(sections.lengths), list(sections.places), list(sections.seeds), list(columns)

@@ -10,14 +10,15 @@ from torch import Tensor
 from gradsync.kernels.checks import Sections
 
 LANES = 32
-GROUP = LANES * LANES  # addends
+GROUP = LANES * LANES  # addends that are summed together
 
 
 def ordered_sum(addends: Tensor) -> Tensor:
-    """(n,) float64: the sums of the rows of (n, m), m > 0, in an order that all implementations keep.
+    """Returns the sum of each row of `addends`, (n, m) with m > 0, as (n,) float64, in the same order everywhere.
 
-    Of each group of 1024, as 32 rows of 32 lanes, every lane adds its own one after the other, from 0; then the upper
-    half of the lanes is added to the lower one until one is left. The sums of the groups are summed in the same way.
+    A group of 1024 addends is viewed as 32 rows of 32 lanes: each lane adds its addends one after the other, from 0;
+    then the upper half of the lanes is added to the lower half until one is left. The sums of the groups are summed in
+    the same way. All implementations keep this order.
     """
     sums = addends.double()
     while True:
@@ -35,9 +36,10 @@ def ordered_sum(addends: Tensor) -> Tensor:
 
 
 def in_blocks(sections: Sections, block: int, *flat: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
-    """Yields blocks of one length, and views of the flat tensors as these, (blocks, elements), section by section.
+    """Yields the blocks of each section, those of one length together: their numbers, and views of the flat tensors.
 
-    The last block of a section may be shorter, 0 is one block a section.
+    A view is (blocks, elements). The last block of a section may be shorter. `block`: elements; 0: a section is one
+    block. `flat`: (numel,) each.
     """
     first = begin = 0
     for length in sections.lengths:

@@ -1,4 +1,4 @@
-"""Chunks of a flat tensor that are sent or kept, in plain torch operations."""
+"""The kernel that moves chosen chunks of a flat tensor into a payload, in plain torch operations."""
 
 from __future__ import annotations
 
@@ -37,25 +37,24 @@ def take_chunks(
     chunk: int,
     scale: float = 1.0,
 ) -> None:
-    """Writes the chosen chunks of p = residual + x one behind the other, and keeps the rest, with its norm by chunk.
+    """Writes the chosen chunks of p = residual + x to `payload`, and the rest of p to `next_residual`.
 
-    In one pass over memory. `payload` has scale * p, rounded to nearest; what is finite stays finite. `next_residual`
-    is p, less payload / scale in chosen chunks: what rounding takes away is kept. A norm is the sum of the magnitudes
-    of `next_residual`, added in float64 in an order that every implementation keeps, that of
-    `reference.blocks.ordered_sum`.
+    One pass over memory. `payload` has scale * p, rounded to nearest; finite numbers stay finite. `next_residual` is p,
+    less payload / scale in chosen chunks, so that it holds rounding errors too. `norms` gets the sum of the magnitudes
+    of `next_residual` in each chunk, added in float64 in the order of `reference.blocks.ordered_sum`.
 
     Args:
         x: (numel,) floating. Overwritten by zeros.
         residual: (numel,), in the accumulation dtype of `x`.
         chosen: (k,) int64, ascending: numbers of chunks. The last chunk of `x` may be shorter than the others.
-        payload: (k * chunk,), in the dtype of `x`, or bfloat16 or float16; behind a short chunk are zeros. Overwritten.
-        next_residual: as `residual`, and not its memory. Overwritten.
+        payload: (k * chunk,), in the dtype of `x`, or bfloat16 or float16; zeros follow a short chunk. Overwritten.
+        next_residual: as `residual`, in other memory. Overwritten.
         norms: (chunks,) float64. Overwritten.
         chunk: elements of a chunk, at least 1.
-        scale: a power of two, so that nothing but rounding to the payload's dtype makes a difference.
+        scale: a power of two, so that only rounding to the payload's dtype changes numbers.
 
     Raises:
-        ValueError: shapes that do not fit, chunks that there are not or that do not ascend, other scales.
+        ValueError: shapes that do not fit, chunks that do not exist or do not ascend, other scales.
         TypeError: other dtypes.
     """
     check_take(x, residual, chosen, payload, next_residual, norms, chunk, scale)
@@ -85,7 +84,7 @@ def check_take(
     chunk: int,
     scale: float,
 ) -> None:
-    """Refuses what `take_chunks` cannot work on. Reads the chosen back to the host."""
+    """Checks the arguments of `take_chunks`; raises as this does. Waits for the device."""
     check_layout(x, chosen, payload, norms, chunk, scale)
     check_residuals(x, residual, next_residual, accumulation_dtype(x.dtype))
     check_range("take_chunks", chosen, len(norms), "chunks")
@@ -93,7 +92,7 @@ def check_take(
 
 
 def check_layout(x: Tensor, chosen: Tensor, payload: Tensor, norms: Tensor, chunk: int, scale: float) -> None:
-    """Refuses chunks, payloads, norms and scales that do not fit, whatever is chosen."""
+    """Checks the arguments of `take_chunks` but the chosen chunks themselves, without waiting; raises as this does."""
     check_floating("x", x)
     check_flat("x", x)
     if chunk < 1:

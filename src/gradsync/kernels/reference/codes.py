@@ -1,4 +1,4 @@
-"""Tensors as codes of few bits and back, in plain torch operations."""
+"""Kernels that quantise tensors to codes of few bits and back, in plain torch operations."""
 
 from __future__ import annotations
 
@@ -32,31 +32,31 @@ def quantize(
     residual: Tensor | None = None,
     next_residual: Tensor | None = None,
 ) -> None:
-    """Writes a code of few bits for each element and a scale for each block; of x + residual, where there is one.
+    """Writes a code of few bits for each element of x + residual, and a scale for each block.
 
-    All in the type of sums, float32 or float64. With p = x + residual, s = `grid.top` and the block's scale a, rounded
-    to float32: the level is p * (s / a), rounded as the grid says and kept in [-s, s]; it counts as level * (a / s),
-    and next_residual = p - that. A block whose s / a float32 does not hold, all zero or nearly subnormal, counts as
-    zero and has the scale 0. Where float32 does not hold a, as with NaN or infinity among the elements, the scale is
-    infinite, and the whole block decodes to NaN. Stochastic: in units of 2^-24 of a level, to which it is cut, a number
-    below 2^24 is added (drawn: the upper bits of `noise`), and the sum rounded down. The squares of a norm are summed
-    in float64 in a fixed order (`csrc/blocks.hpp`).
+    Computed in float32, or float64 for float64. With p = x + residual, s = `grid.top` and the block's scale a, rounded
+    to float32: the level is p * (s / a), rounded as the grid says and clamped to [-s, s]; it decodes to
+    level * (a / s), and next_residual = p - level * (a / s). If s / a overflows float32 (a block of zeros, or nearly
+    subnormal), the block counts as zero and has the scale 0. If a overflows float32, as with NaN or infinity among the
+    elements, the scale is infinite, and the whole block decodes to NaN. Stochastic rounding: the level is cut to a
+    multiple of 2^-24, a number below 2^24 is added in these units (drawn: the upper bits of `noise`), and the sum is
+    rounded down. The squares of a norm are summed in float64 in a fixed order (`csrc/blocks.hpp`).
 
-    Codes of 8 bits are the level in two's complement, or the bits of the small float. Of 4 and 2 bits they are level +
-    s, and byte j of a block with h bytes has those of elements j, j + h and so on, from its lowest bits on; what is
-    left of the last bytes is 0.
+    Codes of 8 bits are the level in two's complement, or the bits of the small float. Codes of 4 and 2 bits are
+    level + s; byte j of a block with h bytes has the codes of elements j, j + h and so on, from its lowest bits on;
+    unused bits of the last bytes are 0.
 
     Args:
         x: (numel,) floating.
-        sections: with seeds where the grid draws. Blocks begin anew in each.
-        codes: (codes_nbytes(sections, grid),) uint8.
-        scales: (num_scales(sections, grid),) float32; read where the grid says `given`. Those must be infinite where
-            an element is not finite: it counts as zero under a finite one.
-        residual: (numel,) float32, float64 for float64.
-        next_residual: as `residual`, other memory.
+        sections: with seeds if the grid rounds at random. Blocks begin anew in each section.
+        codes: (codes_nbytes(sections, grid),) uint8. Overwritten.
+        scales: (num_scales(sections, grid),) float32. Overwritten, unless `grid.scale` is "given": then read, and
+            infinite for blocks with an element that is not finite, which would count as zero otherwise.
+        residual: (numel,) float32, or float64 for float64; None: zero.
+        next_residual: as `residual`, in other memory. Overwritten.
 
     Raises:
-        ValueError: sizes that do not fit; a grid that draws, without seeds.
+        ValueError: sizes that do not fit; a grid that rounds at random, without seeds.
         TypeError: other dtypes.
     """
     check_quantize(x, sections, grid, scales, residual, next_residual)
@@ -78,10 +78,15 @@ def quantize(
 def block_scales(
     x: Tensor, sections: Sections, grid: AnyGrid, scales: Tensor, *, residual: Tensor | None = None
 ) -> None:
-    """Writes the scales that `quantize` would, and no codes: for a grid of `max` or `norm`.
+    """Writes the scales that `quantize` would write, and no codes.
+
+    Args:
+        x, sections, residual: as in `quantize`.
+        grid: with the scale "max" or "norm".
+        scales: (num_scales(sections, grid),) float32. Overwritten.
 
     Raises:
-        ValueError: sizes that do not fit; a grid without such scales.
+        ValueError: sizes that do not fit; a grid with other scales.
         TypeError: other dtypes.
     """
     check_quantize(x, sections, grid, scales, residual)
@@ -95,14 +100,14 @@ def block_scales(
 def dequantize(
     parts: Sequence[tuple[Tensor, Tensor]], sections: Sections, grid: AnyGrid, out: Tensor, *, scale: float = 1.0
 ) -> None:
-    """Overwrites `out` by `scale` times the sum of what all codes and scales decode to, in their order.
+    """Overwrites `out` by `scale` times the sum of the decoded parts, in their order.
 
     One pass over `out`, whatever the number of parts. The sum is made in float32 (float64 for float64) from 0 on, and
-    rounded once. Codes may be damaged: each decodes to something.
+    rounded once. Codes may be damaged: every code decodes to some number.
 
     Args:
-        parts: codes and scales, as of `quantize`.
-        out: (numel,) floating.
+        parts: (codes, scales), as from `quantize`.
+        out: (numel,) floating. Overwritten.
 
     Raises:
         ValueError: sizes that do not fit.
@@ -126,7 +131,7 @@ def check_quantize(
     residual: Tensor | None,
     next_residual: Tensor | None = None,
 ) -> None:
-    """Refuses what does not fit the sections."""
+    """Checks the arguments of `quantize` but the codes; raises as this does."""
     check_floating("x", x)
     check_shape("x", x, sum(sections.lengths))
     _check_scales(scales, sections, grid)
@@ -137,13 +142,13 @@ def check_quantize(
 
 
 def check_found(grid: AnyGrid) -> None:
-    """Refuses a grid whose scales are not to be found in the elements."""
+    """Raises ValueError unless the scales of the grid are computed from the elements ("max" or "norm")."""
     if grid.scale not in ("max", "norm"):
         raise ValueError(f"block_scales needs a grid with scales of its own, got {grid}")
 
 
 def check_dequantize(parts: Sequence[tuple[Tensor, Tensor]], sections: Sections, grid: AnyGrid, out: Tensor) -> None:
-    """Refuses what does not fit the sections."""
+    """Checks the arguments of `dequantize`; raises as this does."""
     check_floating("out", out)
     check_shape("out", out, sum(sections.lengths))
     for codes, scales in parts:
@@ -162,31 +167,31 @@ def _check_scales(scales: Tensor, sections: Sections, grid: AnyGrid) -> None:
 
 
 def _corrected(x: Tensor, residual: Tensor | None, run: Run) -> Tensor:
-    """(blocks, length) in the type of sums."""
+    """Returns x + residual in the run's blocks, (blocks, length) float32, or float64 for float64."""
     p = x[run.elements].to(accumulation_dtype(x.dtype))
     return (p if residual is None else residual[run.elements] + p).view(run.blocks, run.length)
 
 
 def _scales(p: Tensor, grid: AnyGrid) -> Tensor:
-    """(blocks,) float32, as they are stored."""
+    """Returns the stored scales of blocks `p`, (blocks, length): (blocks,) float32."""
     found = p.abs().amax(dim=1) if grid.scale == "max" else ordered_sum(p.double().square()).sqrt()
     return stored_scales(found, grid)
 
 
 def stored_scales(found: Tensor, grid: AnyGrid) -> Tensor:
-    """Infinity for what float32 does not hold, and zero where it does not hold the inverse."""
+    """Returns scales, (blocks,), as they are stored: float32, infinity if they overflow, 0 if top / scale overflows."""
     scales = found.float()
     scales = torch.where(scales.isfinite(), scales, float("inf"))
     return torch.where(_in_levels(scales, grid).isfinite(), scales, 0.0)
 
 
 def _in_levels(scales: Tensor, grid: AnyGrid) -> Tensor:
-    """Levels in a unit. Of a number and a tensor, torch would multiply by the reciprocal: another rounding."""
+    """Returns top / scales, correctly rounded; for a number over a tensor, torch would multiply by the reciprocal."""
     return torch.full_like(scales, grid.top) / scales
 
 
 def _steps(scales: Tensor, grid: AnyGrid, dtype: torch.dtype) -> tuple[Tensor | float, Tensor | float]:
-    """(blocks, 1) of each: levels in a unit, 0 where float32 does not hold them; units in a level."""
+    """Returns top / scale (0 if it overflows float32) and scale / top for each block, (blocks, 1) in `dtype`."""
     if grid.scale == "none":
         return 1.0, 1.0
     wide = scales.to(dtype)
@@ -195,7 +200,10 @@ def _steps(scales: Tensor, grid: AnyGrid, dtype: torch.dtype) -> tuple[Tensor | 
 
 
 def _rounded(scaled: Tensor, run: Run, grid: AnyGrid) -> tuple[Tensor, Tensor]:
-    """The codes, uint8 (of whole levels from 0 on, but of 8 bits: two's complement), and their levels."""
+    """Returns the codes, (blocks, length) uint8, and the levels that they stand for.
+
+    Codes of whole levels count from 0; with 8 bits they are in two's complement.
+    """
     if grid.rounding == "exponent":
         code = _exponent_codes(_in_float(scaled), _noise(scaled, run))
         return code, _levels(code, grid)
@@ -218,7 +226,7 @@ def _noise(p: Tensor, run: Run) -> Tensor:
 
 
 def _in_float(x: Tensor) -> Tensor:
-    """Converts to float32; what is finite stays finite."""
+    """Converts to float32; finite numbers stay finite."""
     most = torch.finfo(torch.float32).max
     return torch.where(x.isfinite(), x.clamp(-most, most), x).float()
 
@@ -233,7 +241,7 @@ def _exponent_codes(x: Tensor, drawn: Tensor) -> Tensor:
 
 
 def _levels(code: Tensor, grid: AnyGrid) -> Tensor:
-    """The levels that codes of a byte each stand for."""
+    """Returns the levels that codes, one a byte, stand for."""
     if grid.rounding in _FLOATS:
         return code.view(_FLOATS[grid.rounding]).float()
     if grid.rounding == "exponent":
@@ -245,7 +253,10 @@ def _levels(code: Tensor, grid: AnyGrid) -> Tensor:
 
 
 def _packed(code: Tensor, nbytes: int, grid: AnyGrid) -> Tensor:
-    """(blocks, nbytes): byte j has the codes of elements j, j + nbytes, j + 2 nbytes, ... from its lowest bits on."""
+    """Packs codes, (blocks, length), into bytes, (blocks, nbytes).
+
+    Byte j has the codes of elements j, j + nbytes, j + 2 nbytes, ... from its lowest bits on.
+    """
     per_byte = 8 // grid.bits
     parts = torch.nn.functional.pad(code, (0, per_byte * nbytes - code.shape[1])).chunk(per_byte, dim=1)
     packed = parts[0]
@@ -255,7 +266,7 @@ def _packed(code: Tensor, nbytes: int, grid: AnyGrid) -> Tensor:
 
 
 def _unpacked(packed: Tensor, length: int, grid: AnyGrid) -> Tensor:
-    """(blocks, length)."""
+    """Returns the codes in bytes, (blocks, nbytes), one a byte: (blocks, length)."""
     if grid.bits == 8:
         return packed
     most = (1 << grid.bits) - 1

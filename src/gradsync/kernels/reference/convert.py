@@ -1,4 +1,4 @@
-"""Values in another type and their sums, in plain torch operations."""
+"""Kernels that convert values to another dtype or sum them, in plain torch operations."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ NARROW = (torch.bfloat16, torch.float16)
 @dispatched("x", "out", entries="x")
 @torch.no_grad()
 def narrow(x: Tensor, out: Tensor, *, scale: float = 1.0) -> None:
-    """Writes `scale` times `x` in a narrower type, rounded to nearest, ties to even.
+    """Writes `scale` times `x` in a narrower dtype, rounded to nearest, ties to even.
 
-    A product that is finite in the type of `x` stays finite. Infinity and NaN stay what they are; values below the
-    range of the narrower type become zero.
+    A product that is finite in the dtype of `x` stays finite. Infinity and NaN stay; values below the range of the
+    narrower dtype become zero.
 
     Args:
         x: (numel,) float32 or float64, which is rounded to float32 first.
@@ -35,7 +35,7 @@ def narrow(x: Tensor, out: Tensor, *, scale: float = 1.0) -> None:
 
 
 def check_narrow(x: Tensor, out: Tensor) -> None:
-    """Refuses what is not to be narrowed, and outputs that it does not fit."""
+    """Checks the arguments of `narrow`; raises as this does."""
     check_floating("x", x)
     check_flat("x", x)
     check_dtype("x", x, torch.float32, torch.float64)
@@ -46,11 +46,11 @@ def check_narrow(x: Tensor, out: Tensor) -> None:
 @dispatched("parts", "out", entries="out")
 @torch.no_grad()
 def sum_parts(parts: Sequence[Tensor], out: Tensor, *, scale: float = 1.0) -> None:
-    """Overwrites `out` by `scale` times the sum of the parts, made in their order, one addition after the other.
+    """Overwrites `out` by `scale` times the sum of the parts, added in their order.
 
-    One pass, whatever the number of parts. The sum begins with the first part, is kept in float32 (float64 where the
-    parts or `out` are), and is rounded once as torch rounds: to nearest, ties to even, what is beyond the type to
-    infinity, and float64 to 16 bits by way of float32. Of no parts it is zero.
+    One pass, whatever the number of parts. The sum begins with the first part, is kept in float32 (float64 if the parts
+    or `out` are), and is rounded once as torch rounds: to nearest, ties to even, overflow to infinity, and float64 to
+    16 bits by way of float32. Without parts it is zero.
 
     Args:
         parts: each (numel,) floating, all of one dtype, narrower or wider than that of `out`.
@@ -71,7 +71,7 @@ def sum_parts(parts: Sequence[Tensor], out: Tensor, *, scale: float = 1.0) -> No
 
 
 def check_sum(parts: Sequence[Tensor], out: Tensor) -> torch.dtype:
-    """Refuses parts that do not fit together or to the output. Returns what their sum is kept in."""
+    """Checks the arguments of `sum_parts`, raising as this does, and returns the dtype that the sum is kept in."""
     check_floating("out", out)
     check_flat("out", out)
     for part in parts:

@@ -1,4 +1,4 @@
-"""Digests of tensors, in plain torch operations."""
+"""The kernel that computes digests of tensors, in plain torch operations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ INFINITY_AND_NAN = {  # the bits of infinity, beyond which magnitudes are NaNs, 
 
 
 def check_digest(xs: Sequence[Tensor], out: Tensor) -> None:
-    """Refuses what `digest` cannot work on."""
+    """Checks the arguments of `digest`; raises as this does."""
     for x in xs:
         if x.dtype != torch.int64 and x.dtype not in INFINITY_AND_NAN:
             raise TypeError(f"xs must be floating point of 16, 32 or 64 bits, or int64, got {describe(x)}")
@@ -35,18 +35,18 @@ def check_digest(xs: Sequence[Tensor], out: Tensor) -> None:
 
 
 def keys(device: torch.device) -> Tensor:
-    """(2, WORDS) int64 in [0, 2^32): what the words of a block are multiplied by, for each of its two sums; all odd."""
+    """Returns the odd factors of the words of a block for each of its two sums, (2, WORDS) int64 in [0, 2^32)."""
     return draws(KEY_SEED, 0, 2 * WORDS, device).view(2, WORDS) | 1
 
 
 @dispatched("xs", "out")
 @torch.no_grad()
 def digest(xs: Sequence[Tensor], out: Tensor) -> None:
-    """Writes a digest of 64 bits of each tensor, by which ranks tell whether theirs are the same without sending them.
+    """Writes a 64-bit digest of each tensor, so that ranks can compare tensors without sending them.
 
-    It depends on the bits of every element and on their order, not on the number of threads, the implementation or the
-    device. All NaNs count as one, and both zeros. Tensors that differ have the same digest by a chance of about 2^-64,
-    unless somebody makes them so on purpose.
+    A digest depends on the bits of every element and on their order, not on the number of threads, the implementation
+    or the device. All NaNs count as equal, and both zeros. Different tensors have the same digest with a probability of
+    about 2^-64, unless somebody constructs them for it.
 
     Args:
         xs: each (numel,), floating point of 16, 32 or 64 bits, or int64; contiguous.
@@ -71,13 +71,16 @@ def digest(xs: Sequence[Tensor], out: Tensor) -> None:
 
 
 def write_digests(totals: Tensor, lengths: Sequence[int], out: Tensor) -> None:
-    """Makes digests of the sums over blocks of tensors of these lengths."""
+    """Writes the digests, (tensors,) int64, given the sums over the blocks of each tensor, (tensors,) int64."""
     counts = torch.tensor(lengths, dtype=torch.int64, device=totals.device)
     out.copy_(finalised(totals ^ finalised(counts + 1)))
 
 
 def _words(x: Tensor) -> Tensor:
-    """The elements' bits, 32 a number, int64: the lower half of 64 first, two elements of 16 in one."""
+    """Returns the bits of the elements as 32-bit words, 1-D int64.
+
+    An element of 64 bits is two words, the lower half first; two elements of 16 bits are one word.
+    """
     size = x.element_size()
     bits = x.contiguous().view(_BITS[size]).long()
     if x.dtype in INFINITY_AND_NAN:

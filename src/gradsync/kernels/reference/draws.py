@@ -1,4 +1,4 @@
-"""Random numbers by counting: what an element draws depends on its section's seed and on its place in the tensor."""
+"""Counter-based random numbers: the draw of an element depends on its section's seed and its place in the tensor."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ _LOW = (1 << 32) - 1  # all 32 bits
 
 
 def draws(seed: int, start: int, count: int, device: torch.device | None = None) -> Tensor:
-    """(count,) int64 in [0, 2^32): those of places `start` and on of a tensor with this seed of 64 bits."""
+    """Returns the draws of `count` places from `start` on in a tensor with this 64-bit seed.
+
+    (count,) int64 in [0, 2^32).
+    """
     return draws_at(torch.arange(start, start + count, device=device), seed)
 
 
 def draws_at(places: Tensor, seed: int) -> Tensor:
-    """Draws, as `draws`, for any places, int64."""
+    """Returns the draws of any places, int64 of any shape, as int64 in [0, 2^32); see `draws`."""
     lower, upper = places & _LOW, places >> 32
     added = (seed >> 32 & _LOW) + upper * 0x9E3779B9
     return _mix(_mix(lower ^ (seed & _LOW)) + added)
 
 
 def noise(seed: int, start: int, count: int, device: torch.device | None = None) -> Tensor:
-    """Draws for rounding: as `draws`, with half as much arithmetic for each.
+    """Returns draws for rounding: shape and range as `draws`, with half as much arithmetic for each.
 
     All places with the same upper 32 bits share two keys, the draws of the first two of these places: one is mixed
     with the place, one comes in between the steps of the mixing.
@@ -32,7 +35,7 @@ def noise(seed: int, start: int, count: int, device: torch.device | None = None)
 
 
 def _mix(h: Tensor, added: Tensor | int = 0) -> Tensor:
-    """A bijection of 32 bits in which each bit of the input changes each of the output half of the time."""
+    """Returns a bijection of 32 bits in which each bit of the input changes each bit of the output half of the time."""
     h = h & _LOW
     h = h ^ h >> 16
     h = (h * 0x7FEB352D) & _LOW

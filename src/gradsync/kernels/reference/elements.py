@@ -43,7 +43,7 @@ class NonzeroElements:
 
 @dispatched("x", entries="x")
 def nonzero_elements(x: Tensor) -> phases.NonzeroElements:
-    """Finds the elements of `x`, (numel,) floating, that are not zero; tested as in `nonzero_rows`."""
+    """Finds the non-zero elements of `x`, (numel,) floating, tested by their bits as in `nonzero_rows`."""
     return NonzeroElements(x)
 
 
@@ -53,13 +53,18 @@ def check_words(name: str, words: Tensor) -> None:
 
 
 def _bits_of(words: Tensor) -> Tensor:
-    """(words, 64) of 0 and 1."""
+    """Returns the bits of words, (n,) int64, as (n, 64) of 0 and 1."""
     return (words[:, None] >> torch.arange(WORD_BITS, device=words.device)) & 1
 
 
 @dispatched("indices", "out")
 def encode_bitmap(indices: Tensor, size: int, out: Tensor) -> None:
-    """Sets bit i % 64 of word i // 64 of `out`, (ceil(size / 64),) int64, for each index, and clears all others.
+    """Writes the bitmap of `indices`: sets bit i % 64 of word i // 64 for each index i, and clears all others.
+
+    Args:
+        indices: (nnz,) int64 or int32, in any order, duplicates allowed.
+        size: all indices are in [0, size).
+        out: (ceil(size / 64),) int64. Overwritten.
 
     Raises:
         ValueError: an index outside [0, size), before anything is written; another shape of `out`.
@@ -94,6 +99,6 @@ def decode_bitmap(words: Tensor, out: Tensor) -> None:
 
 @dispatched("words")
 def count_bits(words: Tensor) -> int:
-    """The number of set bits of `words`, (n,) int64."""
+    """Returns the number of set bits of `words`, (n,) int64."""
     check_words("words", words)
     return int(_bits_of(words).sum())

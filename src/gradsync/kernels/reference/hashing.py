@@ -24,37 +24,40 @@ MAX_INDEX = 2**63 - 1
 
 
 def hash_key(seed: int, number: int = 0) -> int:
-    """The 64 bits that hash function h_number is keyed with; h0 gives the owner."""
+    """Returns the 64-bit key of the hash function with this number; number 0 gives the owner."""
     return mixed_seed(mixed_seed(seed) + number)
 
 
 def hashed(indices: Tensor, size: int, key: int) -> Tensor:
-    """Hashes in [0, size), size < 2^31: the upper half of murmur3's 64-bit finaliser of index and key, scaled."""
+    """Returns the hashes of indices (integers of any shape) in [0, size), int64; size < 2^31.
+
+    The upper half of murmur3's 64-bit finaliser of index xor key, scaled to `size`.
+    """
     return _shifted(finalised(indices.long() ^ signed(key)), 32) * size >> 32
 
 
 def finalised(h: Tensor) -> Tensor:
-    """A bijection of 64 bits, murmur3's finaliser; of int64, as of the unsigned numbers with the same bits."""
+    """Returns murmur3's finaliser, a bijection of 64 bits, of int64 tensors of any shape, taken as unsigned."""
     h = (h ^ _shifted(h, 33)) * signed(0xFF51AFD7ED558CCD)
     h = (h ^ _shifted(h, 33)) * signed(0xC4CEB9FE1A85EC53)
     return h ^ _shifted(h, 33)
 
 
 def signed(bits: int) -> int:
-    """The int64 of these 64 bits."""
+    """Returns the int64 with these 64 bits."""
     return bits - (bits >> 63 << 64)
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Shifts to the right, with zeros from the left."""
+    """Shifts int64 to the right as if unsigned, filling with zeros."""
     return (x >> bits) & ((1 << 64 - bits) - 1)
 
 
 @dispatched("indices", "out")
 def owners_by_hash(indices: Tensor, n: int, seed: int, out: Tensor) -> None:
-    """Writes the owner of each index by hash, h0 of Zen (OSDI 2025): the same on all ranks.
+    """Writes the owner of each index by a hash that is the same on all ranks (h0 of Zen, OSDI 2025).
 
-    MurmurHash3's 64-bit finaliser of the index, xored with a key that the seed gives, scaled to n by its upper half.
+    The hash is MurmurHash3's 64-bit finaliser of index xor key, the key from the seed; its upper half is scaled to n.
 
     Args:
         indices: (nnz,) int64 or int32, not negative, in any order.
@@ -95,10 +98,10 @@ class HashedPartition:
 
 @dispatched("indices")
 def partition_hashed(indices: Tensor, size: int, n: int, seed: int) -> phases.HashedPartition:
-    """Splits sorted element indices among n owners by hash, as `owners_by_hash` says.
+    """Splits sorted element indices among n owners by the hash of `owners_by_hash`.
 
-    Beside `partition_rotated`: an owner's elements may lie anywhere, so they travel by their indices in the whole, or
-    as positions in the list of all that it may own (`owned_by_hash`, `positions_in`).
+    Unlike with `partition_rotated`, the elements of an owner may lie anywhere, so they are sent by their indices in the
+    whole tensor, or as positions in the list of all indices of the owner (`owned_by_hash`, `positions_in`).
 
     Args:
         indices: (nnz,) int64 or int32, ascending.
@@ -114,10 +117,10 @@ def partition_hashed(indices: Tensor, size: int, n: int, seed: int) -> phases.Ha
 
 @dispatched("device", entries="size")
 def owned_by_hash(size: int, n: int, seed: int, *, device: torch.device | None = None) -> list[Tensor]:
-    """Lists, for each owner, all indices of [0, size) that hash to it, ascending: the lists behind Zen's hash bitmaps.
+    """Returns for each owner all indices in [0, size) that hash to it, ascending: the basis of Zen's hash bitmaps.
 
-    Together they are as large as an int32 (from 2^31 elements on, int64) for each element, on every rank: made once per
-    size and seed, and kept.
+    A list is (owned,) int32, or int64 from 2^31 elements on. Together the lists have one number for each element, on
+    every rank, so make them once per size and seed, and keep them.
 
     Args:
         device: where the lists are made; by default the CPU, of `triton` the current CUDA device.
@@ -136,9 +139,9 @@ def owned_by_hash(size: int, n: int, seed: int, *, device: torch.device | None =
 
 @dispatched("owned", "indices", "out")
 def positions_in(owned: Tensor, indices: Tensor, out: Tensor) -> None:
-    """Writes the positions of an owner's indices in the list of all that it may own: the bits of its hash bitmap.
+    """Writes the positions of an owner's indices in the list of all its indices: the set bits of its hash bitmap.
 
-    `encode_bitmap` makes them a bitmap; back, the indices are `owned[positions]`.
+    `encode_bitmap` makes a bitmap of the positions; `owned[positions]` gives the indices back.
 
     Args:
         owned: (m,) int64 or int32, ascending without duplicates (which is not checked).

@@ -17,21 +17,21 @@ _EMPTY = -1  # all ones; the paper's 0 would lose index 0
 def hierarchical_hash(
     indices: Tensor, n: int, *, slots: int, serial: int, rehashes: int = 3, seed: int, threads: int | None = None
 ) -> HashedIndices:
-    """Splits indices among n owners as Zen does (OSDI 2025, algorithm 1): by hashing into memory of a fixed size.
+    """Splits indices among n owners by hashing into memory of a fixed size (Zen, OSDI 2025, algorithm 1).
 
-    The owner is that of `owners_by_hash`. In the owner's memory, an index takes the first slot that is empty of those
-    that its rehashes name, else the next place of a serial part. Unlike in the paper, slots are taken by compare-and-
-    swap (its write, read back and compare can lose an index), empty is all ones and indices begin with 0, and what
-    finds no place is returned. A rival to measure `partition_rotated` against, which needs no memory. Which index has
-    which slot differs by implementation and number of threads; together, all that is returned is what was given.
+    The owner is that of `owners_by_hash`. In the owner's memory, an index takes the first empty slot among the slots
+    of its rehashes, else the next place of a serial part. Unlike in the paper, slots are taken by compare-and-swap (the
+    paper's write, read back and compare can lose an index), empty is all ones and indices begin with 0, and indices
+    that find no place are returned. It is a rival to measure `partition_rotated` against, which needs no memory. The
+    slot of an index differs by implementation and number of threads; together, the results are all given indices.
 
     Args:
-        indices: (nnz,) int64 or int32, not negative, distinct (what occurs twice is returned twice), in any order.
+        indices: (nnz,) int64 or int32, not negative, distinct (duplicates are returned as duplicates), in any order.
         n: owners, at most 2^16.
-        slots: of the parallel memory of all owners, each of which has ceil(slots / n); the paper: twice nnz.
-        serial: of the serial memory, likewise; the paper: a tenth of `slots`.
+        slots: slots of the parallel memory of all owners, ceil(slots / n) for each; in the paper twice nnz.
+        serial: slots of the serial memory, likewise; in the paper a tenth of `slots`.
         rehashes: slots that an index may try.
-        threads: native: how many insert at the same time; by default torch's number, and 1 for little work.
+        threads: native only: threads that insert at the same time; by default torch's number, and 1 for little work.
 
     Raises:
         ValueError: a negative index, another n, no slots, or more than 2^31 - 1 for one owner.
@@ -60,7 +60,7 @@ def hierarchical_hash(
 
 
 def _first(places: Tensor, free: Tensor) -> Tensor:
-    """Tells which are the first in their place, if that is free."""
+    """Returns which entries are the first in their place, (items,) bool; none where the place is not free."""
     order = torch.argsort(places, stable=True)
     first = torch.ones_like(free)
     first[order[1:]] = places[order[1:]] != places[order[:-1]]
@@ -68,7 +68,7 @@ def _first(places: Tensor, free: Tensor) -> Tensor:
 
 
 def _ranks(owners: Tensor, n: int) -> Tensor:
-    """How many of the same owner come before each."""
+    """Returns for each item how many items of the same owner come before it, (items,) int64."""
     order = torch.argsort(owners, stable=True)
     counts = torch.bincount(owners, minlength=n)
     ranks = torch.empty_like(order)

@@ -1,4 +1,4 @@
-"""Choice of elements by their magnitude, section by section, in plain torch operations."""
+"""Kernels that select elements by their magnitude, section by section, in plain torch operations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from gradsync.kernels.reference.rows import accumulation_dtype, magnitudes
 
 @dataclass(frozen=True)
 class SelectionArguments:
-    """The arguments of `top_k` and `select_above`, checked."""
+    """The checked arguments of `top_k` and `select_above`."""
 
     x: Tensor
     indices: Tensor
@@ -47,10 +47,7 @@ class SelectionArguments:
         residual: Tensor | None,
         next_residual: Tensor | None,
     ) -> SelectionArguments:
-        """
-        Raises:
-            ValueError, TypeError: as `gradsync.kernels.top_k`.
-        """
+        """Returns the arguments of `gradsync.kernels.top_k` after checking shapes and dtypes; raises as this does."""
         check_floating("x", x)
         check_flat("x", x)
         check_indices("indices", indices)
@@ -63,20 +60,20 @@ class SelectionArguments:
         return cls(x, indices, values, lengths, wanted, residual, next_residual)
 
     def elements(self) -> Tensor:
-        """p: with a residual, in the memory of the next one."""
+        """Returns p = x + residual, (numel,), in the memory of `next_residual`; without a residual, x itself."""
         if self.residual is None or self.next_residual is None:
             return self.x
         return torch.add(self.residual, self.x, out=self.next_residual)
 
     def parts(self, p: Tensor) -> Iterator[tuple[int, Tensor, int]]:
-        """Yields of each section where it begins, its elements and how many are wanted."""
+        """Yields for each section of `p`, (numel,): where it begins, its elements, (length,), and its count."""
         offset = 0
         for length, count in zip(self.lengths, self.counts, strict=True):
             yield offset, p[offset : offset + length], count
             offset += length
 
     def take(self, p: Tensor, chosen: Tensor) -> int:
-        """Writes the elements at these indices to the beginning of the outputs; returns how many."""
+        """Writes the elements of `p`, (numel,), at `chosen`, (count,) int64, to the outputs; returns their count."""
         count, exact = len(chosen), p[chosen]
         values = rounded_to(self.values[:count], exact)
         self.indices[:count] = chosen
@@ -86,7 +83,7 @@ class SelectionArguments:
 
 
 def rounded_to(values: Tensor, exact: Tensor) -> Tensor:
-    """Writes `exact` in the dtype of `values`, which are returned; what is finite stays finite."""
+    """Overwrites `values` by `exact`, of the same shape, in their dtype, and returns them; finite stays finite."""
     exact = exact.to(accumulation_dtype(exact.dtype))
     if values.itemsize < exact.itemsize:
         most = torch.finfo(values.dtype).max
@@ -106,22 +103,22 @@ def top_k(
     residual: Tensor | None = None,
     next_residual: Tensor | None = None,
 ) -> None:
-    """Writes the elements of the largest magnitude of p = x + residual, in the order of their indices.
+    """Writes the elements of p = x + residual with the largest magnitudes, in the order of their indices.
 
-    Exact. Magnitudes compare by their bits: a NaN is larger than infinity. Of equal ones, those with the smallest
-    indices are taken. With a residual, one pass over memory adds it, finds what to take and keeps the rest.
+    Exact. Magnitudes compare by their bits: a NaN is larger than infinity. Of equal elements, those with the smallest
+    indices are taken. With a residual, one pass over memory adds it, selects the elements and keeps the rest.
 
     Args:
         x: (numel,) floating.
-        indices: (k,) int64, or int32 for up to 2^31 elements; of the whole `x`.
-        values: (k,) floating: p rounded to its dtype; what is finite stays finite.
-        sections: of each, its own largest are taken; by default all of `x` is one.
-        counts: how many of each section, together k.
-        residual: (numel,), in the accumulation dtype of `x`: added to it first.
-        next_residual: as `residual`, and not its memory: p without what was taken, as rounded.
+        indices: (k,) int64, or int32 for up to 2^31 elements: indices into the whole `x`. Overwritten.
+        values: (k,) floating: p rounded to this dtype; finite numbers stay finite. Overwritten.
+        sections: the largest are taken of each section; by default all of `x` is one section.
+        counts: how many to take of each section, together k.
+        residual: (numel,), in the accumulation dtype of `x`, added first; None: zero.
+        next_residual: as `residual`, in other memory: p less the taken values, as rounded. Overwritten.
 
     Raises:
-        ValueError: more than a section has; shapes that do not fit; native: more than 2^34 elements.
+        ValueError: a count above the elements of a section; shapes that do not fit; native: more than 2^34 elements.
         TypeError: other or different dtypes.
     """
     arguments = SelectionArguments.of(x, indices, values, sections, counts, residual, next_residual)
@@ -143,18 +140,18 @@ def select_above(
     residual: Tensor | None = None,
     next_residual: Tensor | None = None,
 ) -> int:
-    """Writes the elements of p = x + residual that are not within the threshold of their section; returns how many.
+    """Writes the elements of p = x + residual above the threshold of their section; returns how many.
 
-    Where there are more than its count, the largest of them, as `top_k` takes them. They are written one behind the
-    other, in the order of their indices; what is behind the last is unspecified. A NaN is within no threshold, and
-    nothing is within one that is NaN or negative.
+    If a section has more of them than its count, the largest are taken, as in `top_k`. They are written to the
+    beginning of the outputs in the order of their indices; the rest of the outputs is unspecified. A NaN is above every
+    threshold, and all elements are above a threshold that is NaN or negative.
 
     Args:
         thresholds: (sections,), in the accumulation dtype of `x`.
-        indices: (most,) as of `top_k`.
-        values: (most,) as of `top_k`.
-        counts: at most how many of each section, together `most`.
-        x, sections, residual, next_residual: as of `top_k`.
+        indices: (most,), otherwise as in `top_k`.
+        values: (most,), otherwise as in `top_k`.
+        counts: how many to take at most of each section, together `most`.
+        x, sections, residual, next_residual: as in `top_k`.
 
     Raises:
         ValueError, TypeError: as `top_k`.
@@ -172,7 +169,7 @@ def select_above(
 @dispatched("x", "thresholds", "counts", entries="x")
 @torch.no_grad()
 def count_above(x: Tensor, thresholds: Tensor, counts: Tensor, *, sections: Sections | None = None) -> None:
-    """Counts the elements of each section that are not within its threshold, as `select_above` finds them.
+    """Counts the elements of each section above its threshold, as `select_above` finds them.
 
     Args:
         x: (numel,) floating.
@@ -194,18 +191,18 @@ def count_above(x: Tensor, thresholds: Tensor, counts: Tensor, *, sections: Sect
 
 
 def check_thresholds(x: Tensor, thresholds: Tensor, sections: int) -> None:
-    """Refuses what is not one threshold for each section."""
+    """Raises unless `thresholds` is (sections,) in the accumulation dtype of `x`."""
     check_floating("thresholds", thresholds, accumulation_dtype(x.dtype))
     check_shape("thresholds", thresholds, sections)
 
 
 def is_above(part: Tensor, threshold: Tensor) -> Tensor:
-    """Tells which elements are not within the threshold: all, if there is none."""
+    """Returns which elements of `part`, (length,), are above the threshold, 0-D, as bool; all if it is NaN."""
     return ~(part.abs().to(threshold.dtype) <= threshold)
 
 
 def largest(keys: Tensor, k: int) -> Tensor:
-    """The indices of the k largest keys, ascending; of equal keys, the first ones."""
+    """Returns the indices of the k largest keys, 1-D integers, ascending, (k,) int64; of equal keys the first ones."""
     if k == 0:
         return keys.new_empty(0, dtype=torch.int64)
     least = torch.topk(keys, k, sorted=False).values.min()

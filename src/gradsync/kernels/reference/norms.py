@@ -1,4 +1,4 @@
-"""Squared norms of blocks, in plain torch operations."""
+"""The kernel that computes squared norms of blocks, in plain torch operations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gradsync.kernels.reference.blocks import in_blocks, ordered_sum
 
 
 def check_squared_norms(x: Tensor, sections: Sections, norms: Tensor, block: int) -> None:
-    """Refuses what `squared_norms` cannot work on."""
+    """Checks the arguments of `squared_norms`; raises as this does."""
     check_sections("x", x, sections)
     check_floating("norms", norms, torch.float64)
     check_shape("norms", norms, section_blocks(sections, block))
@@ -20,14 +20,14 @@ def check_squared_norms(x: Tensor, sections: Sections, norms: Tensor, block: int
 @dispatched("x", "norms", entries="x")
 @torch.no_grad()
 def squared_norms(x: Tensor, sections: Sections, norms: Tensor, *, block: int) -> None:
-    """Writes the squared Euclidean norms of blocks, in float64, in which those of float32 neither overflow nor vanish.
+    """Writes the squared Euclidean norm of each block, in float64, where squares of float32 do not over- or underflow.
 
-    They are added in an order that every implementation keeps, that of `reference.blocks.ordered_sum`. (Roots are not
-    taken: torch does not round them alike everywhere.)
+    Squares are added in the order of `reference.blocks.ordered_sum`. Square roots are not taken, as torch rounds them
+    differently on different machines.
 
     Args:
         x: (numel,) floating.
-        sections: of x; none of their blocks has elements of two.
+        sections: the sections of x; blocks begin anew in each section.
         norms: (blocks,) float64. Overwritten.
         block: elements of a block; the last one of a section may be shorter. 0: a section is one block.
 

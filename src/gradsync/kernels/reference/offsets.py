@@ -1,4 +1,4 @@
-"""Indices as offsets within blocks, in plain torch operations."""
+"""Kernels that pack indices as offsets within blocks, in plain torch operations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FULL = 256  # indices of a full block of 8-bit offsets: one more than its count
 
 @dispatched("indices", "out")
 def encode_offsets(indices: Tensor, size: int, bits: int, out: Tensor) -> None:
-    """Writes ascending indices as offsets within blocks of 2^bits: between a list and a bitmap in density.
+    """Writes ascending indices as offsets within blocks of 2^bits, the smallest format between a list and a bitmap.
 
     Layout: the count of each of ceil(size / 2^bits) blocks, then the offsets, index mod 2^bits, block by block. With 16
     bits, counts are int32 and offsets uint16, in the byte order of the machine. With 8 bits, an offset is one byte, and
@@ -61,20 +61,26 @@ def encode_offsets(indices: Tensor, size: int, bits: int, out: Tensor) -> None:
 
 
 def is_unary(count: int, size: int, bits: int) -> bool:
-    """Whether counts are ones and zeros, where that is shorter than a byte for each block."""
+    """Whether the message has unary counts: with 8 bits, if these are shorter than one byte for each block."""
     blocks = num_blocks(size, bits)
     return bits == 8 and counts_nbytes(count, blocks, bits) < blocks
 
 
 def unary_counts(blocks: Tensor, num: int) -> Tensor:
-    """Bytes: a one for each index, whose ascending blocks these are, and a zero behind each of `num` blocks."""
+    """Returns unary counts, (nbytes,) uint8: a one bit for each index, and a zero bit after each of `num` blocks.
+
+    `blocks`: the block of each index, ascending, (nnz,) int64.
+    """
     bits = blocks.new_zeros(8 * unary_nbytes(len(blocks), num))
     bits[blocks + torch.arange(len(blocks), device=blocks.device)] = 1
     return (bits.view(-1, 8) << torch.arange(8, device=blocks.device)).sum(1).to(torch.uint8)
 
 
 def sizes_from_unary(message: Tensor, count: int, num: int) -> Tensor:
-    """The number of indices of each block; a message that has no such counts gives another total than `count`."""
+    """Returns the number of indices in each block from unary counts, (nbytes,) uint8: (num,) int64.
+
+    For a malformed message they do not add up to `count`.
+    """
     bits = (message.long().unsqueeze(1) >> torch.arange(8, device=message.device) & 1).flatten()
     zeros = (bits[: count + num] == 0).nonzero().flatten()
     if len(zeros) != num or int(zeros[-1]) != count + num - 1 or bool(bits[count + num :].any()):
@@ -84,15 +90,15 @@ def sizes_from_unary(message: Tensor, count: int, num: int) -> Tensor:
 
 @dispatched("message", "out")
 def decode_offsets(message: Tensor, size: int, bits: int, out: Tensor) -> None:
-    """The inverse of `encode_offsets`, for messages that may be damaged.
+    """Writes the indices in a message of `encode_offsets`, which may be damaged.
 
     Args:
         message: (offsets_nbytes(nnz, size, bits),) uint8.
-        out: (nnz,) int64, or int32 for sizes up to 2^31.
+        out: (nnz,) int64, or int32 for sizes up to 2^31. Overwritten.
 
     Raises:
-        ValueError: a message of another size, or one that no nnz ascending indices of [0, size) have; `out` may then
-            have been written to.
+        ValueError: a message of another size, or one that does not encode nnz ascending indices in [0, size); `out` may
+            then have been written to.
         TypeError: other dtypes.
     """
     check_size("size", size)
@@ -121,7 +127,7 @@ def decode_offsets(message: Tensor, size: int, bits: int, out: Tensor) -> None:
 
 
 def _unmark_full(counts: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Counts up to 256 and ascending offsets; full blocks are those of count 255 that begin with offset 255."""
+    """Returns counts up to 256 and ascending offsets; a full block has the count 255 and begins with offset 255."""
     begin = 0
     sizes: list[int] = counts.tolist()
     firsts: list[int] = offsets.tolist()

@@ -1,4 +1,4 @@
-"""The kernels on messages of elements, in steps of the definitions of others."""
+"""Kernels on messages of elements, composed of other kernels' definitions."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _STEPS = Steps(
 
 @dispatched("x", entries="x")
 def partition_elements(x: Tensor, n: int, seed: int) -> phases.ElementPartition:
-    """Finds the elements of `x` that are not zero, and which of n owners each of them has, by rotated stripe.
+    """Finds the non-zero elements of `x` and splits them among n owners by rotated stripe.
 
-    Element i = n q + r is owner (r + rho(q)) mod n's q-th: each run of n neighbours goes to n different owners in a
-    rotation that the seed decides, so neither dense regions nor hot columns load one owner, and an owner's positions q
-    stay in order. All ranks compute the same map. What is zero is tested as in `nonzero_rows`.
+    Element i = n q + r belongs to owner (r + rho(q)) mod n, at position q of its part: each run of n neighbours goes to
+    n different owners in a rotation that the seed decides, so that neither dense regions nor hot columns overload an
+    owner, and the positions q of an owner ascend. All ranks compute the same map. Zero is tested as in `nonzero_rows`.
 
     Args:
         x: (numel,) floating, numel <= n * 2^31.
@@ -48,13 +48,13 @@ def partition_elements(x: Tensor, n: int, seed: int) -> phases.ElementPartition:
 
 @dispatched("parts", entries="size")
 def unite_elements(parts: Sequence[PackedPositions], size: int) -> phases.ElementUnion:
-    """Finds the positions that occur in several parts of [0, size): the first phase of their sum.
+    """Finds the union of the positions in several messages, all in [0, size): the first phase of their sum.
 
     Args:
         parts: messages that may be damaged.
 
     Raises:
-        ValueError: a message of another size, or one that no such positions have; no part; native: a size above 2^34.
+        ValueError: a message of another size, or a malformed one; no part; native: a size above 2^34.
         TypeError: other dtypes.
     """
     return _STEPS.unite_elements(parts, size)
@@ -62,7 +62,7 @@ def unite_elements(parts: Sequence[PackedPositions], size: int) -> phases.Elemen
 
 @dispatched("parts", "values", "out", entries="out")
 def join_elements(parts: Sequence[PackedPositions], values: Sequence[Tensor], seed: int, out: Tensor) -> None:
-    """The inverse of `partition_elements`: the elements of all owners where they belong in `out`, zero everywhere else.
+    """Writes the elements of all owners to their places in `out`, zero elsewhere: the inverse of `partition_elements`.
 
     Args:
         parts: per owner, messages that may be damaged.
@@ -70,8 +70,8 @@ def join_elements(parts: Sequence[PackedPositions], values: Sequence[Tensor], se
         out: (size,) floating; overwritten.
 
     Raises:
-        ValueError: a message of another size or one that no such positions have, a position without an element in
-            `out`, before anything is written; no owner, or too many.
+        ValueError: a message of another size or a malformed one, or a position without an element in `out`, before
+            anything is written; no owner, or too many.
         TypeError: other or different dtypes.
     """
     _STEPS.join_elements(parts, values, seed, out)

@@ -15,23 +15,23 @@ from gradsync.kernels.reference.draws import draws_at
 from gradsync.kernels.reference.rows import accumulation_dtype
 
 _ROUNDS = 4
-_SIGNS = 32  # that one draw gives
+_SIGNS = 32  # signs from one draw
 
 
 @dispatched("indices")
 def random_k(sections: Sections, counts: Sequence[int], indices: Tensor, *, block: int = 1) -> None:
-    """Draws elements of each section, all different, by its seed: the first of a permutation that is never stored.
+    """Draws different random elements of each section by its seed: the first ones of a permutation that is not stored.
 
-    A Feistel network over [0, a) x [0, b), a and b about the root of the number of runs. What is drawn is a run of
-    `block` neighbours (of a shorter section, the whole of it) from a random place on, the section seen as a ring: so
-    every element is drawn with the same probability, and exactly `block` elements with every run. Parts of one tensor
-    that begin elsewhere have permutations of their own.
+    The permutation is a Feistel network over [0, a) x [0, b), with a and b about the square root of the number of runs.
+    A draw is a run of `block` neighbours (a shorter section is one run); runs begin at a random place, and the section
+    is seen as a ring, so that every element is drawn with the same probability, and every run has exactly `block`
+    elements. Parts of one tensor that begin at different places have different permutations.
 
     Args:
         sections: with seeds.
-        counts: of each section, how many runs are drawn.
+        counts: how many runs are drawn from each section.
         indices: (k,) int64, or int32 for up to 2^31 elements, k = counts times the elements of a run: indices into the
-            flat tensor, section by section, in the order of the draws.
+            flat tensor, section by section, in the order of the draws. Overwritten.
 
     Raises:
         ValueError: more runs than there are, no seeds, another size of `indices`.
@@ -59,7 +59,7 @@ def _elements(drawn: RunDraw, device: torch.device) -> Tensor:
 
 
 def _permuted(numbers: Tensor, drawn: RunDraw) -> Tensor:
-    """A Feistel network: rounds add to one half of a number what is drawn for the other half."""
+    """Returns a permutation of [0, a b) by a Feistel network: rounds add to one half the draw of the other half."""
     left, right = numbers // drawn.b, numbers % drawn.b
     for number in range(0, _ROUNDS, 2):
         left = (left + (draws_at(right + (number << 32), drawn.key) * drawn.a >> 32)) % drawn.a
@@ -68,7 +68,7 @@ def _permuted(numbers: Tensor, drawn: RunDraw) -> Tensor:
 
 
 def check_hadamard(x: Tensor, sections: Sections, out: Tensor, chunk: int, inverse: bool) -> None:
-    """Refuses what `hadamard` cannot work on."""
+    """Checks the arguments of `hadamard`; raises as this does."""
     check_rotation(sections, chunk)
     check_floating("x", x)
     check_sections("x", x, sections)
@@ -81,14 +81,14 @@ def check_hadamard(x: Tensor, sections: Sections, out: Tensor, chunk: int, inver
 
 
 def rotation_scale(bits: int) -> float:
-    """The factor that makes the transform of 2^bits elements orthonormal."""
+    """Returns the factor that makes the Walsh-Hadamard transform of 2^bits elements orthonormal."""
     return math.ldexp(math.sqrt(0.5) if bits % 2 else 1.0, -(bits // 2))
 
 
 @dispatched("x", "out", entries="x")
 @torch.no_grad()
 def hadamard(x: Tensor, sections: Sections, out: Tensor, *, chunk: int, inverse: bool = False) -> None:
-    """Rotates each chunk at random: draws signs for it, then transforms it after Walsh and Hadamard, orthonormally.
+    """Rotates each chunk at random: multiplies by random signs, then by the orthonormal Walsh-Hadamard matrix.
 
     out = H D x / sqrt(n), with n the elements of the chunk; inverse: D H x / sqrt(n). A section is cut into chunks of
     `chunk` elements and, at its end, powers of two in descending order (`rotation_sizes`): nothing is padded. The sign

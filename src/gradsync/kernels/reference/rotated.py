@@ -29,12 +29,12 @@ _UNSIGNED_32 = 0xFFFFFFFF
 
 
 def rotation_key(seed: int) -> int:
-    """The 32 bits of `seed` that the rotation is keyed with."""
+    """Returns the 32-bit key of the rotation for a seed."""
     return mixed_seed(seed) >> 32
 
 
 def mixed_seed(seed: int) -> int:
-    """64 bits that all depend on the seed (splitmix64's finaliser)."""
+    """Returns 64 bits that all depend on all bits of the seed (splitmix64's finaliser)."""
     mixed = (seed + 0x9E3779B97F4A7C15) & (2**64 - 1)
     mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & (2**64 - 1)
     mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & (2**64 - 1)
@@ -42,10 +42,10 @@ def mixed_seed(seed: int) -> int:
 
 
 def rotation(q: Tensor, n: int, seed: int) -> Tensor:
-    """rho(q) in [0, n): a multiply-xorshift mix of q and the seed, scaled to n.
+    """Returns the rotation rho(q) in [0, n) for each q, integers of any shape, as int64.
 
-    It is murmur3's 32-bit finaliser with the key once more between its multiplications. Without that, evenly spaced q,
-    as of a hot column, are shared out less evenly than by chance.
+    A multiply-xorshift mix of q and the seed, scaled to n: murmur3's 32-bit finaliser with the key once more between
+    the multiplications. Without that, evenly spaced q, as in a hot column, are spread less evenly than by chance.
     """
     key = rotation_key(seed)
     h = q.long() ^ key
@@ -78,7 +78,18 @@ class RotatedPartition:
 def check_dealt(
     counts: list[int], values: Tensor, places: tuple[str, Sequence[Tensor]], outs: Sequence[Tensor]
 ) -> None:
-    """Refuses values that are not one for each item, and outputs that are not as large as their owner's share."""
+    """Checks the arguments of `write` of a partition: one value for each item, and outputs of the owners' sizes.
+
+    Args:
+        counts: the items of each owner.
+        values: (nnz,) or (nnz, dim) floating.
+        places: what errors call the places, and the output for them, (count,) for each owner.
+        outs: (count,) or (count, dim) for each owner, in the dtype of `values`.
+
+    Raises:
+        ValueError: shapes that do not fit.
+        TypeError: other dtypes.
+    """
     name, places_out = places
     check_floating("values", values)
     check_shape("values", values, sum(counts), *values.shape[1:2])
@@ -100,7 +111,13 @@ def write_by_owner(
     places: tuple[str, Tensor, Sequence[Tensor]],
     outs: Sequence[Tensor],
 ) -> None:
-    """Writes, to each owner, the places (a name, all, and outputs) and values of the items that `order` gives it."""
+    """Writes the places and values of each owner's items to the owner's outputs.
+
+    Args:
+        order: (nnz,) int64: the items, the first owner's first.
+        counts, values, outs: as in `check_dealt`.
+        places: what errors call the places, the places of all items, (nnz,), and the outputs, (count,) for each owner.
+    """
     name, all_places, places_out = places
     check_dealt(counts, values, (name, places_out), outs)
     for place, out, items in zip(places_out, outs, order.split(counts), strict=True):
@@ -110,9 +127,10 @@ def write_by_owner(
 
 @dispatched("indices")
 def partition_rotated(indices: Tensor, size: int, n: int, seed: int) -> phases.RotatedPartition:
-    """Splits sorted indices among n owners by rotated stripe: i = n q + r is owner (r + rho(q)) mod n's q-th.
+    """Splits sorted element indices among n owners by rotated stripe.
 
-    As `partition_elements` does, which finds the indices itself.
+    Index n q + r belongs to owner (r + rho(q)) mod n, at position q of its part: the map of `partition_elements`, which
+    finds the indices itself.
 
     Args:
         indices: (nnz,) int64 or int32, ascending.
@@ -127,7 +145,15 @@ def partition_rotated(indices: Tensor, size: int, n: int, seed: int) -> phases.R
 
 
 def check_owned(positions: Sequence[Tensor], values: Sequence[Tensor], out: Tensor) -> int:
-    """Refuses what are not the positions and values of owners of `out`. Returns how many owners there are."""
+    """Checks positions, (count,) int32, and values, (count,) in the dtype of `out`, for each owner.
+
+    Returns:
+        The number of owners.
+
+    Raises:
+        ValueError: shapes that do not fit; no owner, or too many.
+        TypeError: other dtypes.
+    """
     check_owners(len(positions))
     check_each("values", values, len(positions))
     check_floating("out", out)
@@ -141,9 +167,15 @@ def check_owned(positions: Sequence[Tensor], values: Sequence[Tensor], out: Tens
 
 @torch.no_grad()
 def join_rotated(positions: Sequence[Tensor], values: Sequence[Tensor], seed: int, out: Tensor) -> None:
-    """The inverse of `partition_rotated`: the owners' elements where they belong in `out`, zero everywhere else.
+    """Writes the elements of all owners to their places in `out`, zero elsewhere: the inverse of `partition_rotated`.
 
-    Of each owner positions (count,) int32, ascending, and values. Raises as `gradsync.kernels.join_elements` does.
+    Args:
+        positions: for each owner (count,) int32, ascending.
+        values: for each owner (count,), in the dtype of `out`.
+        out: (size,) floating. Overwritten.
+
+    Raises:
+        ValueError, TypeError: as `gradsync.kernels.join_elements`.
     """
     n = check_owned(positions, values, out)
     elements = [torch.empty_like(part, dtype=torch.int64) for part in positions]
@@ -159,11 +191,13 @@ def join_rotated(positions: Sequence[Tensor], values: Sequence[Tensor], seed: in
 
 @dispatched("positions", "out")
 def rotated_index(owner: int, positions: Tensor, n: int, seed: int, out: Tensor) -> None:
-    """Writes the elements at local positions q of one owner in `partition_rotated`: n q + (owner - rho(q)) mod n.
+    """Writes the element indices at positions q of one owner's part, n q + (owner - rho(q)) mod n.
+
+    The map is that of `partition_rotated`.
 
     Args:
         positions: (count,) int32.
-        out: (count,) int64, or int32 where all results fit.
+        out: (count,) int64, or int32 if all results fit. Overwritten.
 
     Raises:
         ValueError: an owner or position out of range, another size of `out`.

@@ -28,7 +28,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by it
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that sums of `dtype` are kept in: float64 for float64, else float32."""
+    """Returns the dtype in which sums of `dtype` are kept: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -66,10 +66,10 @@ class RowUnion:
 
 @dispatched("indices", entries="num_rows")
 def unite_rows(indices: Sequence[Tensor], num_rows: int) -> phases.RowUnion:
-    """Finds the rows that occur in row-sparse parts of one table: the first phase of their sum.
+    """Finds the rows that occur in any of several row-sparse parts of one table: the first phase of their sum.
 
-    Native: by a bitmap that ranks them or, where it would have more than about four words for each index, by sorting;
-    either way, time and memory grow with the number of indices, not with that of rows.
+    Native: by a bitmap that ranks the rows or, if that had more than about four words for each index, by sorting; time
+    and memory grow with the number of indices, not of rows.
 
     Args:
         indices: per part (nnz,) int64 or int32, in any order, duplicates allowed.
@@ -85,19 +85,19 @@ def unite_rows(indices: Sequence[Tensor], num_rows: int) -> phases.RowUnion:
 @dispatched("parts", entries="num_rows")
 @torch.no_grad()
 def sum_rows(parts: Sequence[RowsPart], num_rows: int, *, scale: float = 1.0, out: RowsPart | None = None) -> RowsPart:
-    """The sum of row-sparse parts of one (num_rows, dim) table, times `scale`; of one part, its coalesced form.
+    """Returns `scale` times the sum of row-sparse parts of one (num_rows, dim) table, which coalesces a single part.
 
     Sums run in the order of the parts, then of occurrence within a part, in float32 (float64 for float64), and are
-    rounded once: the bits depend neither on the implementation (the reference but on the CPU only) nor on the number
-    of threads. Parts that are strided within a row are copied first. `unite_rows` is the same in two phases.
+    rounded once: the bits depend neither on the implementation (of the reference, on the CPU only) nor on the number
+    of threads. Parts with strided rows are copied first. `unite_rows` does the same in two phases.
 
     Args:
         parts: each indices (nnz,) int64 or int32, in any order, duplicates allowed; values (nnz, dim) floating.
         num_rows: all indices are in [0, num_rows).
-        out: indices and values buffers with room for at least u rows; what is returned are views of their first u.
+        out: buffers for indices and values with room for at least u rows; views of their first u rows are returned.
 
     Returns:
-        indices (u,) int64, or as in `out`: the sorted union of all indices; values (u, dim) in the dtype of the parts.
+        The sorted union of all indices, (u,) int64, or as in `out`; values, (u, dim) in the dtype of the parts.
 
     Raises:
         ValueError: an index out of range, no part, or shapes and devices that do not fit together.
@@ -109,11 +109,11 @@ def sum_rows(parts: Sequence[RowsPart], num_rows: int, *, scale: float = 1.0, ou
 @dispatched("parts", "out")
 @torch.no_grad()
 def join_columns(parts: Sequence[Tensor], stripes: Stripes, out: Tensor) -> None:
-    """Puts stripes of columns back together to whole rows: out[:, start:stop] = part.
+    """Writes stripes of columns back into whole rows: out[:, start:stop] = part.
 
     Args:
         parts: per stripe (u, stop - start), floating.
-        stripes: [start, stop) of the columns of each part; columns of no stripe stay, of several get the last.
+        stripes: the columns [start, stop) of each part; columns in no stripe stay, columns in several get the last.
         out: (u, dim) in the dtype of the parts.
 
     Raises:
@@ -128,7 +128,7 @@ def join_columns(parts: Sequence[Tensor], stripes: Stripes, out: Tensor) -> None
 @dispatched("indices", "values", "dense")
 @torch.no_grad()
 def scatter_rows(indices: Tensor, values: Tensor, dense: Tensor, *, accumulate: bool) -> None:
-    """Writes rows into `dense`, or adds them to it, in order: of equal indices the last is kept, or all are added.
+    """Writes rows into `dense`, or adds them to it, in order: of equal indices the last one stays, or all are added.
 
     Args:
         indices: (nnz,) int64 or int32, in any order.
@@ -164,13 +164,13 @@ def _add_rows(indices: Tensor, values: Tensor, dense: Tensor) -> None:
 
 
 def magnitudes(x: Tensor) -> Tensor:
-    """All bits but the sign, as integers of the elements' size, which are in the order of |x|."""
+    """Returns all bits but the sign of `x`, of any shape and floating dtype, as integers in the order of |x|."""
     bits = x.contiguous().view(_BITS[x.element_size()])
     return bits & torch.iinfo(bits.dtype).max
 
 
 def is_nonzero(x: Tensor) -> Tensor:
-    """Tells where any bit but the sign is set."""
+    """Returns which elements of `x`, of any shape and floating dtype, have a set bit besides the sign, as bool."""
     return magnitudes(x) != 0
 
 
@@ -198,7 +198,7 @@ class NonzeroRows:
 
 @dispatched("dense", entries="dense")
 def nonzero_rows(dense: Tensor) -> phases.NonzeroRows:
-    """Finds the rows of `dense`, (num_rows, dim) floating, that are not zero, by their bits.
+    """Finds the non-zero rows of `dense`, (num_rows, dim) floating, by their bits.
 
     -0.0 is zero; NaN, infinity and subnormals are not.
     """

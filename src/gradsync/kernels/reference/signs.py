@@ -33,23 +33,23 @@ def pack_signs(
     residual: Tensor | None = None,
     next_residual: Tensor | None = None,
 ) -> None:
-    """Writes the signs of p = x + residual as bits, and what stands for the magnitudes of each block.
+    """Writes the signs of p = x + residual as bits, and a scale in place of the magnitudes of each block.
 
-    Bit i % 8 of byte i // 8 is set where p[i] < 0: neither zero is negative, nor is NaN, of which the scales tell. A
-    scale is a float32, of sums in float64 whose order is fixed (`csrc/blocks.hpp`):
+    Bit i % 8 of byte i // 8 is set if p[i] < 0: zeros of either sign are not negative, nor is NaN, which shows in the
+    scales. A scale is a float32, from sums in float64 in a fixed order (`csrc/blocks.hpp`):
     - "mean": the mean of |p|;
     - "rms": the root of the mean of p^2;
-    - "two": the mean of the elements that are not negative, and of those that are; of none, 0;
-    - "one": none, signs are of 1.
-    Where elements are NaN or infinite, so is what each element of the block decodes to, with "two" of its class.
+    - "two": two scales, the means of the elements that are not negative and of the negative ones; 0 if there are none;
+    - "one": no scale, signs are decoded as 1 and -1.
+    If an element is NaN or infinite, all elements of its block are decoded so; with "two", those of its sign.
 
     Args:
         x: (numel,) floating.
-        words: (ceil(numel / 8),) uint8.
-        scales: `sign_scales_shape`: (blocks,) float32, of "two" (blocks, 2), of "one" (0,).
+        words: (ceil(numel / 8),) uint8. Overwritten.
+        scales: float32 of `sign_scales_shape`: (blocks,), for "two" (blocks, 2), for "one" (0,). Overwritten.
         block: elements of a section that share a scale, 0: all; the last block of a section may be shorter.
-        residual: (numel,) in `accumulation_dtype(x.dtype)`.
-        next_residual: likewise, elsewhere: what the decoded tensor lacks of p. With a residual, and only then.
+        residual: (numel,) in `accumulation_dtype(x.dtype)`; None: zero.
+        next_residual: as `residual`, in other memory: p less the decoded tensor. Given if and only if `residual` is.
 
     Raises:
         ValueError: shapes that do not fit, an unknown scale.
@@ -70,7 +70,7 @@ def pack_signs(
 
 
 def _scales_of(p: Tensor, negative: Tensor, scale: SignScale) -> Tensor:
-    """The scales of each block of (blocks, elements), in float64."""
+    """Returns the scales of blocks, (blocks, elements), in float64."""
     p = p.double()
     if scale == "mean":
         return ordered_sum(p.abs()) / p.shape[1]
@@ -84,7 +84,7 @@ def _scales_of(p: Tensor, negative: Tensor, scale: SignScale) -> Tensor:
 def _decoded(
     negative: Tensor, scales: Tensor, sections: Sections, block: int, scale: SignScale, like: Tensor
 ) -> Tensor:
-    """The numbers that signs stand for, in the dtype of `like`."""
+    """Returns the numbers that signs stand for, (numel,) in the dtype of `like`."""
     numbers = torch.empty_like(negative, dtype=like.dtype)
     for blocks, (below, out) in in_blocks(sections, block, negative, numbers):
         positive, other = levels_of(scales[blocks], scale)
@@ -93,7 +93,10 @@ def _decoded(
 
 
 def levels_of(scales: Tensor, scale: SignScale) -> tuple[Tensor, Tensor]:
-    """The numbers that the two signs of each block stand for, the negative one last; without scales, of one block."""
+    """Returns the numbers that the positive and the negative sign of each block stand for, (blocks,) each.
+
+    `scales`: (blocks,), for "two" (blocks, 2), for "one" (0,): then the result has one block.
+    """
     if scale == "two":
         return scales[:, 0], scales[:, 1]
     if scale == "one":
@@ -112,15 +115,15 @@ def unpack_signs(
     scale: SignScale,
     factor: float = 1.0,
 ) -> None:
-    """Overwrites `out` by `factor` times the sum of what several `pack_signs` of the same sections stand for.
+    """Overwrites `out` by `factor` times the sum of several decoded parts from `pack_signs`.
 
-    Sums run in the order of the parts, in float32 (float64 for float64), and are rounded once. With "one", they are the
-    votes for the positive less those for the negative sign.
+    Sums run in the order of the parts, in float32 (float64 for float64), and are rounded once. With "one", a sum is the
+    number of positive signs less the number of negative ones.
 
     Args:
-        parts: words and scales of each.
+        parts: (words, scales) of each part, packed with the same sections.
         out: (numel,) floating; overwritten.
-        block, scale: as they were packed with.
+        block, scale: as in `pack_signs`.
 
     Raises:
         ValueError: no part, shapes that do not fit, an unknown scale.

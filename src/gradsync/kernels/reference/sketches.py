@@ -17,7 +17,7 @@ from gradsync.kernels.reference.rows import accumulation_dtype
 def check_count_sketch(
     name: str, elements: Tensor, sections: Sections, columns: Sequence[int], counters: Tensor, rows: int
 ) -> None:
-    """Refuses what are not the sections' elements and counters."""
+    """Checks elements, (numel,), and counters, (rows * sum of columns,), of a sketch; raises as `count_sketch`."""
     check_sketch(sections, columns, rows)
     check_sections(name, elements, sections)
     check_floating("counters", counters, accumulation_dtype(elements.dtype))
@@ -27,21 +27,21 @@ def check_count_sketch(
 @dispatched("x", "counters", entries="x")
 @torch.no_grad()
 def count_sketch(x: Tensor, sections: Sections, columns: Sequence[int], counters: Tensor, *, rows: int) -> None:
-    """Adds up each section's elements in `rows` rows of counters, with signs; see Charikar et al., 2002.
+    """Sums the elements of each section, times random signs, into `rows` rows of counters. (Charikar et al., 2002)
 
-    In each row any two elements of a section share a counter with probability 1 / columns at most, or never where they
-    are near each other, and their signs are independent. Neighbours move together, which is what makes it fast: a
-    section is cut into groups of as many as the largest power of two, up to 32 and the root of `columns`, that divides
-    `columns`. (Of larger ones whole groups would meet often: with one window for all, always.) For a group, by the
-    place of its first element in its tensor, a row draws d and s of 32 bits: it goes to window
-    d * (columns / lanes) >> 32 of as many counters, the element in lane i to counter j = i ^ (d mod lanes) of these,
-    negated where bit j of s is 1. (The keys of row r are the seed + 2 r and + 2 r + 1 times 0x9E3779B97F4A7C15.) A
-    counter adds in the order of the elements, from 0, in float32 (float64 for float64).
+    In each row, any two elements of a section share a counter with a probability of at most 1 / columns (neighbours
+    never), and their signs are independent. For speed, neighbours are hashed together: a section is cut into groups of
+    `lanes` elements, the largest power of two up to 32 and the square root of `columns` that divides `columns`. (With
+    larger groups, whole groups would collide often: with one window for all, always.) For each group, by the place of
+    its first element in its tensor, a row draws d and s of 32 bits. The group goes to window
+    d * (columns / lanes) >> 32 of `lanes` counters, and the element in lane i to counter j = i ^ (d mod lanes) of this
+    window, negated if bit j of s is 1. (The keys of row r are the seed + 2 r and + 2 r + 1 times 0x9E3779B97F4A7C15.)
+    A counter adds in the order of the elements, from 0, in float32 (float64 for float64).
 
     Args:
         x: (numel,) floating.
         sections: with seeds.
-        columns: of each section, the counters of a row, below 2^31.
+        columns: for each section, the counters of a row, below 2^31.
         counters: (rows * sum of columns,) float32, float64 for float64: section by section, row by row. Overwritten.
 
     Raises:
@@ -59,15 +59,15 @@ def count_sketch(x: Tensor, sections: Sections, columns: Sequence[int], counters
 @dispatched("counters", "out", entries="out")
 @torch.no_grad()
 def sketch_estimates(counters: Tensor, sections: Sections, columns: Sequence[int], out: Tensor, *, rows: int) -> None:
-    """Estimates each element from the counters of `count_sketch`: the median over the rows of those it went to, signed.
+    """Writes the estimate of each element from a count sketch: the median over rows of its counters times its signs.
 
-    Where one of them is NaN, it is NaN.
+    If one of these counters is NaN, the estimate is NaN.
 
     Args:
-        counters: (rows * sum of columns,) float32, or float64.
-        sections: those of `count_sketch`.
-        columns: of each section, the counters of a row.
-        out: (numel,) of any dtype that is summed in the counters' one. Overwritten.
+        counters: (rows * sum of columns,) float32, or float64, from `count_sketch`.
+        sections: as in `count_sketch`.
+        columns: for each section, the counters of a row.
+        out: (numel,) floating, of a dtype with the counters' dtype as `accumulation_dtype`. Overwritten.
         rows: odd.
 
     Raises:
@@ -88,7 +88,10 @@ def sketch_estimates(counters: Tensor, sections: Sections, columns: Sequence[int
 def _hashed(
     flat: Tensor, sections: Sections, columns: Sequence[int], counters: Tensor, rows: int
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Yields, by section and row, its elements, the row's counters, each one's column, and whether it is negated."""
+    """Yields for each section and row: the elements, the counters, the counter of each element, and its sign.
+
+    (length,) floating, (columns,) floating, (length,) int64 and (length,) bool; True is negative.
+    """
     begin = first = 0
     for length, start, seed, count in zip(sections.lengths, sections.places, sections.seeds, columns, strict=True):
         lanes = sketch_lanes(count)

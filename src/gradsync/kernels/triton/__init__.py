@@ -1,4 +1,4 @@
-"""The kernels for CUDA, in Triton: each function does what its namesake in `gradsync.kernels` says, on the device.
+"""The kernels for CUDA, in Triton: each function is the version of the kernel in `gradsync.kernels` with its name.
 
 A kernel reads its inputs once or twice (`top_k`: as often as they have digits) and writes its outputs; scans and sorts
 between kernels are torch operations on the device, as are all of `select_above` and `count_above`. The host waits only

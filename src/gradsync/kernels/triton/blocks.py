@@ -21,7 +21,7 @@ Groups = tuple[Tensor, Tensor, Tensor]  # begin, length and block of each
 
 @triton.jit
 def sum_of_lanes(lanes: tl.tensor, LANES: tl.constexpr) -> tl.tensor:
-    """The upper half is added to the lower one until one of 32 is left."""
+    """Returns the sum of 32 lanes: adds the upper half to the lower half until one lane is left."""
     halves = tl.sum(tl.reshape(lanes, [2, LANES // 2]), 0)
     halves = tl.sum(tl.reshape(halves, [2, LANES // 4]), 0)
     halves = tl.sum(tl.reshape(halves, [2, LANES // 8]), 0)
@@ -39,7 +39,7 @@ def _sum_groups(
     KIND: tl.constexpr,
     LANES: tl.constexpr,
 ) -> None:
-    """Each program sums one group: lanes row by row, then the upper half of them to the lower one."""
+    """Sums one group a program: first the rows in each lane, then the lanes."""
     program = tl.program_id(0).to(tl.int64)
     begin, count = tl.load(begins + program), tl.load(counts + program)
     lane = tl.arange(0, LANES)
@@ -65,7 +65,7 @@ def _sum_groups(
 
 @lru_cache(maxsize=16)  # the same buckets come at every step
 def blocks_of(lengths: tuple[int, ...], block: int) -> tuple[Tensor, Groups]:
-    """The length of each block of sections of these lengths, and the groups of all blocks."""
+    """Returns the length of each block, (blocks,) int64, and the groups of all blocks of these sections."""
     found = [torch.empty(0, dtype=torch.int64)]
     for length in lengths:
         whole = block or max(length, 1)
@@ -76,7 +76,7 @@ def blocks_of(lengths: tuple[int, ...], block: int) -> tuple[Tensor, Groups]:
 
 
 def _groups_of(lengths: Tensor) -> Groups:
-    """The groups of blocks, end to end, of so many elements."""
+    """Returns the groups of blocks that lie end to end, given their lengths, (blocks,) int64."""
     per_block = -(-lengths // GROUP)
     blocks = torch.repeat_interleave(torch.arange(len(lengths)), per_block)
     nth = torch.arange(len(blocks)) - (per_block.cumsum(0) - per_block)[blocks]
@@ -85,7 +85,13 @@ def _groups_of(lengths: Tensor) -> Groups:
 
 
 def sum_blocks(p: Tensor, lengths: Tensor, groups: Groups, term: str) -> Tensor:
-    """(blocks,) float64: the sums over blocks of so many elements, in these groups."""
+    """Returns the sums of `p`, (numel,), over blocks, (blocks,) float64.
+
+    Args:
+        lengths: elements of each block, (blocks,) int64.
+        groups: the groups of all blocks, see `blocks_of`.
+        term: what is summed, as `_sum_groups` names it.
+    """
     addends = p
     while True:
         begins, counts, blocks = groups

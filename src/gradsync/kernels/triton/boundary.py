@@ -22,7 +22,7 @@ _POINTEES = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 
 def launch(kernel: Any, programs: int, device: torch.device, *arguments: object, **constants: object) -> None:
-    """Starts so many programs of a kernel on `device`; none is fine. Products are rounded before they are added."""
+    """Starts `programs` programs of a kernel on `device`, perhaps none, without fused multiply-add."""
     if programs == 0:
         return
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # the CPU's is Triton's interpreter
@@ -30,18 +30,23 @@ def launch(kernel: Any, programs: int, device: torch.device, *arguments: object,
 
 
 def blocks(entries: int, block: int = BLOCK) -> int:
-    """Programs for so many entries."""
+    """Returns how many programs of `block` entries `entries` entries take."""
     return -(-entries // block)
 
 
 def tile(width: int) -> dict[str, int]:
-    """Rows and columns that one program works on, of rows of `width` columns: powers of two, BLOCK together."""
+    """Returns the rows and columns of one program's tile of a table with `width` columns: powers of two."""
     columns = min(128, 1 << max(width - 1, 0).bit_length())
     return {"ROWS": BLOCK // columns, "COLUMNS": columns}
 
 
 def common_device(tensors: Sequence[Tensor]) -> torch.device:
-    """The device of all the tensors, in whose memory they lie as they are."""
+    """Returns the device of the tensors, which have any shapes and dtypes.
+
+    Raises:
+        ValueError: if they are on different devices.
+        TypeError: for a sparse tensor, or a lazily negated view.
+    """
     device = tensors[0].device
     for tensor in tensors:
         if tensor.device != device:
@@ -53,7 +58,12 @@ def common_device(tensors: Sequence[Tensor]) -> torch.device:
 
 
 def device_of(**given: Tensor | Sequence[Tensor] | None) -> torch.device:
-    """The device of all the tensors that are given, none of whose entries are apart."""
+    """Returns the device of all given tensors, which have any shapes and dtypes.
+
+    Raises:
+        ValueError: if they are on different devices.
+        TypeError: for a sparse tensor, a lazily negated view, or one that is not contiguous.
+    """
     tensors = {name: [value] if isinstance(value, Tensor) else value or () for name, value in given.items()}
     device = common_device([tensor for several in tensors.values() for tensor in several])
     for name, several in tensors.items():
@@ -62,14 +72,14 @@ def device_of(**given: Tensor | Sequence[Tensor] | None) -> torch.device:
 
 
 def check_contiguous(name: str, *tensors: Tensor) -> None:
-    """Refuses entries that are apart."""
+    """Raises TypeError unless the tensors, of any shapes and dtypes, are contiguous."""
     for tensor in tensors:
         if not tensor.is_contiguous():
             raise TypeError(f"{name} must be contiguous, got {describe(tensor)}, strides {tensor.stride()}")
 
 
 def check_rows(name: str, *tensors: Tensor, written: bool = False) -> None:
-    """Refuses rows whose elements are apart and, where they are to be written, rows that share memory."""
+    """Raises TypeError unless each row of the 2-D tensors has adjacent elements and, if `written`, its own memory."""
     for tensor in tensors:
         rows, columns = tensor.shape
         apart = columns > 1 and rows > 0 and tensor.stride(1) != 1
@@ -81,23 +91,23 @@ def check_rows(name: str, *tensors: Tensor, written: bool = False) -> None:
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """The same memory as integers, for kernels that move values or look at their bits."""
+    """Returns a view of the tensor's memory, of any shape and dtype, as integers of the same size."""
     return tensor.detach().view(_BITS[tensor.element_size()])
 
 
 def pointee(tensor: Tensor) -> tl.dtype:
-    """Triton's type for `bits_of` this tensor, for pointers out of a table."""
+    """Returns the Triton dtype of `bits_of(tensor)`, for pointers in a table."""
     return _POINTEES[tensor.element_size()]
 
 
 def on(device: torch.device, numbers: Sequence[int] | Tensor) -> Tensor:
-    """A table of int64 for the device, without waiting for it."""
+    """Moves numbers to the device without waiting for it: a tensor of any shape, or a list as (numbers,) int64."""
     table = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=torch.int64)
     return table.to(device, non_blocking=True)
 
 
 def default_device() -> torch.device:
-    """The device of tensors for a caller who gives none and names none; the CPU is that of the interpreter."""
+    """Returns the current CUDA device; without CUDA the CPU, where Triton's interpreter runs."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -106,9 +116,9 @@ def addresses(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def column_table(tensors: Sequence[Tensor], stripes: Stripes) -> Tensor:
-    """(3, width) int64: for each column of each tensor, which of the whole it is, its address, its elements a row.
+    """Returns for each column of each tensor its number in the whole, its address and its row stride.
 
-    Each tensor is (rows, stop - start) for its stripe.
+    (3, width) int64; each tensor is (rows, stop - start) for its stripe.
     """
     parts = [torch.empty(3, 0, dtype=torch.int64)]
     for tensor, (start, stop) in zip(tensors, stripes, strict=True):

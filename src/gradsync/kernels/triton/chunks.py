@@ -1,4 +1,4 @@
-"""Kernels on chunks, in Triton: one pass over the elements, and one over what is kept of them, for the norms."""
+"""Kernels on chunks, in Triton: one pass over the elements, and one over the next residual for the norms."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ def _take(
     TO: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Each program has one group of a chunk. `slots`: of each chunk, or -1. `factors`: the scale, and its inverse."""
+    """Handles one group of a chunk a program. `slots`: each chunk's place in the payload, or -1.
+
+    `factors`: the scale, and its inverse.
+    """
     program = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     begin, owner = tl.load(begins + program), tl.load(owners + program)

@@ -40,12 +40,12 @@ from gradsync.kernels.triton.boundary import (
 from gradsync.kernels.triton.draws import mixed
 from gradsync.kernels.triton.rows import kind_of, narrowed, widened
 
-_COLUMNS = 8  # of the table of runs; two more where numbers are drawn
+_COLUMNS = 8  # columns of the table of runs; two more if codes are rounded at random
 
 
 @triton.jit
 def run_of(table: tl.tensor, num_runs: tl.tensor, COLUMNS: tl.constexpr) -> tl.tensor:
-    """The row of this program's run: of each, column 0 has its first program."""
+    """Returns the table's row for this program's run, by binary search: column 0 has the first program of each run."""
     program = tl.program_id(0).to(tl.int64)
     low = program * 0
     high = low + num_runs
@@ -59,14 +59,14 @@ def run_of(table: tl.tensor, num_runs: tl.tensor, COLUMNS: tl.constexpr) -> tl.t
 
 @triton.jit
 def drawn(row: tl.tensor, upper: tl.tensor, lower: tl.constexpr) -> tl.tensor:
-    """The draw of one place, by its halves: columns 8 and 9 are those of the seed."""
+    """Returns the draw of a place, given its upper and lower 32 bits; columns 8 and 9 hold the halves of the seed."""
     key, added = tl.load(row + 8).to(tl.uint32), tl.load(row + 9).to(tl.uint32)
     return mixed(mixed(key ^ lower, 0) + added + upper.to(tl.uint32) * 0x9E3779B9, 0)
 
 
 @triton.jit
 def noise_from(row: tl.tensor, first: tl.tensor, after: tl.tensor) -> tl.tensor:
-    """See `gradsync.kernels.reference.draws.noise`: of the places `after` the first, which is a number."""
+    """See `gradsync.kernels.reference.draws.noise`: returns the draws of the places `first` + `after`."""
     place = first + after
     upper = first >> 32
     wrapped = (place >> 32) != upper
@@ -79,7 +79,7 @@ def noise_from(row: tl.tensor, first: tl.tensor, after: tl.tensor) -> tl.tensor:
 def corrected(
     x: tl.tensor, residual: tl.tensor, at: tl.tensor, inside: tl.tensor, KIND: tl.constexpr, CORRECTS: tl.constexpr
 ) -> tl.tensor:
-    """x + residual in the type of sums; 0 outside."""
+    """Returns x + residual in the accumulation dtype; 0 where not `inside`."""
     p = widened(tl.load(x + at, mask=inside, other=0), KIND)
     if CORRECTS:
         p = tl.load(residual + at, mask=inside, other=0) + p
@@ -98,7 +98,7 @@ def _find_largest(
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Programs meet in a block's magnitude: the maxima of integers are atomic, and in any order give the same."""
+    """Writes the largest magnitude of each block by atomic maxima of its bits, whose order makes no difference."""
     row = run_of(table, num_runs, COLUMNS)
     number = tl.program_id(0).to(tl.int64) - tl.load(row)
     length, tiles = tl.load(row + 2), tl.load(row + 6)
@@ -126,7 +126,7 @@ def _sum_squares(
     LANES: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Each program stores one sum: its group's, the lanes added up row by row, then the halves of the lanes."""
+    """Stores the sum of squares of one group a program: first the rows in each lane, then the lanes."""
     row = run_of(table, num_runs, COLUMNS)
     number = tl.program_id(0).to(tl.int64) - tl.load(row)
     length, tiles = tl.load(row + 2), tl.load(row + 6)
@@ -142,7 +142,7 @@ def _sum_squares(
 
 @triton.jit
 def small_code(value: tl.tensor, TOP: tl.constexpr, FRACTION: tl.constexpr, BIAS: tl.constexpr) -> tl.tensor:
-    """int32: the nearest number of 8 bits; NaN is zero."""
+    """Returns the code of the nearest 8-bit float as int32; NaN counts as zero."""
     kept = tl.where(tl.abs(value) >= 0, value, 0.0)  # NaN is not
     magnitude = tl.minimum(tl.abs(kept), tl.full(kept.shape, TOP, tl.float32))
     bits = magnitude.to(tl.int32, bitcast=True)
@@ -169,7 +169,7 @@ def small_value(code: tl.tensor, FRACTION: tl.constexpr, BIAS: tl.constexpr) -> 
 
 @triton.jit
 def in_float(value: tl.tensor) -> tl.tensor:
-    """Converts to float32; what is finite stays finite."""
+    """Converts to float32; finite numbers stay finite."""
     if value.dtype == tl.float64:
         most = tl.full(value.shape, 3.4028234663852886e38, tl.float64)
         value = tl.where(value - value == 0, tl.minimum(tl.maximum(value, -most), most), value)
@@ -178,7 +178,7 @@ def in_float(value: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def exponent_code(value: tl.tensor, draw: tl.tensor) -> tl.tensor:
-    """int32; see the constants in quantize.cpp."""
+    """Returns the code of the format `exponent` as int32; for the constants see quantize.cpp."""
     bits = value.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     up = magnitude.to(tl.uint32) + (draw >> 9)
@@ -196,7 +196,7 @@ def exponent_value(code: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def level_of(code: tl.tensor, ROUNDING: tl.constexpr, TOP: tl.constexpr, BITS: tl.constexpr) -> tl.tensor:
-    """float32 of an int32 code without sign."""
+    """Returns the level that a code, an unsigned number in an int32, stands for, as float32."""
     if ROUNDING == "e4m3":
         level = small_value(code, 3, 7)
     elif ROUNDING == "e5m2":
@@ -212,7 +212,7 @@ def level_of(code: tl.tensor, ROUNDING: tl.constexpr, TOP: tl.constexpr, BITS: t
 
 @triton.jit
 def divided(a: tl.tensor, b: tl.tensor, SUM: tl.constexpr) -> tl.tensor:
-    """Rounded as IEEE does, which `/` of float32 is not."""
+    """Returns a / b, correctly rounded, which Triton's `/` of float32 is not."""
     if SUM == tl.float64:
         quotient = a / b
     else:
@@ -262,7 +262,7 @@ def _encode(
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Each program writes its bytes and what their elements leave."""
+    """Writes the codes in one tile of bytes a program, and the next residual of their elements."""
     accumulator: tl.constexpr = tl.float64 if KIND == "f64" else tl.float32
     row = run_of(table, num_runs, COLUMNS)
     number = tl.program_id(0).to(tl.int64) - tl.load(row)
@@ -322,7 +322,7 @@ def _decode(
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Each program writes the elements of its bytes."""
+    """Writes the decoded elements of one tile of bytes a program."""
     accumulator: tl.constexpr = tl.float64 if KIND == "f64" else tl.float32
     row = run_of(table, num_runs, COLUMNS)
     number = tl.program_id(0).to(tl.int64) - tl.load(row)
@@ -406,7 +406,7 @@ def dequantize(
 
 
 def _decoding(x: Tensor, grid: AnyGrid) -> dict[str, object]:
-    """The constants that say what codes are."""
+    """Returns the compile-time constants that describe the codes."""
     return {
         "KIND": kind_of("x", x),
         "ROUNDING": grid.rounding,
@@ -447,10 +447,10 @@ class _Runs(NamedTuple):
 def _runs(
     lengths: tuple[int, ...], starts: tuple[int, ...], grid: AnyGrid, device: torch.device, tile: int = 0
 ) -> _Runs:
-    """Programs for `tile` elements of a block each, or (0) for a power of two of its bytes.
+    """Returns the runs as a table, for programs that each handle `tile` elements of a block.
 
-    Of each run: its first program, first element, elements and bytes of a block, first block, place, tiles of a block,
-    first byte.
+    With tile = 0 a program handles a power of two of the codes' bytes instead. The columns: first program, first
+    element, elements of a block, bytes of a block, first block, place, tiles of a block, first byte.
     """
     found = list(runs(Sections(lengths, starts, tuple(range(len(lengths)))), grid))  # sections' numbers for seeds
     of_bytes, longest = tile == 0, max((run.nbytes for run in found), default=1)
@@ -466,7 +466,7 @@ def _runs(
 
 
 def _with_seeds(found: _Runs, sections: Sections, grid: AnyGrid) -> Tensor:
-    """The table with the halves of each run's seed, which is another one at every step, where numbers are drawn."""
+    """Returns the table, with the halves of each run's seed of this step appended if codes are rounded at random."""
     if not draws(grid):
         return found.table
     halves = torch.tensor([(seed & 0xFFFFFFFF, seed >> 32) for seed in sections.seeds], dtype=torch.int64).view(-1, 2)

@@ -33,7 +33,7 @@ def _narrow(
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Each program writes its own values."""
+    """Narrows one block of values a program."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + at, mask=at < count, other=0)
     value = value * tl.load(scale).to(value.dtype)
@@ -64,7 +64,7 @@ def _sum_parts(
     TO: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Each program sums its own values over all parts, in order, before it writes them."""
+    """Sums one block of values over all parts a program, in their order, before writing."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     factor = tl.load(scale)

@@ -1,4 +1,4 @@
-"""Items dealt to owners, in Triton: each owner's in their order, whatever map of owners it is."""
+"""Splitting of items among owners in Triton, for any map of owners; the items of an owner stay in order."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _deal(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Each program writes its items of its owner; the order is a permutation, so no other program has them."""
+    """Writes a block of one owner's items a program; `order` is a permutation, so no other program has them."""
     owner = tl.program_id(0) % n
     begin = tl.load(begins + owner)
     count = tl.load(begins + owner + 1) - begin
@@ -57,7 +57,10 @@ def _deal(
 
 
 def narrow_owners(indices: Tensor, n: int) -> Tensor:
-    """Room for the owner of each index, as narrow as n allows: a radix sort takes a pass for each byte."""
+    """Returns an uninitialised tensor for the owner of each index, (nnz,), in the narrowest integer dtype for n.
+
+    Narrow, as the radix sort by owner takes one pass for each byte. `indices`: (nnz,).
+    """
     dtype = torch.uint8 if n <= 1 << 8 else torch.int16 if n <= 1 << 15 else torch.int32
     return torch.empty(len(indices), dtype=dtype, device=indices.device)
 
@@ -74,14 +77,14 @@ class OwnerPartition:
         self.counts: list[int] = []  # until the host has read them
 
     def read_counts(self, faults: Tensor) -> list[int]:
-        """Reads the counts to the host and, in the same transfer, the faults, which it returns."""
+        """Reads the counts and, in the same transfer, `faults`, (n,) integers, to the host; returns the faults."""
         numbers: list[int] = torch.cat([self._begins, faults]).tolist()
         begins, found = numbers[: len(self._begins)], numbers[len(self._begins) :]
         self.counts = [stop - start for start, stop in zip(begins[:-1], begins[1:], strict=True)]
         return found
 
     def dealt_indices(self) -> list[Tensor]:
-        """Per owner its indices; all are in one tensor's memory."""
+        """Returns the indices of each owner, (count,), as views of one tensor."""
         return list(self._indices[self._order].split(self.counts))
 
     def write(self, values: Tensor, places: Sequence[Tensor], outs: Sequence[Tensor]) -> None:

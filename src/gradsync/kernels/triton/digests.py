@@ -1,4 +1,4 @@
-"""Digests of tensors, in Triton: a program sums a block, and adds it to those of all with one atomic."""
+"""Digests of tensors in Triton: a program sums one block, and adds its sum to the tensor's by one atomic operation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _sum_blocks(
     BITS: tl.constexpr,
     WORDS: tl.constexpr,
 ) -> None:
-    """Each program works on one block; numbers are taken as they are where NAN is 0."""
+    """Sums one block a program; with NAN = 0 the elements are integers, without NaN to unify."""
     number = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, WORDS * 32 // BITS)
     at = number * (WORDS * 32 // BITS) + lane

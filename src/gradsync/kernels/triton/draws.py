@@ -1,4 +1,4 @@
-"""Random numbers by counting, in Triton: see `gradsync.kernels.reference.draws`."""
+"""Counter-based random numbers in Triton: see `gradsync.kernels.reference.draws`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def mixed(h: tl.tensor, added: tl.tensor) -> tl.tensor:
-    """A bijection of uint32, keyed within."""
+    """Returns a keyed bijection of uint32, see `reference.draws`."""
     h = (h ^ (h >> 16)) * tl.full([1], 0x7FEB352D, tl.uint32)
     h = ((h ^ (h >> 15)) + added) * tl.full([1], 0x846CA68B, tl.uint32)
     return h ^ (h >> 16)

@@ -32,7 +32,7 @@ _DECODED_BITS = 4096  # of a bitmap, that one program works on
 
 @triton.jit
 def _set_bits(indices: tl.tensor, count: tl.tensor, words: tl.tensor, BLOCK: tl.constexpr) -> None:
-    """Lanes and programs may meet in a word: the OR is atomic, and in any order gives the same bits."""
+    """Sets the bits of one block of indices a program by atomic OR, as lanes and programs may share a word."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     index = tl.load(indices + at, mask=at < count, other=0).to(tl.int64)
     bit = tl.full([BLOCK], 1, tl.int32) << (index % 32).to(tl.int32)
@@ -41,7 +41,7 @@ def _set_bits(indices: tl.tensor, count: tl.tensor, words: tl.tensor, BLOCK: tl.
 
 @triton.jit
 def _count_set(words: tl.tensor, num_words: tl.tensor, counts: tl.tensor, BLOCK: tl.constexpr) -> None:
-    """Each program counts its words in pairs of bits, then fours, then bytes, and stores one sum."""
+    """Stores the number of set bits in one block of words a program: of pairs of bits, then fours, then bytes."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(words + at, mask=at < num_words, other=0).to(tl.uint32, bitcast=True)
     x = x - ((x >> 1) & 0x55555555)
@@ -56,7 +56,7 @@ def _count_set(words: tl.tensor, num_words: tl.tensor, counts: tl.tensor, BLOCK:
 def _positions_of_set(
     words: tl.tensor, num_words: tl.tensor, ends: tl.tensor, out: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
-    """Each program writes the end of its set bits' places in `out`: no other writes there."""
+    """Writes the positions of the set bits in one block a program, to places of `out` that only this program has."""
     program = tl.program_id(0).to(tl.int64)
     bit = program * BLOCK + tl.arange(0, BLOCK)
     word = tl.load(words + bit // 32, mask=bit // 32 < num_words, other=0)
@@ -67,7 +67,7 @@ def _positions_of_set(
 
 @triton.jit
 def _count_nonzero(x: tl.tensor, count: tl.tensor, counts: tl.tensor, BLOCK: tl.constexpr) -> None:
-    """Each program stores one sum. Nonzero is where any bit but the sign is set."""
+    """Stores the number of non-zero elements in one block a program: those with a set bit besides the sign."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     bits = tl.load(x + at, mask=at < count, other=0)
     tl.store(counts + tl.program_id(0), tl.sum(((bits << 1) != 0).to(tl.int32), 0))
@@ -77,7 +77,7 @@ def _count_nonzero(x: tl.tensor, count: tl.tensor, counts: tl.tensor, BLOCK: tl.
 def _take_nonzero(
     x: tl.tensor, count: tl.tensor, ends: tl.tensor, indices: tl.tensor, values: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
-    """Each program writes the places that its count reserved: no other writes there."""
+    """Writes the non-zero elements of one block a program, to the places that their count reserved."""
     program = tl.program_id(0).to(tl.int64)
     at = program * BLOCK + tl.arange(0, BLOCK)
     bits = tl.load(x + at, mask=at < count, other=0)
@@ -88,14 +88,14 @@ def _take_nonzero(
 
 
 def _ends(kernel: Any, entries: Tensor, block: int) -> Tensor:
-    """The running sum of what `kernel` counts in each block."""
+    """Returns the running sum of the counts of each block by `kernel`, (blocks,) int64."""
     counts = torch.empty(blocks(len(entries), block), dtype=torch.int32, device=entries.device)
     launch(kernel, len(counts), entries.device, entries, len(entries), counts, BLOCK=block)
     return counts.cumsum(0)
 
 
 def _last(ends: Tensor) -> int:
-    """The count in all; the host waits for it, since the caller allocates by it or checks against it."""
+    """Returns the total count; waits for the device, as the caller allocates by the count or checks it."""
     return int(ends[-1]) if len(ends) else 0
 
 

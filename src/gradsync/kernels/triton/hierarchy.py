@@ -32,9 +32,10 @@ def _insert(
     num_overflow: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """A slot goes to the one lane whose swap finds it empty; counters hand out each serial and overflow place once.
+    """Inserts one block of indices a program: a slot goes to the lane whose compare-and-swap finds it empty.
 
-    A swap has no mask: a lane without an index, or that has its slot, expects -2, which no slot ever holds.
+    Atomic counters give each serial and overflow place away once. A compare-and-swap has no mask: a lane without an
+    index, or one that has its slot already, expects -2, which no slot ever holds.
     """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     item = tl.load(indices + at, mask=at < count, other=0)

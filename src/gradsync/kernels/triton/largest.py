@@ -40,7 +40,7 @@ def _count_digits(
     DIGIT_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Programs meet in the counts: the sums of integers are atomic, and in any order give the same."""
+    """Counts the next digit of the magnitudes that begin with the known digits, by atomic sums."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     upper = (tl.load(x + at, mask=at < count, other=0) & MOST) >> shift
     agrees = (at < count) & ((upper >> DIGIT_BITS) == tl.load(bound).to(upper.dtype))
@@ -51,7 +51,7 @@ def _count_digits(
 
 @triton.jit
 def _find_digit(counts: tl.tensor, bound: tl.tensor, longer: tl.tensor, DIGIT_BITS: tl.constexpr) -> None:
-    """One program: `longer` gets what is known of the k-th largest with the digit found, as `_bound` says."""
+    """Finds the next digit of the k-th largest magnitude in one program; writes the longer `bound` to `longer`."""
     digit = tl.arange(0, 1 << DIGIT_BITS)
     count = tl.load(counts + digit)
     wanted = tl.load(bound + 1)
@@ -63,7 +63,7 @@ def _find_digit(counts: tl.tensor, bound: tl.tensor, longer: tl.tensor, DIGIT_BI
 
 @triton.jit
 def compared(bits: tl.tensor, inside: tl.tensor, bound: tl.tensor, MOST: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Tells which elements are larger than the k-th largest and which as large, as int32 of 0 and 1."""
+    """Returns which elements are larger than the k-th largest and which are equal, as int32 of 0 and 1."""
     least = tl.load(bound).to(bits.dtype)
     larger = inside & ((bits & MOST) > least)
     equal = inside & ((bits & MOST) == least)
@@ -74,7 +74,7 @@ def compared(bits: tl.tensor, inside: tl.tensor, bound: tl.tensor, MOST: tl.cons
 def _count_largest(
     x: tl.tensor, count: tl.tensor, bound: tl.tensor, counts: tl.tensor, MOST: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
-    """Each program stores two sums, in the two rows of `counts`."""
+    """Stores how many elements of one block a program are larger and how many are equal, in the rows of `counts`."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     larger, equal = compared(tl.load(x + at, mask=at < count, other=0), at < count, bound, MOST)
     tl.store(counts + tl.program_id(0), tl.sum(larger, 0))
@@ -92,7 +92,7 @@ def _take_largest(
     MOST: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Each program writes behind all that is taken of the blocks before its own: no other writes there."""
+    """Writes the selected elements of one block a program, after those of all blocks before it."""
     program = tl.program_id(0).to(tl.int64)
     at = program * BLOCK + tl.arange(0, BLOCK)
     bits = tl.load(x + at, mask=at < count, other=0)
@@ -108,9 +108,10 @@ def _take_largest(
 
 
 def _bound(bits: Tensor, k: int) -> Tensor:
-    """(2,) int64 on the device: the k-th largest magnitude, and how many of that magnitude are among the k.
+    """Returns the k-th largest magnitude, and how many of that magnitude are among the k: (2,) int64 on the device.
 
-    On the way there, its upper digits only, and how many of the magnitudes that begin with them.
+    `bits`: (numel,) integers. While digits are missing, `bound` has the upper digits only, and how many of the
+    magnitudes that begin with them are among the k.
     """
     bound, most = on(bits.device, [0, k]), torch.iinfo(bits.dtype).max
     for shift in range(8 * bits.element_size() - _DIGIT_BITS, -1, -_DIGIT_BITS):
@@ -125,7 +126,7 @@ def _bound(bits: Tensor, k: int) -> Tensor:
 
 
 def _write_largest(x: Tensor, indices: Tensor, values: Tensor) -> None:
-    """The len(indices) largest elements of `x`, one tensor of a dtype for both."""
+    """Writes the len(indices) largest elements of `x`, (numel,), one section, into `values` of the same dtype."""
     if len(indices) == 0:
         return
     bits = bits_of(x)

@@ -1,7 +1,7 @@
-"""Indices as offsets within blocks, in Triton.
+"""Kernels that pack indices as offsets within blocks, in Triton.
 
-A message may begin at any address, so it is read and written in bytes. Where a block begins among the indices, and to
-which block an offset belongs, is a binary search.
+A message may begin at any address, so it is read and written in bytes. Binary searches find where a block begins among
+the indices, and to which block an offset belongs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FULL = 256  # indices of a full block of 8-bit offsets: one more than its count
 def _write_counts(
     indices: tl.tensor, count: tl.tensor, num_blocks: tl.tensor, out: tl.tensor, BITS: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
-    """Lane by lane: the count of each block, in one byte of at most 255 or in four."""
+    """Writes the counts of one range of blocks a program, in one byte of at most 255 or in four bytes."""
     block = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     begin = place_after(indices, count, (block << BITS) - 1)
     found = place_after(indices, count, ((block + 1) << BITS) - 1) - begin
@@ -43,9 +43,9 @@ def _write_offsets(
     TURNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Lane by lane: an offset, which a full block that is counted in a byte turns by one.
+    """Writes the offsets of one range of indices a program; in full blocks with byte counts, turned by one.
 
-    An index is in a full block if the first and last of its block are as far before and after it as they would be.
+    An index is in a full block if the first and last index of the block lie at the right distance before and after.
     """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     index = tl.load(indices + at, mask=at < count, other=0).to(tl.int64)
@@ -73,7 +73,10 @@ def _mark_full(
     count: tl.tensor,
     full: tl.tensor,
 ) -> None:
-    """One program, one candidate after the other: where one begins depends on how many before it are full."""
+    """Marks the full blocks among the candidates, in order, as the begin of each depends on the full ones before it.
+
+    Runs in one program.
+    """
     number = tl.program_id(0)
     before = number.to(tl.int64)  # 0: full blocks so far
     while number < num_candidates:
@@ -100,7 +103,10 @@ def _read_offsets(
     TURNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Lane by lane; programs that store to the same fault store the same 1. Any counts are safe: nothing is trusted."""
+    """Writes the indices of one range of offsets a program, and sets `faults` for a malformed message.
+
+    Safe for any counts; all programs that set a fault store the same 1.
+    """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     block = place_after(ends, num_blocks, at)
     known = (at < count) & (block < num_blocks)
@@ -167,10 +173,10 @@ def decode_offsets(message: Tensor, size: int, bits: int, out: Tensor) -> None:
 
 
 def _with_full(counts: Tensor, offsets: Tensor) -> Tensor:
-    """The indices of each block, which is full if its count is 255 and its first offset too.
+    """Returns the number of indices in each block, (blocks,): 256 if the count and the first offset are 255.
 
-    Where all or none of these blocks are full, the total says so, and a lie in an offset is found as out of order;
-    for a mix of both, one program walks through them.
+    If all or none of the blocks with count 255 are full, the total says so, and a damaged offset is found as out of
+    order; for a mix of both, one program walks through them.
     """
     candidates = (counts == _FULL - 1).nonzero().flatten()
     missing = len(offsets) - int(counts.sum())

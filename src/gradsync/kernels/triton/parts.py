@@ -1,4 +1,4 @@
-"""The kernels on messages of elements, in steps of the other kernels in Triton."""
+"""Kernels on messages of elements, composed of other kernels in Triton."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ _MIN_PIECE = 1024  # elements that one program rotates, of as many chunks
 
 @triton.jit
 def added(value: tl.tensor, other: tl.tensor, number: tl.constexpr, size: tl.tensor, key: tl.tensor) -> tl.tensor:
-    """int64: value + draw in [0, size), modulo size."""
+    """Returns (value + draw) modulo size, int64, with the draw of `other` scaled to [0, size)."""
     drawn = draws(other.to(tl.uint32), tl.full([1], number, tl.uint32), key)
     total = value + ((drawn.to(tl.int64) * size) >> 32)
     return tl.where(total >= size, total - size, total)
@@ -51,7 +51,7 @@ def permuted(numbers: tl.tensor, a: tl.tensor, b: tl.tensor, key: tl.tensor) -> 
 
 @triton.jit
 def _draw_runs(table: tl.tensor, places: tl.tensor, indices: tl.tensor, BLOCK: tl.constexpr) -> None:
-    """One program for so many elements of one section: `places` says which section, and its first of them."""
+    """Writes one block of drawn indices of a section a program; `places` has the section and the first draw."""
     program = tl.program_id(0)
     row = table + tl.load(places + 2 * program) * 10
     at = tl.load(places + 2 * program + 1) + tl.arange(0, BLOCK)
@@ -85,13 +85,13 @@ def random_k(sections: Sections, counts: Sequence[int], indices: Tensor, *, bloc
 
 
 def _signed(bits: int) -> int:
-    """The int64 of these 64 bits."""
+    """Returns the int64 with these 64 bits."""
     return bits - (bits >> 63 << 64)
 
 
 @triton.jit
 def signs(place: tl.tensor, seed: tl.tensor) -> tl.tensor:
-    """Whether the elements at these places are negated."""
+    """Returns whether the elements at these places are negated."""
     word = place // 32
     drawn = draws(word.to(tl.uint32), (word >> 32).to(tl.uint32), seed)
     return ((drawn >> (place % 32).to(tl.uint32)) & 1) != 0
@@ -110,7 +110,7 @@ def _rotate(
     KIND: tl.constexpr,
     OUT_KIND: tl.constexpr,
 ) -> None:
-    """Each program rotates CHUNKS chunks of 2^BITS elements in registers."""
+    """Rotates CHUNKS chunks of 2^BITS elements a program, in registers."""
     size: tl.constexpr = 1 << BITS
     lane = tl.arange(0, CHUNKS * size)
     chunk = tl.program_id(0).to(tl.int64) * CHUNKS + lane // size

@@ -40,7 +40,7 @@ from gradsync.kernels.triton.ordered import FAULTS, faults_of, refuse
 
 @triton.jit
 def rotation(q: tl.tensor, n: tl.tensor, key: tl.tensor) -> tl.tensor:
-    """Rotates as the reference's rho(q), int64 in [0, n)."""
+    """Returns rho(q), int64 in [0, n), as `reference.rotated.rotation`."""
     h = (q ^ key).to(tl.uint32)
     h = ((h ^ (h >> 16)) * 0x85EBCA6B) ^ (key.to(tl.uint32) * 0x9E3779B9)
     h = (h ^ (h >> 13)) * 0xC2B2AE35
@@ -49,7 +49,7 @@ def rotation(q: tl.tensor, n: tl.tensor, key: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def element_of(owner: tl.tensor, q: tl.tensor, n: tl.tensor, key: tl.tensor) -> tl.tensor:
-    """The element at position q, int64, of an owner."""
+    """Returns the index of the element at position q, int64, of an owner's part."""
     return n * q + (owner + n - rotation(q, n, key)) % n
 
 
@@ -57,7 +57,7 @@ def element_of(owner: tl.tensor, q: tl.tensor, n: tl.tensor, key: tl.tensor) -> 
 def _rotated_owners(
     indices: tl.tensor, count: tl.tensor, n: tl.tensor, key: tl.tensor, out: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
-    """Lane by lane."""
+    """Writes the owners of one block of indices a program."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     index = tl.load(indices + at, mask=at < count, other=0).to(tl.int64)
     q = index // n
@@ -74,7 +74,7 @@ def _rotated_indices(
     out: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Lane by lane."""
+    """Writes the element indices of one block of an owner's positions a program."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     q = tl.load(positions + at, mask=at < count, other=0).to(tl.int64)
     tl.store(out + at, element_of(owner, q, n, key), mask=at < count)
@@ -90,7 +90,7 @@ def _find_joint_faults(
     faults: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Each program looks at positions of its owner; those that store to the same word store the same 1."""
+    """Checks one block of an owner's positions a program; all programs that find a fault store the same 1."""
     owner = tl.program_id(0) % n
     count = tl.load(counts + owner)
     at = (tl.program_id(0) // n).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -114,7 +114,11 @@ def _join(
     VALUE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """The map of owners and positions to elements is one to one, and of equal neighbours only the last writes."""
+    """Writes the elements of one block of an owner's positions a program.
+
+    No two programs write the same element, as owner and position determine it, and of equal neighbours only the last
+    one is written.
+    """
     owner = tl.program_id(0) % n
     count = tl.load(counts + owner)
     at = (tl.program_id(0) // n).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -49,10 +49,10 @@ KINDS = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", tor
 
 
 def kind_of(name: str, tensor: Tensor) -> str:
-    """The name of the dtype for `widened` and `narrowed`.
+    """Returns the name of the dtype of a tensor, of any shape, for `widened` and `narrowed`.
 
     Raises:
-        TypeError: for one that the kernels do not know.
+        TypeError: for a dtype that the kernels do not know.
     """
     if tensor.dtype not in KINDS:
         raise TypeError(f"the Triton kernels do not know the dtype of {name}, got {tensor.dtype}: use the reference")
@@ -61,7 +61,7 @@ def kind_of(name: str, tensor: Tensor) -> str:
 
 @triton.jit
 def place_in(width: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """The rows and columns of this program's tile of a table of `width` columns; the last ones may lie outside."""
+    """Returns the rows and columns of this program's tile of a table with `width` columns; some may lie outside."""
     tiles = (width + COLUMNS - 1) // COLUMNS
     row = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = (tl.program_id(0) % tiles) * COLUMNS + tl.arange(0, COLUMNS)
@@ -70,7 +70,7 @@ def place_in(width: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr) -> tup
 
 @triton.jit
 def widened(bits: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
-    """The number that the integer `bits` are, in the dtype that sums are kept in; exact."""
+    """Returns the numbers with these bits, exactly, in the accumulation dtype."""
     if KIND == "f32":
         number = bits.to(tl.float32, bitcast=True)
     elif KIND == "f64":
@@ -84,7 +84,10 @@ def widened(bits: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def narrowed(number: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
-    """The bits of the nearest number, ties to even; bfloat16 in integers, as Triton's interpreter cuts it off."""
+    """Returns the bits of the nearest numbers of the dtype KIND, ties to even.
+
+    bfloat16 is rounded by integer arithmetic, as Triton's interpreter truncates it.
+    """
     if KIND == "f32":
         bits = number.to(tl.int32, bitcast=True)
     elif KIND == "f64":
@@ -114,9 +117,9 @@ def _sum(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """One lane an element of the result: it adds up in order what no other lane writes.
+    """Sums one element of the result in each lane, in the order of the parts.
 
-    `parts` has two rows of num_parts, addresses and elements a row; `columns` is a `column_table`.
+    `parts` has two rows of num_parts numbers: addresses and row strides; `columns` is a `column_table`.
     """
     row, column = place_in(width, ROWS, COLUMNS)
     source = tl.load(columns + column, mask=column < width, other=0)
@@ -154,7 +157,7 @@ def _gather(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Lane by lane, into a `column_table`."""
+    """Copies one tile of the rows a program to the columns of a `column_table`."""
     at, column = place_in(width, ROWS, COLUMNS)
     row = tl.load(rows + at, mask=at < num_rows, other=0)
     source = tl.load(columns + column, mask=column < width, other=0)
@@ -176,7 +179,7 @@ def _join(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Lane by lane, from a `column_table` that names each column of `out` once at most."""
+    """Copies one tile a program from a `column_table`, which names each column of `out` at most once."""
     row, column = place_in(width, ROWS, COLUMNS)
     to = tl.load(columns + column, mask=column < width, other=0)
     part = tl.load(columns + width + column, mask=column < width, other=0).to(tl.pointer_type(BITS))
@@ -199,7 +202,7 @@ def _scatter(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Only the last of the sorted items with equal rows writes, so each row has one writer."""
+    """Writes rows: of the sorted items with equal rows only the last one writes, so each row has one writer."""
     at, column = place_in(dim, ROWS, COLUMNS)
     row = tl.load(rows + at, mask=at < count, other=0).to(tl.int64)
     after = tl.load(rows + at + 1, mask=at + 1 < count, other=-1).to(tl.int64)
@@ -223,7 +226,7 @@ def _accumulate(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Only the first of the sorted items with equal rows reads and writes, and adds the others in order."""
+    """Adds rows: of the sorted items with equal rows only the first one reads and writes, and adds all in order."""
     at, column = place_in(dim, ROWS, COLUMNS)
     row = tl.load(rows + at, mask=at < count, other=-1).to(tl.int64)
     before = tl.load(rows + at - 1, mask=(at > 0) & (at < count), other=-1).to(tl.int64)
@@ -251,7 +254,7 @@ def _mark_nonzero(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Each program marks its own rows."""
+    """Marks the non-zero rows of one block a program."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     found = tl.zeros([ROWS], tl.int32)
     first = 0

@@ -44,7 +44,7 @@ def _pack_bits(
     FEEDBACK: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Each program has BLOCK elements and their bytes. `p` gets the elements as they are compressed."""
+    """Writes the sign bits of BLOCK elements a program; `p` gets x + residual."""
     byte = tl.program_id(0).to(tl.int64) * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
     at = byte[:, None] * 8 + tl.arange(0, 8)[None, :]
     number = widened(tl.load(x + at, mask=at < count, other=0), KIND)
@@ -65,7 +65,7 @@ def _subtract_levels(
     negative: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Each program works on one group, in place; `owners` is the block of each."""
+    """Subtracts the decoded numbers from one group a program, in place; `owners` has the block of each group."""
     program = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     inside = lane < tl.load(counts + program)
@@ -90,7 +90,10 @@ def _sum_levels(
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Each program sums one group over all parts, in order. `levels`: for each part and sign, one of each block."""
+    """Sums the decoded numbers of one group over all parts a program, in their order.
+
+    `levels`: for each part and sign, the number of each block.
+    """
     program = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     inside = lane < tl.load(counts + program)

@@ -26,7 +26,7 @@ _ESTIMATES = 256
 
 @triton.jit
 def drawn_by(row: tl.tensor, group: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """int64: what the groups of a section draw in a row: window, mask, and the signs of the window's counters."""
+    """Returns the draws of groups of a section in a row, int64: the window, the lane mask, and the counters' signs."""
     start, columns, lanes = tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
     place = start + group * lanes
     lower, upper = place.to(tl.uint32), (place >> 32).to(tl.uint32)
@@ -37,7 +37,7 @@ def drawn_by(row: tl.tensor, group: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl
 
 @triton.jit
 def _place_groups(table: tl.tensor, places: tl.tensor, windows: tl.tensor, BLOCK: tl.constexpr) -> None:
-    """One program for so many groups of one row: `places` says which row, and its first of them."""
+    """Writes the windows of one block of groups a program; `places` has the row and the first group."""
     program = tl.program_id(0)
     row = table + tl.load(places + 2 * program) * 10
     group = tl.load(places + 2 * program + 1) + tl.arange(0, BLOCK)
@@ -58,7 +58,7 @@ def _add_groups(
     KIND: tl.constexpr,
     OUT_KIND: tl.constexpr,
 ) -> None:
-    """One program for so many counters of one row: `places` says which row, and its first of them."""
+    """Sums one block of a row's counters a program; `places` has the row and the first counter."""
     program = tl.program_id(0)
     row = table + tl.load(places + 2 * program) * 10
     counter = tl.load(places + 2 * program + 1) + tl.arange(0, COUNTERS)
@@ -92,7 +92,7 @@ def _estimate(
     KIND: tl.constexpr,
     OUT_KIND: tl.constexpr,
 ) -> None:
-    """One program for so many elements of one section; COLUMNS is ROWS, rounded up to a power of two."""
+    """Writes the estimates of one block of elements a program; COLUMNS is ROWS, rounded up to a power of two."""
     program = tl.program_id(0)
     first = table + tl.load(places + 2 * program) * 10
     element = tl.load(places + 2 * program + 1) + tl.arange(0, ELEMENTS)
@@ -115,7 +115,10 @@ def _estimate(
 
 
 def _rows_of(sections: Sections, columns: Sequence[int], rows: int) -> list[tuple[int, ...]]:
-    """Lists by section and row its elements, place, columns, lanes, counters, keys, and first group and window."""
+    """Returns the table's row for each section and row of counters, as ten numbers.
+
+    First element, elements, place, columns, lanes, first counter, two keys, first group, first window.
+    """
     found, begin, counters, groups, windows = [], 0, 0, 0, 0
     for length, start, seed, count in zip(sections.lengths, sections.places, sections.seeds, columns, strict=True):
         lanes = sketch_lanes(count)
@@ -128,7 +131,10 @@ def _rows_of(sections: Sections, columns: Sequence[int], rows: int) -> list[tupl
 
 
 def _programs(counts: Sequence[int], entries: int) -> list[int]:
-    """Says for each program, of so many entries, which list of these lengths it has, and from which entry on."""
+    """Returns for each program, which handles `entries` entries, the number of its list and its first entry.
+
+    `counts`: the lengths of the lists.
+    """
     return [number for which, count in enumerate(counts) for at in range(0, count, entries) for number in (which, at)]
 
 
