@@ -270,9 +270,8 @@ class TorchGroup(Group):
         self._in_flight: dict[int, tuple[Any, Tensor | None]] = {}  # works, and inputs that must live until they end
         self._issued = 0
         self._barriers = 0  # the number of barriers that this member has come to
-        self._releases: list[
-            Callable[[bool], None]
-        ] = []  # undo what was made so far, called with whether an operation may hang
+        # Callbacks that undo what was made so far, called with whether an operation may hang.
+        self._releases: list[Callable[[bool], None]] = []
         try:
             self._open(process_group, timeout_s)
         except BaseException:  # nobody will get the group, to close it

@@ -61,7 +61,7 @@ class Round:
 
     @property
     def parts(self) -> tuple[tuple[RankGroup, float], ...]:
-        """Each group with its relaxation."""
+        """Each group with the share of the way to the group's mean that its ranks move."""
         return tuple(zip(self.groups, self.relaxations, strict=True))
 
     def group_of(self, rank: int) -> RankGroup:

@@ -101,7 +101,10 @@ class Survivors:
         return found
 
     def new_group(self) -> dist.ProcessGroup:
-        """Returns a process group of the ranks that `agree` found, all of which must call this; the last one ends."""
+        """Returns a process group of the ranks that `agree` found; all of them call this.
+
+        The process group of an earlier call is destroyed.
+        """
         self._destroy_group()
         self._group = _new_communicator(
             self._process_group,
@@ -147,9 +150,8 @@ class Survivors:
         here, left = f"here {self._calls}", f"left {self._calls}"
         store.append(here, f"{self._rank}:{steps} ")  # type: ignore[attr-defined]  # torch does not declare it
         began_s = time.monotonic()
-        beats: dict[
-            int, tuple[int, float]
-        ] = {}  # of ranks that have not come: their beats, and since when there was no other
+        # Ranks that have not come: the number of their beats, and since when there was no further one.
+        beats: dict[int, tuple[int, float]] = {}
         while not store.check([left]):
             if self._ended.wait(POLL_S):
                 raise GroupError("this rank gives up")

@@ -17,7 +17,7 @@ _running: weakref.WeakSet[JobThread] = weakref.WeakSet()
 def _stop_all() -> None:
     """Stops all job threads at exit: one that is inside of C++ code when the interpreter ends would abort the process.
 
-    Messages that hang fail soon after the first rank ended, whose exit this waits for.
+    A message that hangs fails once the rank at its other end has exited, so each thread gets some seconds to end.
     """
     for thread in list(_running):
         thread.stop(patience_s=2.0)

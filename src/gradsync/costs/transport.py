@@ -1,7 +1,8 @@
 """The messages and rounds in which a backend carries a collective, and how many collectives are in flight together.
 
 The cost model, the forecast and the ledger ask a `Transport`, which `Group.transport` returns; nothing else in `costs/`
-knows a backend. A new transport is a subclass here or beside its group, and one line in `comm/transport.py`.
+knows a backend. A new backend needs a group class with one line in `comm/transport.py` and, where it carries
+collectives otherwise, a `Transport` for it.
 """
 
 from __future__ import annotations

@@ -208,9 +208,8 @@ class Attachment:
 
         Returns:
             Sections [start, stop) of indices into `parameter.reshape(-1)`, ascending. The gradient is 0 elsewhere, as a
-                scheme
-            such as `CoarseGrained` sent other chunks in that step. None also for parameters that are not synchronised
-                here.
+            scheme such as `CoarseGrained` sent other chunks in that step. None also for parameters that are not
+            synchronised here.
         """
         for name, ours in self._engine.parameters.items():
             if ours is parameter:

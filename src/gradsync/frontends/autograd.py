@@ -208,7 +208,7 @@ class AutogradHooks:
 
     @property
     def rounds(self) -> int:
-        """The number of rounds of optimiser steps that this rank has made."""
+        """How often this rank's optimisers have stepped; all that step after one backward count once."""
         return self._rounds.number
 
     @rounds.setter

@@ -64,9 +64,8 @@ class EarlySteps:
         self._optimizer = optimizer
         self._used: dict[nn.Parameter, Stamp] = {}  # marks of gradients that were used since `end`
         self._settings: list[dict[str, object]] = []  # of the groups, when the first gradient was used
-        self._taken_from: list[
-            tuple[dict[str, Any], list[nn.Parameter]]
-        ] = []  # groups, and the parameters that they had
+        # Parameter groups, and the parameters that they had.
+        self._taken_from: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
         self._step = _plain_step(optimizer)
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
@@ -141,9 +140,8 @@ class EarlyExchange:
         self.task = -1  # autograd's number of the backward that began the round
         self.is_open = False  # from that backward until the optimiser's own step
         self.unseen: set[str] = set()  # parameters that the forward of this backward did not wait for
-        self._together: list[
-            list[str]
-        ] = []  # parameters that are stepped together: of one bucket, each parameter in one list only
+        # Parameters that are stepped together, bucket by bucket; each parameter is in one list only.
+        self._together: list[list[str]] = []
         known: set[str] = set()
         for bucket in plan.buckets:
             names = [n for n in dict.fromkeys(bucket.names) if n in parameters and n not in known]

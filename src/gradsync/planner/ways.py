@@ -216,9 +216,9 @@ def _schemes_of(
 
 
 def _admits(leaves: LeafConstraints, scheme: Scheme[Any]) -> bool:
-    """Whether `leaves` admit the leaf of the decision tree that equals the scheme, whichever core compresses.
+    """Whether constraints on the decision tree allow the scheme by the leaf that it equals; devices do not count.
 
-    `Sparsified` equals no leaf; it compresses once, among all ranks.
+    `Sparsified` equals no leaf: it is allowed where one compression is.
     """
     collectives = replace(leaves, without=tuple(name for name in leaves.without if name not in DEVICES))
     if isinstance(scheme, Sparsified):

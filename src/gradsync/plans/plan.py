@@ -116,7 +116,7 @@ class Plan(Document):
 
     @property
     def what(self) -> What:
-        """The tensors that the plan synchronises, the same in all buckets (see `check`)."""
+        """Whether the plan synchronises gradients or parameters; `check` holds all buckets to one answer."""
         return self.buckets[0].what if self.buckets else What.GRADIENT
 
     def check(self, specs: Mapping[str, TensorSpec], world: int) -> None:

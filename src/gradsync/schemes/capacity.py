@@ -31,9 +31,8 @@ class RowCapacity(Nameable):
     """Settings of schemes that need not exchange the sizes of messages; with () for both they exchange sizes."""
 
     capacity: tuple[NonNegativeInt, ...] = ()  # for each table the most distinct rows that a rank is expected to have
-    same_rows: tuple[
-        NonNegativeInt, ...
-    ] = ()  # for each table the position of the first table expected to have the same rows, perhaps its own
+    # For each table the position of the first table that is expected to have the same rows, perhaps its own.
+    same_rows: tuple[NonNegativeInt, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()

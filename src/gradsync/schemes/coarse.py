@@ -354,7 +354,10 @@ class CoarseGrained(Scheme[Tensor]):
 
 @dataclass(frozen=True)
 class ChunkState(CompressorState):
-    """A rank's residuals, and the numbers kept for each chunk; `agreed` are the chunks that the last step sent."""
+    """A rank's residuals (`elements`), and of each chunk its score and the steps since it was sent (`together`).
+
+    `agreed` are the indices of the chunks that the last step sent, int64.
+    """
 
     chunk: int = 1  # elements
 

@@ -44,9 +44,8 @@ class BalancedElements(Scheme[Tensor]):
 
     owners: Literal["rotated_stripe"] = "rotated_stripe"  # the owner map; the only one for single elements so far
     seed: int = 0  # of rho; the same on every rank
-    capacity: tuple[
-        NonNegativeInt, ...
-    ] = ()  # the most non-zeros expected of one rank, and of the union of all; (): sizes are exchanged
+    # The most non-zeros that are expected of one rank, and of the union of all ranks; (): sizes are exchanged.
+    capacity: tuple[NonNegativeInt, ...] = ()
 
     traits = Traits(Layout.FLAT)
 

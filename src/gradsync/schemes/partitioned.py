@@ -230,9 +230,8 @@ def _write_group(tables: Tables, survey: Survey, stripes: StripedGroups, number:
         union, values = survey.unions[position], tables[position].values
         union.sum([values], [out for _, out in outs], [columns for columns, _ in outs])
     shared = first.values[len(stripes.owned[0][number]) :]
-    for other, owned in zip(
-        owners[1:], stripes.owned[1:], strict=True
-    ):  # positions and shared columns are the same for every owner
+    # Positions and shared columns are the same for every owner.
+    for other, owned in zip(owners[1:], stripes.owned[1:], strict=True):
         other.positions.packed.copy_(first.positions.packed)
         for values, copied in zip(other.values[len(owned[number]) :], shared, strict=True):
             values.copy_(copied)

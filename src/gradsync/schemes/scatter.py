@@ -1,4 +1,4 @@
-"""A sparse all-reduce in halves, for flat buckets in which most elements are zero; meant for the ranks of one node.
+"""A sparse all-reduce as push to owners and pull, for flat buckets with mostly zeros; meant for ranks of one node.
 
 Zen (OSDI 2025) always sums densely inside a node, however few elements are non-zero.
 """

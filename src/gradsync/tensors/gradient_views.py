@@ -108,7 +108,7 @@ class GradientViews:
         self.refit()
 
     def refit(self) -> None:
-        """Finds the places that lack the strides of their parameters, some of which may have moved."""
+        """Notes the views whose strides differ from their parameter's, as after a change of memory format."""
         self._unfit = {name for name, view in self._by_name.items() if not view.fits()}
 
     def begin(self) -> Iterator[list[str]]:
@@ -146,9 +146,8 @@ class GradientViews:
         """
         if view.tensor.nbytes <= MOST_LENT_BYTES:
             self._lendable.add(view.name)
-        if (
-            (gradient := view.parameter.grad) is not None and gradient.requires_grad
-        ):  # create_graph=True: the values are averaged, their graph is not (as with DDP)
+        gradient = view.parameter.grad
+        if gradient is not None and gradient.requires_grad:  # create_graph=True: as with DDP, values alone are averaged
             view.give()
             return
         del gradient

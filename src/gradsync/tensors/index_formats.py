@@ -99,5 +99,5 @@ class Positions:
 
     @property
     def _offsets(self) -> Tensor:
-        """The message without its padding."""
+        """The bytes of the message that hold the encoded offsets, without the padding behind them."""
         return self.packed[: kernels.offsets_nbytes(self.count, self.length, self.format.bits(self.length))]

@@ -126,7 +126,7 @@ def _sum_squares(
     LANES: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Stores the sum of squares of one group a program: first the rows in each lane, then the lanes."""
+    """Each program stores the sum of squares of TILE elements: each lane adds its own, then the lanes are added."""
     row = run_of(table, num_runs, COLUMNS)
     number = tl.program_id(0).to(tl.int64) - tl.load(row)
     length, tiles = tl.load(row + 2), tl.load(row + 6)
