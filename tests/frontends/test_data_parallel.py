@@ -378,3 +378,37 @@ def wrap_again() -> None:
 
 def test_the_newest_wrapper_synchronises_until_it_is_dropped(world: World) -> None:
     world(2).run(wrap_again)
+
+
+def a_wrapper_that_was_left() -> None:
+    """Every way in which a wrapper loses its model ends with an error in its next forward, or leaves it synchronised."""
+    dropped = wrapped(Perceptron())
+    wrapped(dropped.module)  # and dropped at once
+    gc.collect()
+    failed = wrapped(Perceptron())
+    with pytest.raises(TypeError):
+        wrapped(failed.module, plan=7)
+    for left in (dropped, failed):
+        with pytest.raises(RuntimeError, match="wrapped in another DistributedDataParallel since"):
+            left(torch.randn(4, 6))
+    assert_same_on_all_ranks(step_of(wrapped(failed.module), 0))
+    copied = wrapped(Perceptron())
+    shallow = copy.copy(copied)
+    with pytest.raises(RuntimeError, match="already"):
+        shallow(torch.randn(4, 6))
+    del shallow
+    gc.collect()
+    assert_same_on_all_ranks(step_of(copied, 1))
+
+
+def test_a_wrapper_never_trains_on_without_synchronising(world: World) -> None:
+    world(2).run(a_wrapper_that_was_left)
+
+
+def a_nested_copy() -> None:
+    nested = copy.deepcopy(wrapped(wrapped(Perceptron())))
+    assert_same_on_all_ranks(step_of(nested, 0))
+
+
+def test_a_copy_of_nested_wrappers_synchronises(world: World) -> None:
+    world(2).run(a_nested_copy)

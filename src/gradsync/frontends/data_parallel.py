@@ -39,6 +39,10 @@ NO_REDUCER = (
 )
 NOT_NEEDED = "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
 # By model: its newest wrapper, which synchronises it.
+SUPERSEDED = (
+    "the model was wrapped in another DistributedDataParallel since, and this one synchronises no more: use that one, or "
+    "wrap the model again"
+)
 _wrappers: weakref.WeakKeyDictionary[nn.Module, weakref.ref[DistributedDataParallel]] = weakref.WeakKeyDictionary()
 
 
@@ -133,19 +137,16 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self._hints: dict[str, Any] = {"optimizer": optimizer, "grad_scaler": grad_scaler}  # left out of copies
         self._attachment: Attachment | None = None
         self._synchronizes, self._local = True, ExitStack()
-        if isinstance(module, DistributedDataParallel):
-            self._attachment = module.attachment  # the inner wrapper averages; once is enough
-            return
+        self._is_superseded = False  # whether the model was wrapped again: this wrapper synchronises no more
+        _supersede(_wrappers.get(module, lambda: None)())
         self._attach(init_sync=init_sync, buffers=not keeps_buffers_apart)
 
     def _attach(self, *, init_sync: bool, buffers: bool) -> None:
-        """Attaches to the module, on all ranks at once; `buffers`: buffers start as rank 0's.
-
-        An earlier wrapper of the module is detached.
-        """
-        earlier = _wrappers.get(self.module, lambda: None)()
-        if earlier is not None and earlier._attachment is not None:
-            earlier._attachment.detach()
+        """Attaches to the module, on all ranks at once; `buffers`: buffers start as rank 0's."""
+        if isinstance(self.module, DistributedDataParallel):  # which averages; once is enough
+            self.module._require_attached()
+            self._attachment = self.module._attachment
+            return
         self._attachment = attach(
             self.module,
             process_group=self.process_group,
@@ -198,11 +199,10 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         return self.module(*inputs, **kwargs)
 
     def _require_attached(self) -> None:
+        if self._is_superseded:
+            raise RuntimeError(SUPERSEDED)
         if self._attachment is None and any(parameter.requires_grad for parameter in self._module_parameters):
             self._attach(init_sync=False, buffers=False)
-        newest = _wrappers.get(self.module, lambda: None)()
-        if newest is not None and newest is not self:
-            raise RuntimeError("the model was wrapped in another DistributedDataParallel since: use that one")
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -324,3 +324,10 @@ def _devices_of(
         return None, None
     index = device_ids[0].index if isinstance(device_ids[0], torch.device) else int(device_ids[0])
     return [index], index if output_device is None else output_device
+
+
+def _supersede(earlier: DistributedDataParallel | None) -> None:
+    """Detaches an earlier wrapper of a model that is wrapped again; its next forward raises."""
+    if earlier is not None and earlier._attachment is not None:
+        earlier._is_superseded = True
+        earlier._attachment.detach()
