@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import fields, make_dataclass, replace
+from enum import Enum
 from typing import Any, Literal, get_origin, get_type_hints
 
 import pytest
@@ -122,3 +123,33 @@ def test_validators_are_made_when_a_class_is_first_used() -> None:
     after = "c.TopK(0.5); c.TopK(0.1); print(c.expressions._adapter.cache_info().currsize)"
     told = subprocess.run([sys.executable, "-c", before + after], check=True, capture_output=True, text=True)
     assert told.stdout.split() == ["False", "1"]
+
+
+class Mode(Enum):
+    """A setting of a user's own type."""
+
+    FAST = "fast"
+
+
+@pytest.mark.parametrize(
+    ("annotation", "given", "written"),
+    [
+        (list[int], [1, 2], [1, 2]),
+        (tuple[int, ...], [1, 2], (1, 2)),
+        (Mode, "fast", Mode.FAST),
+        (Mode | None, "fast", Mode.FAST),
+        (dict[str, float], {"a": 1}, {"a": 1}),
+    ],
+    ids=str,
+)
+def test_settings_of_any_type_are_read_as_json_has_them(annotation: Any, given: Any, written: Any) -> None:
+    mine = make_dataclass("Mine", [("setting", annotation)], bases=(Nameable,), frozen=True)
+    read = mine(setting=given).setting
+    assert (read, type(read)) == (written, type(written))
+    assert repr(read) == repr(written), "whole numbers stay what digests tell them by"
+
+
+def test_an_error_inside_of_a_union_names_no_branch_of_it() -> None:
+    mine = make_dataclass("Mine", [("inner", TopK | int)], bases=(Nameable,), frozen=True)
+    with pytest.raises(ValueError, match=r"^Mine\.inner: TopK\.ratio must be in"):
+        mine(inner={"top_k": {"ratio": 2}})

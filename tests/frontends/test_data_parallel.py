@@ -381,7 +381,7 @@ def test_the_newest_wrapper_synchronises_until_it_is_dropped(world: World) -> No
 
 
 def a_wrapper_that_was_left() -> None:
-    """Every way in which a wrapper loses its model ends with an error in its next forward, or leaves it synchronised."""
+    """Loses a wrapper's model in three ways: its next forward raises, or is synchronised."""
     dropped = wrapped(Perceptron())
     wrapped(dropped.module)  # and dropped at once
     gc.collect()

@@ -335,3 +335,11 @@ def test_schemes_are_read_once_and_only_those_that_a_plan_can_name() -> None:
 
     with pytest.raises(ValueError, match="Louder is not registered"):
         Plan.make(SPECS, 4, [(["b"], Louder())])
+
+
+@pytest.mark.parametrize("depth", [1000, 20_000])
+def test_a_plan_that_is_nested_without_end_is_refused_as_a_plan(depth: int) -> None:
+    opened, closed = '{"half_precision": {"values": "bfloat16", "inner": ' * depth, "}}" * depth
+    bucket = f'{{"id": "0", "segments": [["w", 0, 1]], "scheme": {opened}{{"all_reduce": {{}}}}{closed}}}'
+    with pytest.raises(ValueError, match="the plan is nested too deep"):
+        Plan.from_json(f'{{"version": 1, "world": 2, "model": "", "order": [], "buckets": [{bucket}]}}')

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -66,3 +68,11 @@ def rivals_of_elements() -> None:
 
 def test_gradients_of_rivals_are_ddps_to_the_bit_on_two_ranks(world: Callable[[int], Ranks]) -> None:
     world(2).run(rivals_of_elements)
+
+
+def test_a_plan_that_names_a_rival_is_read_where_the_lab_is_installed() -> None:
+    """The lab's classes are found by their names, whoever reads the plan."""
+    code = "from gradsync.schemes import from_expression as f; print(*(f({n: {}}).name for n in %r))"
+    names = ["zen_hash", "ok_topk_like"]
+    told = subprocess.run([sys.executable, "-c", code % names], check=True, capture_output=True, text=True)
+    assert told.stdout.split() == names

@@ -79,13 +79,11 @@ class RecordingGroup(Group):
         return self._subgroups[places]
 
     def all_reduce(self, buffer: Tensor) -> Pending[Tensor]:
-        nbytes = buffer.numel() * buffer.element_size()
-        sends = self.transport.sends(Pattern.ALL_REDUCE, (float(nbytes),) * self.size, self.rank)
-        sent_bytes = sum(part for _, part in sends)
+        sent_bytes = self._sent_bytes(Pattern.ALL_REDUCE, buffer, [buffer.numel()] * self.size)
         return self._written(Pattern.ALL_REDUCE, sent_bytes, self.inner.all_reduce(buffer))
 
     def all_gather(self, buffer: Tensor, sizes: Sequence[int] | None = None) -> Pending[list[Tensor]]:
-        sent_bytes = (self.size - 1) * buffer.numel() * buffer.element_size()
+        sent_bytes = self._sent_bytes(Pattern.ALL_GATHER, buffer, sizes or [buffer.numel()] * self.size)
         return self._written(Pattern.ALL_GATHER, sent_bytes, self.inner.all_gather(buffer, sizes))
 
     def all_to_all(
@@ -114,7 +112,7 @@ class RecordingGroup(Group):
         return self._written(Pattern.MESSAGES, sent_bytes, swap)
 
     def broadcast(self, buffer: Tensor) -> Pending[Tensor]:
-        sent_bytes = (self.size - 1) * buffer.numel() * buffer.element_size() if self.rank == 0 else 0
+        sent_bytes = self._sent_bytes(Pattern.BROADCAST, buffer, [buffer.numel()] * self.size)
         return self._written(Pattern.BROADCAST, sent_bytes, self.inner.broadcast(buffer))
 
     def barrier(self, what: str, timeout_s: float, *, detail: str = "") -> None:
@@ -125,6 +123,11 @@ class RecordingGroup(Group):
 
     def close(self) -> None:
         self.inner.close()
+
+    def _sent_bytes(self, pattern: Pattern, buffer: Tensor, numels: Sequence[int]) -> float:
+        """Returns the bytes that this member sends, by the transport; `numels` are the lengths of the parts."""
+        part_bytes = [float(numel * buffer.element_size()) for numel in numels]
+        return sum(nbytes for _, nbytes in self.transport.sends(pattern, part_bytes, self.rank))
 
     def _written(self, pattern: Pattern, sent_bytes: float, pending: Pending[T]) -> Pending[T]:
         pending.sent_bytes = float(sent_bytes)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from enum import StrEnum
+from enum import Enum, StrEnum
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_args, get_type_hints
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Interval
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from pydantic_core import CoreSchema
 
 C = TypeVar("C", bound="type[Nameable]")
+
+NAMES = "gradsync.names"  # group of entry points: classes that other distributions register, by name
 
 PositiveInt = Annotated[int, Ge(1)]
 NonNegativeInt = Annotated[int, Ge(0)]
@@ -130,6 +133,11 @@ def from_expression(expression: Any, family: Any) -> Any:
         raise ValueError(f'a {family.kind} is written {{"name": {{settings}}}}, got {expression!r}')
     ((name, settings),) = expression.items()
     if name not in _registry:
+        from importlib.metadata import entry_points
+
+        for point in entry_points(group=NAMES, name=str(name)):  # of another distribution, which registers it
+            point.load()
+    if name not in _registry:
         there_are = sorted(known for known, named in _registry.items() if named.kind == family.kind)
         raise ValueError(f"unknown {family.kind} {name!r}; there are {', '.join(there_are)}")
     named = _registry[name]
@@ -155,7 +163,8 @@ def _checked(named: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the checked settings of a class, with tuples for lists and members for expressions."""
     if not given:
         return {}  # without pydantic, whose import takes time
-    frozen = {name: _frozen(value) for name, value in given.items()}
+    types = _annotations(named)
+    frozen = {name: _frozen(value) if _has_tuple(types[name]) else value for name, value in given.items()}
     validate = _adapter(named).validator.validate_python
     try:
         read = validate(frozen)
@@ -168,6 +177,8 @@ def _exactly(given: Any, read: Any) -> Any:
     """Returns a setting as pydantic read it, but ints as given: a ratio of 1 has another plan digest than 1.0."""
     if type(read) is tuple:
         return tuple(map(_exactly, given, read))
+    if type(read) is dict:
+        return {key: _exactly(given[key], value) for key, value in read.items()}
     return given if isinstance(given, int) else read
 
 
@@ -177,7 +188,8 @@ def _adapter(named: Any) -> TypeAdapter[Any]:
     from pydantic import ConfigDict, TypeAdapter, with_config
     from typing_extensions import TypedDict
 
-    settings: Any = TypedDict(f"{named.__name__}Settings", _annotations(named), total=False)  # type: ignore[misc]
+    annotations = {name: _by_value(each) for name, each in _annotations(named).items()}
+    settings: Any = TypedDict(f"{named.__name__}Settings", annotations, total=False)  # type: ignore[misc]
     return TypeAdapter(with_config(ConfigDict(strict=True, arbitrary_types_allowed=True))(settings))
 
 
@@ -209,7 +221,8 @@ _IN_WORDS = {  # our words for some of pydantic's types of errors
 def _told(named: Any, error: Any) -> str:
     """Returns pydantic's first error in our words: which setting, what it must be, and what it is."""
     first = error.errors()[0]
-    where = ".".join([named.__name__, *map(str, first["loc"])])
+    # Of a union pydantic also names the branch, as `function-plain[read()]`.
+    where = ".".join([named.__name__, *(str(place) for place in first["loc"] if "[" not in str(place))])
     if first["type"] == "value_error":
         return f"{where}: {first['ctx']['error']}"
     annotation = _annotations(named)[str(first["loc"][0])]
@@ -228,6 +241,22 @@ def _interval(annotation: Any) -> str | None:
             low = f"({each.gt}" if each.ge is None else f"[{each.ge}"
             return f"in {low}, {each.lt})" if each.le is None else f"in {low}, {each.le}]"
     return next(filter(None, map(_interval, get_args(annotation))), None)
+
+
+def _has_tuple(annotation: Any) -> bool:
+    """Whether a setting of this type may be a tuple, or holds tuples."""
+    return tuple in (annotation, get_origin(annotation)) or any(map(_has_tuple, get_args(annotation)))
+
+
+def _by_value(annotation: Any) -> Any:
+    """Returns the type of a setting with enums that are read from their values, too, as JSON has them."""
+    from pydantic import Strict
+
+    if isinstance(annotation, type) and issubclass(annotation, Enum) and not issubclass(annotation, Word):
+        return Annotated[annotation, Strict(False)]
+    if get_origin(annotation) in (Union, UnionType):
+        return Union[tuple(map(_by_value, get_args(annotation)))]  # noqa: UP007 (made of a tuple)
+    return annotation
 
 
 def _frozen(value: Any) -> Any:

@@ -70,7 +70,8 @@ class MomentumCorrection(Feedback[P]):
 
     @cached_property
     def traits(self) -> CompressorTraits:
-        return replace(self.compressor.traits, made_for_ranks=None if self.clip is None else self.ranks)
+        inner = self.compressor.traits
+        return replace(inner, made_for_ranks=inner.made_for_ranks if self.clip is None else self.ranks)
 
     @property
     def of_sums(self) -> Compressor[P]:

@@ -256,7 +256,8 @@ class BucketRun:
             expected = self.expected_steps(profiles, round)
             if expected is None:
                 return None
-            predicted += steps * sum(t.sent_bytes(self.group.rank) for t in transfers(expected))
+            traffic = (transfer.carried_by(self.group.transport) for transfer in transfers(expected))
+            predicted += steps * sum(each.sent_bytes(self.group.rank) for each in traffic)
         return predicted
 
     def expected_steps(self, profiles: Mapping[str, ParameterProfile], round: int) -> list[Step] | None:

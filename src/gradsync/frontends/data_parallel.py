@@ -38,11 +38,11 @@ NO_REDUCER = (
     "DistributedDataParallel and call gradsync.attach(ddp_model)"
 )
 NOT_NEEDED = "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
-# By model: its newest wrapper, which synchronises it.
 SUPERSEDED = (
-    "the model was wrapped in another DistributedDataParallel since, and this one synchronises no more: use that one, or "
-    "wrap the model again"
+    "the model was wrapped in another DistributedDataParallel since, and this one synchronises no more: use that one, "
+    "or wrap the model again"
 )
+# By model: its newest wrapper, which synchronises it.
 _wrappers: weakref.WeakKeyDictionary[nn.Module, weakref.ref[DistributedDataParallel]] = weakref.WeakKeyDictionary()
 
 

@@ -86,7 +86,9 @@ def _tensors_in(value: Any) -> list[Tensor]:
         return [value.packed]
     if isinstance(value, torch.device):
         return [torch.empty(0, dtype=torch.int32, device=value)]
-    return [tensor for item in value for tensor in _tensors_in(item)]
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in _tensors_in(item)]
+    return []  # what is wrong, the kernel says
 
 
 def _entries_of(value: Any) -> int:

@@ -20,7 +20,7 @@ class Document(BaseModel):
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of the canonical JSON: equal on two ranks exactly if their documents are."""
+        """The SHA-256 of the canonical JSON: equal on two ranks exactly if the JSON is, in which 1 is not 1.0."""
         return _digest(self.model_dump(mode="json"))
 
     def to_json(self) -> str:
@@ -43,11 +43,15 @@ class Document(BaseModel):
             data = json.loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(f"the {cls.noun} is no JSON: {error}") from None
+        except RecursionError:
+            raise ValueError(f"the {cls.noun} is nested too deep to be read") from None
         if not isinstance(data, dict):
             raise ValueError(f"a {cls.noun} is a JSON object, got {type(data).__name__}")
         digest = data.pop("digest", None)
         try:
             document = cls.model_validate(data)
+        except RecursionError:
+            raise ValueError(f"the {cls.noun} is nested too deep to be read") from None
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or cls.noun
