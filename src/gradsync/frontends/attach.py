@@ -25,7 +25,7 @@ from ..plans.plan import Plan, What
 from ..plans.profile import Profile
 from ..tensors.arrivals import Sections
 from ..tensors.bucket import matches
-from ..tuning.default import planner_of
+from ..tuning.default import default_planner, planner_of
 from .agreement import DEFAULT_TIMEOUT_S, agreed_engine, buffers_of, exclusions, forget
 from .autograd import AutogradHooks
 from .averaging import Averaging, check_saved
@@ -351,7 +351,7 @@ def attach(
     attached = Attached(model, optimizer, process_group, timeout_s, exclude, verification)
     if isinstance(plan, AveragingPlanner) or (isinstance(plan, Plan) and plan.what is not What.GRADIENT):
         return Attachment(_averaging_switch(attached, plan, grad_scaler), model)
-    plan = planner_of(plan)
+    plan = default_planner() if plan is None else planner_of(plan)
     averaging: AveragingPlanner | None = getattr(plan, "averaging", None)  # of an `AutoPlanner`
     refusal = "" if averaging is None else why_not_parameters(model, optimizer, grad_scaler)
     if has_reducer(model):

@@ -28,7 +28,7 @@ from ..engine.plan_control import Planner
 from ..optim.freezing import Freezing
 from ..optim.momentum import OneMomentum
 from ..plans.plan import Plan
-from ..tuning.default import planner_of
+from ..tuning.default import default_planner, planner_of
 from .agreement import DEFAULT_TIMEOUT_S, agreed_engine, exclusions, forget, unwrapped
 from .model_changes import Additions
 from .torch_hooks import (
@@ -151,7 +151,7 @@ class _Exchange:
         settings = f"grad_scaler={grad_scaler is not None}"
         self.engine, parameters = agreed_engine(
             model,
-            planner_of(plan),
+            default_planner() if plan is None else planner_of(plan),
             model.process_group,
             timeout_s,
             exclude,

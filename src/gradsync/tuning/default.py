@@ -70,10 +70,8 @@ def default_planner() -> Planner:
     return default_plan if torch.are_deterministic_algorithms_enabled() else MeasuringPlanner()
 
 
-def planner_of(plan: Plan | Planner | Literal["auto"] | None) -> Plan | Planner:
-    """Returns a plan or planner itself, the default planner for None, and an `AutoPlanner` for "auto"."""
-    if plan is None:
-        return default_planner()
+def planner_of(plan: Plan | Planner | Literal["auto"]) -> Plan | Planner:
+    """Returns a plan or planner itself, and for "auto" an `AutoPlanner`."""
     if isinstance(plan, str) and plan == "auto":
         from .auto import AutoPlanner  # with which all searches are imported
 
