@@ -55,7 +55,7 @@ NAMED: dict[type[Nameable], Nameable] = {
 
 def wrong_settings(named: Nameable) -> Iterator[tuple[str, Any]]:
     annotations = get_type_hints(type(named))
-    for setting in fields(named):  # type: ignore[arg-type]
+    for setting in fields(named):
         outside = (0, 0.0, -0.5, 1.01, 2, float("inf")) if setting.name in SHARES else ()
         annotated = annotations[setting.name]
         for wrong in (*WRONG.get(get_origin(annotated), WRONG.get(annotated, ())), *outside):
@@ -74,7 +74,7 @@ def test_a_setting_of_a_wrong_type_or_no_share_is_refused(named: Nameable) -> No
 def assert_wrong_settings_are_refused(named: Nameable) -> None:
     for setting, wrong in wrong_settings(named):
         try:
-            replace(named, **{setting: wrong})  # type: ignore[type-var]
+            replace(named, **{setting: wrong})
         except ValueError as error:
             assert setting in str(error)
         else:
@@ -99,7 +99,7 @@ def test_settings_are_held_to_types_that_are_no_texts_too() -> None:
 
 
 def test_settings_may_be_lists_and_expressions_as_json_has_them() -> None:
-    read = Warmup([{"top_k": {"ratio": 0.5}}, TopK(1)], [0, 2])  # type: ignore[arg-type, list-item]
+    read = Warmup([{"top_k": {"ratio": 0.5}}, TopK(1)], [0, 2])
     assert read == Warmup((TopK(0.5), TopK(1)), (0, 2)) and hash(read)
     assert repr(read.compressors[1]) == "TopK(ratio=1, values='same')", "whole numbers stay what digests tell them by"
 

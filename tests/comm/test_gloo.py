@@ -78,7 +78,7 @@ def test_every_way_gives_what_threads_get(world: World, size: int, bytes_per_s: 
     ranks = world(size)
     for length in LENGTHS:
         got = ranks.run(sums_on_gloo, length, bytes_per_s)
-        expected = run_local(size, lambda group, length=length: operations(group, length))  # type: ignore[misc]
+        expected = run_local(size, lambda group, length=length: operations(group, length))
         for mine, theirs in zip(got, expected, strict=True):
             for a, b in zip(mine, theirs, strict=True):
                 torch.testing.assert_close(a, b.double(), rtol=0, atol=0)
@@ -116,7 +116,7 @@ def test_messages_of_unknown_length_arrive_whole_whichever_way_they_go(
     cases = [(BODIES, max(BODIES)), ([0], max(BODIES)), ([0, 5], DIRECT_BYTES // 8), ([CHUNK_BYTES], CHUNK_BYTES + 1)]
     for lengths, bound in cases:
         got = ranks.run(exchanges_on_gloo, lengths, bound, bytes_per_s)
-        expected = run_local(size, lambda group, a=lengths, b=bound: exchanges(group, a, b))  # type: ignore[misc]
+        expected = run_local(size, lambda group, a=lengths, b=bound: exchanges(group, a, b))
         for mine, theirs in zip(got, expected, strict=True):
             assert [len(part) for part in mine] == [len(part) for part in theirs]
             assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
@@ -156,7 +156,7 @@ def test_messages_between_some_members_arrive_whole(world: World, size: int, byt
     ranks = world(size)
     for lengths, bound in [(BODIES, max(BODIES)), ([0, 5], 5), ([CHUNK_BYTES], 3 * CHUNK_BYTES)]:
         got = ranks.run(swaps_on_gloo, lengths, bound, bytes_per_s)
-        expected = run_local(size, lambda group, a=lengths, b=bound: swaps(group, a, b))  # type: ignore[misc]
+        expected = run_local(size, lambda group, a=lengths, b=bound: swaps(group, a, b))
         for mine, theirs in zip(got, expected, strict=True):
             assert len(mine) == len(theirs)
             assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))

@@ -84,7 +84,7 @@ def test_dense_floating_buckets_are_compressed_and_no_others() -> None:
     default = {name: bucket.scheme for bucket in default_plan(PROFILES, 4).buckets for name in bucket.names}
     assert schemes["table"] == default["table"] and schemes["phase"] == default["phase"] == AllReduce()
     assert schemes["weight"] == schemes["bias"] == schemes["gain"]
-    assert schemes["weight"].compressor == ErrorFeedback(TopK(0.01))  # type: ignore[attr-defined]
+    assert schemes["weight"].compressor == ErrorFeedback(TopK(0.01))
     halves = lossy_planner("bf16")(PROFILES, 4)
     assert [b.scheme for b in halves.buckets if "weight" in b.names] == [HalfPrecision()]
 

@@ -89,7 +89,7 @@ def test_a_slow_node_has_its_own_link() -> None:
 )
 def test_impossible_clusters_are_refused(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Cluster(**{"nodes": 4, "link": Link(1.0), **settings})  # type: ignore[arg-type]
+        Cluster(**{"nodes": 4, "link": Link(1.0), **settings})
 
 
 FULL = """

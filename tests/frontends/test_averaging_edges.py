@@ -183,7 +183,7 @@ def odd_model(kind: str) -> tuple[nn.Module, Callable[[nn.Module, int], Tensor]]
     return {
         "tied": (TiedTable(sparse=False), words),
         "three types": (MixedPrecision(), vectors),
-        "sixteen bits": (Perceptron(torch.bfloat16), lambda m, seed: vectors(lambda x: m(x.bfloat16()), seed)),  # type: ignore[arg-type]
+        "sixteen bits": (Perceptron(torch.bfloat16), lambda m, seed: vectors(lambda x: m(x.bfloat16()), seed)),
         "branches": (Branches(), branch),
         "frozen": (frozen, vectors),
         "twice": (Perceptron(), twice),
@@ -535,7 +535,7 @@ def what_comes_too_late_for_early_steps() -> list[str]:
             p.grad = None if p.grad is None else p.grad * 0.5
 
     def dropped(model: nn.Module, optimizer: Optimizer) -> None:
-        model.layers[0].weight.grad = None  # type: ignore[index,union-attr]
+        model.layers[0].weight.grad = None
 
     def slowed(model: nn.Module, optimizer: Optimizer) -> None:
         optimizer.param_groups[0]["lr"] = 0.01
@@ -609,10 +609,10 @@ def test_detached_between_an_early_backward_and_the_step_nothing_is_stepped_twic
 def a_scaler_in_the_loop() -> list[str]:
     said = []
     for fused in (False, True):
-        model, optimizer, handle = make(None, lambda m, fused=fused: SGD(m.parameters(), lr=0.1, fused=fused))  # type: ignore[misc]
+        model, optimizer, handle = make(None, lambda m, fused=fused: SGD(m.parameters(), lr=0.1, fused=fused))
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
         scaler.scale(model(torch.ones(2, 6)).square().mean()).backward()
-        said.append(error_of(lambda optimizer=optimizer, scaler=scaler: scaler.step(optimizer)))  # type: ignore[misc]
+        said.append(error_of(lambda optimizer=optimizer, scaler=scaler: scaler.step(optimizer)))
         handle.detach()
     model, optimizer, handle = make()
     train(model, optimizer, 0)
@@ -672,7 +672,7 @@ def models_that_change() -> list[str]:
         train(model, optimizer, 0)
         handle.wait()
         change(model)
-        said.append(error_of(lambda model=model, optimizer=optimizer: train(model, optimizer, 1)))  # type: ignore[misc]
+        said.append(error_of(lambda model=model, optimizer=optimizer: train(model, optimizer, 1)))
         handle.detach()
     return said
 

@@ -76,7 +76,7 @@ def chosen(slower: float) -> tuple[str, bool, float]:
             model(batch(step, rank)).square().mean().backward()
             optimizer.step()
             together_optimizer.zero_grad()
-            sum(twin(batch(step, each)).square().mean() / size for each in range(size)).backward()  # type: ignore[union-attr]
+            sum(twin(batch(step, each)).square().mean() / size for each in range(size)).backward()
             together_optimizer.step()
             if not seen or seen[-1] is not handle.plan.what:
                 seen.append(handle.plan.what)
@@ -148,7 +148,7 @@ def left_to_be_sent() -> float:
         while not (handle.settled and handle.plan.what is What.PARAMETER):
             optimizer.zero_grad()
             model(batch(steps, rank))  # only to begin a step
-            (sum((p * f).sum() for p, f in zip(model.parameters(), factors, strict=True))).backward()  # type: ignore[union-attr]
+            (sum((p * f).sum() for p, f in zip(model.parameters(), factors, strict=True))).backward()
             optimizer.step()
             steps += 1
             assert steps < 200

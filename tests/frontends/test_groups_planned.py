@@ -308,7 +308,7 @@ def test_wrong_settings_are_refused(world: World) -> None:
     with pytest.raises(ValueError, match="momentum_every"):
         AveragingPlanner(momentum_every=-1)
     with pytest.raises(ValueError, match="compressor"):
-        AveragingPlanner(compressor="int8")  # type: ignore[arg-type]
+        AveragingPlanner(compressor="int8")
 
 
 def test_a_schedule_is_kept(world: World) -> None:

@@ -74,7 +74,7 @@ def train() -> tuple[list[tuple[float, float | None]], bool]:
             ours, theirs = parameter.grad, expected[name].grad
             assert ours is not None and theirs is not None, name
             torch.testing.assert_close(ours.to_dense(), theirs.to_dense(), msg=name)
-        assert_same_on_all_ranks({name: p.grad.to_dense() for name, p in model.named_parameters()})  # type: ignore[union-attr]
+        assert_same_on_all_ranks({name: p.grad.to_dense() for name, p in model.named_parameters()})
     sent = [(s.sent_bytes, s.predicted_bytes) for s in handle.statistics()]
     handle.detach()
     return sent, threading.active_count() <= before + 1  # the board asks the store once more

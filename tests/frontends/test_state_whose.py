@@ -524,12 +524,12 @@ def a_load_that_fails_midway() -> str:
         raise MemoryError("no room")
 
     if dist.get_rank() == 1:
-        BucketRun.take_over = take_over  # type: ignore[method-assign]
+        BucketRun.take_over = take_over
     try:
         with pytest.raises((MemoryError, gradsync.GroupError), match="no room") as caught:
             handle.load_state_dict(saved)
     finally:
-        BucketRun.take_over = original  # type: ignore[method-assign]
+        BucketRun.take_over = original
     with pytest.raises(RuntimeError, match="stopped earlier: .*no room"):
         train(model)
     handle.detach()
@@ -585,11 +585,11 @@ def load_when_a_note_was_lost() -> None:
         return ask(self, *arguments, **settings)
 
     if dist.get_rank() == 1:
-        Board._ask = forgetful  # type: ignore[method-assign]
+        Board._ask = forgetful
     try:
         handle.load_state_dict(saved)
     finally:
-        Board._ask = ask  # type: ignore[method-assign]
+        Board._ask = ask
     assert bool(lost) == (dist.get_rank() == 1)
     handle.detach()
 

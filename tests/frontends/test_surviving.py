@@ -154,7 +154,7 @@ def stopped_by_a_death(lost: int, settings: dict[str, Any]) -> str:
     for step in range(10):
         if dist.get_rank() == lost and step == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        if said := error_of(lambda step=step: train(model, optimizer, step)):  # type: ignore[misc]
+        if said := error_of(lambda step=step: train(model, optimizer, step)):
             return said
     return ""
 
@@ -176,8 +176,8 @@ def one_stops() -> tuple[str, list[float]]:
     for step in range(12):
         if dist.get_rank() == 3 and step == 3:
             os.kill(os.getpid(), signal.SIGSTOP)
-        if said := error_of(lambda step=step: train(model, optimizer, step)):  # type: ignore[misc]
-            again = error_of(lambda step=step: train(model, optimizer, step))  # type: ignore[misc]
+        if said := error_of(lambda step=step: train(model, optimizer, step)):
+            again = error_of(lambda step=step: train(model, optimizer, step))
             assert again == said, "it does not train on alone"
             break
     if not said:

@@ -140,8 +140,8 @@ def test_tensors_and_sizes_decide_wherever_they_stand(
 
 def test_arguments_that_hold_no_tensors_are_left_to_the_kernel() -> None:
     """A text is made of texts for ever, and a device may be named by one."""
-    counts = [len(part) for part in kernels.owned_by_hash(10, 2, 0, device="cpu")]  # type: ignore[arg-type]
+    counts = [len(part) for part in kernels.owned_by_hash(10, 2, 0, device="cpu")]
     assert sum(counts) == 10
     for wrong in ("abc", 3):
         with pytest.raises((TypeError, AttributeError)):
-            kernels.narrow(wrong, torch.zeros(3))  # type: ignore[arg-type]
+            kernels.narrow(wrong, torch.zeros(3))

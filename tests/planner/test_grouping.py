@@ -186,4 +186,4 @@ def test_nodes_are_seated_where_uplinks_have_less_to_carry() -> None:
 )
 def test_what_is_no_task_is_refused(settings: dict[str, object], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        groupings(**{"cluster": UNIFORM, "nbytes": NBYTES, "compute_s": COMPUTE_S, **settings})  # type: ignore[arg-type]
+        groupings(**{"cluster": UNIFORM, "nbytes": NBYTES, "compute_s": COMPUTE_S, **settings})

@@ -170,7 +170,7 @@ def test_leaves_that_leave_nothing_or_name_nothing_are_refused() -> None:
     with pytest.raises(ValueError, match="without names 'telepathy'; expected some of compute, offload, all_reduce"):
         Constraints(leaves=LeafConstraints(without=("telepathy",)))
     with pytest.raises(ValueError, match="leaves must be LeafConstraints or None, got 1"):
-        Constraints(leaves=1)  # type: ignore[arg-type]
+        Constraints(leaves=1)
 
 
 def test_sums_of_sparsifiers_are_not_compressed_even_where_two_compressions_may_be() -> None:
@@ -199,7 +199,7 @@ def test_what_nobody_measured_is_left_out_with_a_word(caplog: pytest.LogCaptureF
     with caplog.at_level(logging.WARNING):
         found = [way.scheme for way in ways_of(here, Constraints(lossy=(FEEDBACK, ErrorFeedback(BlockInt(4)))))]
     lossy = [scheme for scheme in found if not scheme.traits.exact]
-    assert lossy and all(scheme.compressor == FEEDBACK for scheme in lossy)  # type: ignore[attr-defined]
+    assert lossy and all(scheme.compressor == FEEDBACK for scheme in lossy)
     assert not any(
         task in scheme.tasks for scheme in lossy if isinstance(scheme, Route) for task in ("reduce_scatter",)
     )

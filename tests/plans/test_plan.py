@@ -253,7 +253,7 @@ def test_another_model_is_refused(other: dict[str, TensorSpec]) -> None:
 
 def test_plans_cannot_be_changed_in_place() -> None:
     with pytest.raises(ValueError, match="frozen"):
-        make().world = 3  # type: ignore[misc]
+        make().world = 3
 
 
 def test_an_order_may_be_given_and_is_kept() -> None:

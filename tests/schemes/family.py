@@ -494,7 +494,7 @@ def run_scheme(
         recording = RecordingGroup(group, ledgers[group.rank])
         state = states[group.rank] if states is not None else {}
         coroutine = Counted(scheme.synchronize(mine(inputs[group.rank]), state, recording, scale))
-        result, next_state = drive(coroutine, timeout_s=20)  # type: ignore[arg-type]  # only send() is used
+        result, next_state = drive(coroutine, timeout_s=20)
         return result, next_state, coroutine.awaits
 
     everything = run_local(len(inputs), rank_main, placement=placement)

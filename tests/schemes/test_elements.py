@@ -254,7 +254,7 @@ def test_settings_round_trip_and_unknown_ones_are_refused() -> None:
     with pytest.raises(ValueError, match="owners must be 'rotated_stripe', got 'column_stripe'"):
         BalancedElements(owners="column_stripe")
     with pytest.raises(ValueError, match=r"seed must be a whole number, got 0\.5"):
-        BalancedElements(seed=0.5)  # type: ignore[arg-type]
+        BalancedElements(seed=0.5)
     with pytest.raises(ValueError, match=r"capacity\.1 must be at least 0, got -1"):
         from_expression({"balanced_elements": {"capacity": [1, -1]}})
     with pytest.raises(ValueError, match=r"capacity must be two numbers, .* or none, got \[5\]"):

@@ -91,7 +91,7 @@ def test_a_registered_scheme_of_the_user_is_named_in_snake_case_with_its_setting
     expression = to_expression(scheme)
     assert expression == {"every_other": {"inner": {"all_reduce": {}}, "period": 3}}
     assert from_expression(expression) == scheme
-    assert from_expression({"every_other": {"inner": {"all_reduce": {}}}}).period == 2  # type: ignore[attr-defined]
+    assert from_expression({"every_other": {"inner": {"all_reduce": {}}}}).period == 2
 
 
 @pytest.mark.usefixtures("registry")

@@ -168,8 +168,8 @@ BUCKET = Bucket("0", (Segment("p", 0, 4),), (TensorSpec((4,), torch.float32),), 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Hierarchical(AllReduce()), r"intra must be a scheme of type Partitioned .*, got AllReduce"),  # type: ignore[arg-type]
-        (lambda: Hierarchical(ReduceScatter(), 3), "inter must be a scheme .*, got 3"),  # type: ignore[arg-type]
+        (lambda: Hierarchical(AllReduce()), r"intra must be a scheme of type Partitioned .*, got AllReduce"),
+        (lambda: Hierarchical(ReduceScatter(), 3), "inter must be a scheme .*, got 3"),
         (lambda: Hierarchical(ReduceScatter(), AllReduce(), 0), "ranks_per_node must be at least 1, got 0"),
         (
             lambda: Hierarchical(ReduceScatter(), AGSparse()),
@@ -187,7 +187,7 @@ BUCKET = Bucket("0", (Segment("p", 0, 4),), (TensorSpec((4,), torch.float32),), 
             lambda: over_nodes(Hierarchical(SparseReduceScatter(), CompressedAllGather(TopK(0.5)), 2)),
             "without state beside sparse_reduce_scatter, got compressed_all_gather, which keeps state",
         ),
-        (lambda: SparseReduceScatter(seed=0.5), r"seed must be a whole number, got 0\.5"),  # type: ignore[arg-type]
+        (lambda: SparseReduceScatter(seed=0.5), r"seed must be a whole number, got 0\.5"),
         (lambda: BalancedParallelism(owners="luck"), "owners must be 'column_stripe' or 'table_stripe', got 'luck'"),
         (lambda: Hierarchical(ranks_per_node=2).stages(5), "planned for 2 ranks a node, there are 5 ranks"),
     ],

@@ -22,7 +22,7 @@ DOUBLING_IN_LISTS = ElementPoint(
     partition="centralization",
     balance=None,
     push_format="list",
-    pull_format="list",  # type: ignore[arg-type]
+    pull_format="list",
 )
 BALANCED_IN_LISTS = ElementPoint(push_format="list", pull_format="list")
 ZEN_AS_BUILT = ElementPoint(push_format="list", pull_format="bitmap")

@@ -208,22 +208,22 @@ def test_balance_goes_with_parallelism_only(partition: Partition, balance: Balan
 @pytest.mark.parametrize("kind", [RowPoint, ElementPoint])
 def test_settings_that_are_none_are_refused(kind: type[RowPoint] | type[ElementPoint]) -> None:
     with pytest.raises(ValueError, match=r"communication must be 'ring', 'hierarchy' or 'point_to_point', got 'star'"):
-        kind(communication="star")  # type: ignore[arg-type]
+        kind(communication="star")
     with pytest.raises(ValueError, match="None for centralization; got balanced for centralization"):
         kind(partition=Partition.CENTRALIZATION)
     with pytest.raises(ValueError, match="pull_by is for parallelism, .* got ring with centralization"):
         kind(partition=Partition.CENTRALIZATION, balance=None, pull_by=Communication.RING)
     with pytest.raises(ValueError, match="pull_by must be 'ring', 'hierarchy' or 'point_to_point' or None, got 'star'"):
-        kind(pull_by="star")  # type: ignore[arg-type]
+        kind(pull_by="star")
     with pytest.raises(ValueError, match=r"seed must be a whole number, got 0\.5"):
-        kind(seed=0.5)  # type: ignore[arg-type]
+        kind(seed=0.5)
     with pytest.raises(ValueError, match=r"owners must be one of None, 'rotated_stripe', 'hash' with balance balanced"):
         kind(owners="even_split")
     with pytest.raises(ValueError, match="push_format must be one of smallest, list, .*, got 'zip'"):
         kind(push_format="zip")
     for block, what in ((0, "at least 1"), (True, "a whole number"), (1.5, "a whole number")):
         with pytest.raises(ValueError, match=f"block must be {what}, got {block}"):
-            ElementPoint(block=block)  # type: ignore[arg-type]
+            ElementPoint(block=block)
 
 
 def test_a_round_is_in_pairs_where_nobody_has_two_messages_to_send_or_to_get() -> None:

@@ -93,7 +93,7 @@ def test_who_loses_or_mixes_is_not_exact_and_must_say_that_it_carries_flags(
 )
 def test_traits_that_follow_from_settings_are_worked_out_once(scheme: Scheme[Any]) -> None:
     assert scheme.traits is scheme.traits
-    assert scheme == replace(scheme) and hash(scheme) == hash(replace(scheme))  # type: ignore[type-var]
+    assert scheme == replace(scheme) and hash(scheme) == hash(replace(scheme))
 
 
 def test_half_precision_is_what_its_inner_scheme_is_but_loses() -> None:

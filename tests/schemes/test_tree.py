@@ -118,7 +118,7 @@ def test_constraints_that_leave_nothing_are_named_and_no_others() -> None:
             "most_compressions must be None or a whole number of at least 0",
         ),
         (
-            lambda: LeafConstraints(without="reduce"),  # type: ignore[arg-type]  # a slip of users
+            lambda: LeafConstraints(without="reduce"),
             "without must be a tuple of names, got 'reduce'",
         ),
         (

@@ -54,7 +54,7 @@ def run(way: str, name: str, size: int) -> Outcome:
 
 
 def _rank(way: str, name: str, rank: int, folder: str, pipe: Connection) -> None:
-    trace = Path(folder, f"{rank}.trace").open("w")  # noqa: SIM115 (until the process ends)
+    trace = Path(folder, f"{rank}.trace").open("w")  # until the process ends
     faulthandler.register(signal.SIGUSR1, trace, all_threads=True)
     from tests.torch_ddp import suite
 

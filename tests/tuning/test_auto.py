@@ -335,7 +335,7 @@ def measured_again_when_steps_take_longer() -> list[bool]:
     from gradsync.engine import drift, plan_control
 
     Impatient.seen = 0  # of this test: the process may have served others
-    plan_control.Drift = Impatient  # type: ignore[misc, assignment]  # stands in for it
+    plan_control.Drift = Impatient
     try:
         torch.manual_seed(0)
         model = Perceptron()
@@ -347,7 +347,7 @@ def measured_again_when_steps_take_longer() -> list[bool]:
         handle.detach()
         return seen
     finally:
-        plan_control.Drift = drift.Drift  # type: ignore[misc]  # as it was
+        plan_control.Drift = drift.Drift
 
 
 class Impatient:

@@ -83,7 +83,7 @@ def test_the_slowest_rank_counts_and_all_ranks_know_the_same() -> None:
     each = [samples(KernelCost(1e-4, 3e-9)), samples(KernelCost(1e-4, 1e-9))]
 
     def rank(group: LocalGroup) -> dict[str, KernelCost]:
-        return kernel_costs((group.rank,), highest_over(group, 5.0))  # type: ignore[arg-type]  # says which samples
+        return kernel_costs((group.rank,), highest_over(group, 5.0))
 
     with patch.object(rehearsed, "_rehearsed", lambda schemes: each[schemes[0]]):
         first, second = run_local(2, rank)

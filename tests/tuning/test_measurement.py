@@ -288,7 +288,7 @@ def test_settings_out_of_range_are_refused() -> None:
     with pytest.raises(ValueError, match=f"warmup must be at least {MAX_OBSERVATIONS}, .* got 1"):
         Measurement(warmup=1)
     with pytest.raises(ValueError, match=r"candidates must be compressors, or schemes of flat buckets, got 'topk'"):
-        Measurement(candidates=("topk",))  # type: ignore[arg-type]
+        Measurement(candidates=("topk",))
 
 
 def test_quiet_and_busy_steps_take_turns() -> None:

@@ -40,7 +40,7 @@ class Quadratic:
         return Scales()
 
     def optimizer(self, model: nn.Module) -> Optimizer:
-        return self.kind(model.parameters(), **self.settings)  # type: ignore[call-arg]
+        return self.kind(model.parameters(), **self.settings)
 
     def batches(self, rank: int, world_size: int, seed: int) -> Iterator[Tensor]:
         while True:
@@ -53,7 +53,7 @@ class Quadratic:
 
 
 def after(workload: Quadratic, steps: int, *, seed: int = 0, ranks: int = 3) -> Any:
-    simulated = Asynchronous(workload, seed=seed, ranks=ranks)  # type: ignore[arg-type]
+    simulated = Asynchronous(workload, seed=seed, ranks=ranks)
     return next(islice(simulated.train(), steps - 1, None))
 
 
@@ -109,4 +109,4 @@ def test_one_worker_trains_as_one_rank() -> None:
 
 def test_an_unknown_optimizer_is_refused() -> None:
     with pytest.raises(ValueError, match="by SGD, Adagrad, Adam, AdamW; got RMSprop"):
-        Asynchronous(Quadratic(RMSprop), seed=0, ranks=2)  # type: ignore[arg-type]
+        Asynchronous(Quadratic(RMSprop), seed=0, ranks=2)

@@ -44,7 +44,7 @@ def in_two_groups(kind: type[Optimizer], model: nn.Module) -> Optimizer:
     """Returns an optimiser of two groups with different rates; the second group comes first in the model."""
     first, *others = model.parameters()
     groups = [{"params": others}, {"params": [first], "lr": 0.5}]
-    return kind(groups, lr=0.1, **SETTINGS[kind])  # type: ignore[call-arg]
+    return kind(groups, lr=0.1, **SETTINGS[kind])
 
 
 def give_gradients(model: nn.Module, seed: int) -> None:
@@ -252,7 +252,7 @@ class Sleeping(Optimizer):
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.0})
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         assert all(p.grad is None for group in self.param_groups for p in group["params"])
 
 

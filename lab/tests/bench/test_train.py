@@ -202,7 +202,7 @@ def pick_of(blocks: dict[str, list[float]], failed: str) -> str:
     sweep = []
     for name, medians in blocks.items():
         factor = 3.0 if name == "slow" and dist.get_rank() == 1 else 1.0
-        who = Contestant(name, nn.Module(), None, None, iter(()))  # type: ignore[arg-type]
+        who = Contestant(name, nn.Module(), None, None, iter(()))
         who.blocks = [[factor * m] for m in medians]
         if name == failed:
             who.failed = "no"

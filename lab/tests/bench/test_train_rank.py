@@ -68,7 +68,7 @@ def settled_state() -> tuple[bool, bool, bool, bool]:
     trained = []
     who.optimizer.register_step_post_hook(lambda *_: trained.append(1))
     batches = who.batches
-    settle(Line(), who)  # type: ignore[arg-type]
+    settle(Line(), who)
     same = all(
         torch.equal(a, b)
         for a, b in zip(who.model.state_dict().values(), untouched.model.state_dict().values(), strict=True)
@@ -146,7 +146,7 @@ class Disturbed:
 def rounds_that_count(*disturbed: int) -> tuple[int, int, int, int]:
     ways = {name: method(name) for name in ("ddp_default", "gradsync")}
     spec = TrainSpec(block_steps=2, warmup_steps=1)
-    contestants, stolen = compete(Short(), ways, spec, 3, Disturbed(*disturbed))  # type: ignore[arg-type]
+    contestants, stolen = compete(Short(), ways, spec, 3, Disturbed(*disturbed))
     first, second = contestants
     assert (len(first.blocks), len(first.sent_bytes), len(first.backward_s)) == (3, 3, 3) and len(stolen) == 3
     for who in contestants:
@@ -166,7 +166,7 @@ def test_what_the_host_disturbed_is_made_again_rounds_by_all_methods(world: Worl
 def steps_trained(*names: str) -> dict[str, tuple[int, int]]:
     spec = TrainSpec(block_steps=2, warmup_steps=1)
     ways = {name: method(name) for name in names}
-    contestants, _ = compete(Short(), ways, spec, 2, Disturbed())  # type: ignore[arg-type]
+    contestants, _ = compete(Short(), ways, spec, 2, Disturbed())
     for who in contestants:
         if who.attachment is not None:
             who.attachment.detach()

@@ -72,7 +72,7 @@ def job(placement: Placement | None = None, bandwidth_bytes_per_s: float = 25e6,
     return Job(tuple(profiles), ready_s, 0.015, Network(cost, placement or Placement.one_per_node(4)))
 
 
-def only(search: Search, lossy: Compressor | Scheme, here: Job, *, always: bool = True, **settings: bool) -> Plan:  # type: ignore[type-arg]
+def only(search: Search, lossy: Compressor | Scheme, here: Job, *, always: bool = True, **settings: bool) -> Plan:
     (plan,) = search(here, Constraints((lossy,), always=always, **settings))
     plan.check({p.name: p.tensor for p in here.profiles}, here.world_size)
     assert predict(plan, here).seconds >= 0.015
@@ -86,7 +86,7 @@ def compressed(plan: Plan) -> list[list[str]]:
 
 @pytest.mark.parametrize("lossy", [TOP, HalfPrecision(), PowerSGD(2)], ids=str)
 def test_layer_wise_each_gradient_that_may_be_is_compressed_in_a_bucket_of_its_own(
-    lossy: Compressor | Scheme,  # type: ignore[type-arg]
+    lossy: Compressor | Scheme,
 ) -> None:
     names = compressed(only(layerwise_plans, lossy, job()))
     assert sorted(names) == sorted([[f"{layer}.{what}"] for layer in range(LAYERS) for what in ("bias", "weight")])

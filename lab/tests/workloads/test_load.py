@@ -105,7 +105,7 @@ def test_every_workload_describes_and_records_itself(workload: Workload) -> None
 
 def test_a_workload_cannot_be_changed(workload: Workload) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
-        workload.batch_size = 1  # type: ignore[misc]
+        workload.batch_size = 1
 
 
 @pytest.mark.parametrize(("name", "num_tensors"), [("dense20", 20), ("dense160", 160)])

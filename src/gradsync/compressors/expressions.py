@@ -189,7 +189,7 @@ def _adapter(named: Any) -> TypeAdapter[Any]:
     from typing_extensions import TypedDict
 
     annotations = {name: _by_value(each) for name, each in _annotations(named).items()}
-    settings: Any = TypedDict(f"{named.__name__}Settings", annotations, total=False)  # type: ignore[misc]
+    settings: Any = TypedDict(f"{named.__name__}Settings", annotations, total=False)  # type: ignore[misc]  # made at run time
     return TypeAdapter(with_config(ConfigDict(strict=True, arbitrary_types_allowed=True))(settings))
 
 

@@ -173,7 +173,7 @@ class EarlyExchange:
 
 def _plain_step(optimizer: Optimizer) -> Callable[[Optimizer], object]:
     """Returns the optimiser's `step` without hooks."""
-    step: Callable[[Optimizer], object] = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
+    step: Callable[[Optimizer], object] = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]  # torch wraps it
     return step
 
 

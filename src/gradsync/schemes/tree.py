@@ -278,7 +278,7 @@ def _scoped(leaf: Leaf) -> Leaf:
     """Returns the leaf with scopes: of three or more collectives the first and the last run inside nodes."""
     moves = [place for place, task in enumerate(leaf) if not task.kind.is_local]
     scopes: dict[int, Scope] = dict.fromkeys(moves, Scope.ALL)
-    if len(moves) > 2:  # noqa: PLR2004
+    if len(moves) > 2:
         scopes = {place: Scope.NODE if place in (moves[0], moves[-1]) else Scope.ACROSS for place in moves}
     return tuple(_with_scope(task, scopes.get(place)) for place, task in enumerate(leaf))
 

@@ -46,7 +46,7 @@ def load_file(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     try:
         with safe_open(path, "pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no dict
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # it is no dict
             return _state((file.metadata() or {})[ENTRY], tensors)
     except (SafetensorError, *DAMAGE) as error:
         raise ValueError(f"{os.fspath(path)!r} is no file that gradsync.state.save_file wrote: {error!r}") from None

@@ -40,7 +40,7 @@ class Origin:
         Raises:
             ValueError: for a state that does not name its origin.
         """
-        found = cls(*(saved.get(name) for name in ("rank", "world", "parameters", "per_rank")))  # type: ignore[arg-type]
+        found = cls(*(saved.get(name) for name in ("rank", "world", "parameters", "per_rank")))  # type: ignore[arg-type]  # looked at below
         whole = type(found.rank) is int and type(found.world) is int
         if not whole or not 0 <= found.rank < found.world:
             raise ValueError(
