@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterable
 
 import pytest
 
-from gradsync.comm.shuffle import RankGroup, crossing, grid, resting, together
+from gradsync.comm.shuffle import crossing, grid, resting, together
 from gradsync.costs.cluster import Cluster, Link
 from gradsync_lab.cluster import Lab, Scenario
 from lab.tests.cluster import programs
 from lab.tests.cluster.programs import python
+from tests.planner.test_grouping import uplink_loads
 
 pytestmark = pytest.mark.usefixtures("namespaces")
 
@@ -49,17 +49,6 @@ def start(lab: Lab, code: str, env: dict[str, str] | None = None) -> list[subpro
     """Starts ranks with pipes for input and output."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     return [lab.spawn(rank, python(code), env, **pipes) for rank in range(lab.scenario.world_size)]
-
-
-def uplink_loads(groups: Iterable[RankGroup], cluster: Cluster) -> list[float]:
-    """Returns the load of each rack's uplink in each direction: a ring moves 2 (n - 1) / n of a member's data."""
-    assert cluster.rack_size is not None
-    loads = [0.0] * -(-cluster.nodes // cluster.rack_size)
-    for group in groups:
-        racks = {rank // cluster.rack_size for rank in group}
-        for rack in racks if len(racks) > 1 else ():
-            loads[rack] += 2 * (len(group) - 1) / len(group)
-    return loads
 
 
 def test_uplinks_carry_what_groups_are_expected_to_send() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 L = TypeVar("L", bound="StepListener")
 
 
-class RecordingDone(BaseException):
+class RecordingDone(BaseException):  # no Exception, as no `except Exception` of a script may stop it
     """Ends a script at the end of the backward of the last step that was to be recorded, on every rank alike."""
 
 
