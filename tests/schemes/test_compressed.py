@@ -187,8 +187,8 @@ MILDER_FIRST = ErrorFeedback(Warmup((TopK(0.5), TopK(0.1)), (0, 3)))
 def test_steps_change_when_they_are_said_to_and_at_no_other_round(scheme: Scheme) -> None:
     placement = Placement.regular(2, getattr(scheme, "ranks_per_node", 1))
 
-    def steps(round: int) -> tuple[Step, ...]:
-        return scheme.steps(bucket().specs, (), placement, round)
+    def steps(step: int) -> tuple[Step, ...]:
+        return scheme.steps(bucket().specs, (), placement, step)
 
     assert [scheme.unchanged_since(round) for round in range(6)] == [0, 0, 0, 3, 3, 3]
     for round in range(6):

@@ -55,9 +55,9 @@ class EveryOther(Scheme[Tensor]):
         specs: tuple[TensorSpec, ...],
         profiles: tuple[DensityProfile, ...],
         placement: Placement,
-        round: int = 0,
+        step: int = 0,
     ) -> tuple[Step, ...]:
-        return () if round % self.period else self.inner.steps(specs, profiles, placement, round)
+        return () if step % self.period else self.inner.steps(specs, profiles, placement, step)
 
 
 @pytest.fixture

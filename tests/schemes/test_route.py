@@ -145,9 +145,9 @@ def run(
     return Outcome([result for result, _ in found], [state for _, state in found], ledgers)
 
 
-def assert_bytes_are_predicted(scheme: Scheme[Any], outcome: Outcome, placement: Placement, round: int = 0) -> None:
+def assert_bytes_are_predicted(scheme: Scheme[Any], outcome: Outcome, placement: Placement, step: int = 0) -> None:
     dtype = outcome.results[0].dtype
-    expected = transfers(scheme.steps(bucket(dtype).specs, (), placement, round))
+    expected = transfers(scheme.steps(bucket(dtype).specs, (), placement, step))
     for rank, ledger in enumerate(outcome.ledgers):
         own = [t for t in expected if not t.groups or any(rank in group for group in t.groups)]
         got = [(entry.pattern, entry.sent_bytes) for entry in ledger.entries]
@@ -401,8 +401,8 @@ def test_stages_are_the_awaits_but_for_a_first_compression() -> None:
 def test_steps_follow_the_compressor_s_warm_up() -> None:
     route = Route(TWO_WAY, ErrorFeedback(Warmup((TopK(0.5), TopK(0.1)), (0, 3))))
 
-    def steps(round: int) -> tuple[Step, ...]:
-        return route.steps(bucket().specs, (), NODES, round)
+    def steps(step: int) -> tuple[Step, ...]:
+        return route.steps(bucket().specs, (), NODES, step)
 
     assert [route.unchanged_since(round) for round in range(5)] == [0, 0, 0, 3, 3]
     assert steps(0) == steps(2) != steps(3) == steps(4)

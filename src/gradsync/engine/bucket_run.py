@@ -72,8 +72,9 @@ class BucketRun:
     waiting: set[str] = field(default_factory=set)  # parameters that were not loaded in this step yet
     steps: int = 0
     sent_bytes: float = 0.0
-    predicted_bytes: float = 0.0  # of the steps that are not in `rounds`, by what was known of gradients then
-    rounds: Counter[int] = field(default_factory=Counter)  # steps since, by `Scheme.unchanged_since`
+    predicted_bytes: float = 0.0  # of the steps that are not in `unpredicted`, by what was known of gradients then
+    # Steps that `predicted_bytes` lacks, by `Scheme.unchanged_since`.
+    unpredicted: Counter[int] = field(default_factory=Counter)
     communication_s: float = 0.0
     exposed_s: float = 0.0
 
@@ -142,7 +143,7 @@ class BucketRun:
         """Takes the synchronised bucket `result`; leaves the state of parameters that no rank used unchanged."""
         self.gradients.accept(result)
         self.steps += 1
-        self.rounds[self.scheme.unchanged_since(step)] += 1
+        self.unpredicted[self.scheme.unchanged_since(step)] += 1
         if not self.next_state and not self.took_over:
             return
         unused = {name for name in self.bucket.names if not self.gradients.used(name)}
@@ -248,24 +249,24 @@ class BucketRun:
         predicted = self._predicted_bytes(profiles)
         if predicted is not None:
             self.predicted_bytes = predicted
-            self.rounds.clear()
+            self.unpredicted.clear()
 
     def _predicted_bytes(self, profiles: Mapping[str, ParameterProfile]) -> float | None:
         predicted = self.predicted_bytes
-        for round, steps in self.rounds.items():
-            expected = self.expected_steps(profiles, round)
+        for step, count in self.unpredicted.items():
+            expected = self.expected_steps(profiles, step)
             if expected is None:
                 return None
             traffic = (transfer.carried_by(self.group.transport) for transfer in transfers(expected))
-            predicted += steps * sum(each.sent_bytes(self.group.rank) for each in traffic)
+            predicted += count * sum(each.sent_bytes(self.group.rank) for each in traffic)
         return predicted
 
-    def expected_steps(self, profiles: Mapping[str, ParameterProfile], round: int) -> list[Step] | None:
-        """Returns the steps of the scheme in training step `round`; None while densities of tables are unknown."""
+    def expected_steps(self, profiles: Mapping[str, ParameterProfile], step: int) -> list[Step] | None:
+        """Returns the steps of the scheme in training step `step`; None while densities of tables are unknown."""
         densities = self._densities(profiles)
         if densities is None and self.bucket.layout is Layout.ROWS:
             return None
-        steps = list(self.scheme.steps(self.bucket.specs, densities or (), self.group.placement, round))
+        steps = list(self.scheme.steps(self.bucket.specs, densities or (), self.group.placement, step))
         if self.flags_apart:
             flags_bytes = self.gradients.flags.numel() * self.gradients.flags.element_size()
             steps.append(Transfer("flags", Pattern.ALL_REDUCE, (float(flags_bytes),) * self.group.size))
@@ -409,7 +410,7 @@ class BucketRuns:
         """Returns what all ranks' marks of the accepted step say, see `marks_of_ranks`."""
         return marks_of_ranks(next(run for run in self if run.carries_marks).gradients)
 
-    def expected_steps(self, profiles: Mapping[str, ParameterProfile], round: int) -> dict[str, list[Step]]:
-        """Returns the steps of training step `round` by bucket id, for buckets whose densities are known."""
-        steps = {run.bucket.id: run.expected_steps(profiles, round) for run in self}
+    def expected_steps(self, profiles: Mapping[str, ParameterProfile], step: int) -> dict[str, list[Step]]:
+        """Returns the steps of the training step number `step` by bucket id, for buckets whose densities are known."""
+        steps = {run.bucket.id: run.expected_steps(profiles, step) for run in self}
         return {bucket: expected for bucket, expected in steps.items() if expected is not None}

@@ -112,7 +112,7 @@ class Scheme(Nameable, ABC, Generic[X]):
         specs: tuple[TensorSpec, ...],
         profiles: tuple[DensityProfile, ...],
         placement: Placement,
-        round: int = 0,
+        step: int = 0,
     ) -> tuple[Step, ...]:
         """Returns the work and transfers of `synchronize`, in order, for a bucket of `specs` with these `profiles`.
 
@@ -120,11 +120,11 @@ class Scheme(Nameable, ABC, Generic[X]):
             specs: one for each table, or one of (numel + flags,) for a flat bucket.
             profiles: one for each of `specs`; none for a flat bucket of which no density is known.
             placement: the ranks on their nodes.
-            round: the number of the training step, on which few schemes depend.
+            step: the number of the training step, on which few schemes depend.
         """
 
-    def unchanged_since(self, round: int) -> int:
-        """Returns the first training step since which `steps` are the same as in step `round`."""
+    def unchanged_since(self, step: int) -> int:
+        """Returns the first training step since which `steps` are the same as in `step`."""
         return 0
 
     def check(self, specs: tuple[TensorSpec, ...]) -> None:
@@ -218,7 +218,7 @@ class Partitioned(Scheme[X], Generic[X, S]):
         specs: tuple[TensorSpec, ...],
         profiles: tuple[DensityProfile, ...],
         placement: Placement,
-        round: int = 0,
+        step: int = 0,
     ) -> tuple[Step, ...]:
         n = placement.size
         return (*self.push_steps(specs, profiles, n), *self.pull_steps(specs, profiles, n, n))

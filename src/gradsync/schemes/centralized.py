@@ -62,7 +62,7 @@ class AGSparse(RowCapacity, Scheme[Tables]):
         specs: tuple[TensorSpec, ...],
         profiles: tuple[DensityProfile, ...],
         placement: Placement,
-        round: int = 0,
+        step: int = 0,
     ) -> tuple[Step, ...]:
         n, at_once = placement.size, self.expects_to_fit(profiles)
         groups = self.planned_groups(specs) if at_once else expected_groups(specs, profiles)

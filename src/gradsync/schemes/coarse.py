@@ -260,18 +260,18 @@ class CoarseGrained(Scheme[Tensor]):
         specs: tuple[TensorSpec, ...],
         profiles: tuple[DensityProfile, ...],
         placement: Placement,
-        round: int = 0,
+        step: int = 0,
     ) -> tuple[Step, ...]:
         spec, _ = parted(specs)
-        (message,) = self._message(specs, round)
+        (message,) = self._message(specs, step)
         wide = kernels.accumulation_dtype(spec.dtype).itemsize
-        sent = self.num_chosen(spec.numel, round) * self.chunk
+        sent = self.num_chosen(spec.numel, step) * self.chunk
         passed = float(
             2 * spec.nbytes + 2 * wide * spec.numel
         )  # gradients read, zeros written; residuals read and written
         passed += float(self.momentum > 0) * (2 * spec.nbytes + 4 * wide * spec.numel)
         taken, put = float(message.itemsize * sent), float((message.itemsize + spec.itemsize) * sent)
-        carried = self._carrier.steps((message,), (), placement, round)
+        carried = self._carrier.steps((message,), (), placement, step)
         if self.choice == "late":
             return Compute("take_chunks", passed + taken), *carried, Compute("put_chunks", put)
         return (
@@ -282,8 +282,8 @@ class CoarseGrained(Scheme[Tensor]):
             Compute("put_chunks", put),
         )
 
-    def unchanged_since(self, round: int) -> int:
-        return self.steps_per_ratio * min(round // self.steps_per_ratio, len(self.warmup)) if self.warmup else 0
+    def unchanged_since(self, step: int) -> int:
+        return self.steps_per_ratio * min(step // self.steps_per_ratio, len(self.warmup)) if self.warmup else 0
 
     def num_chunks(self, numel: int) -> int:
         """Returns the number of chunks of a bucket with `numel` elements; the last chunk may be shorter."""

@@ -184,26 +184,26 @@ class Hierarchical(Scheme[Any]):
         specs: tuple[TensorSpec, ...],
         profiles: tuple[DensityProfile, ...],
         placement: Placement,
-        round: int = 0,
+        step: int = 0,
     ) -> tuple[Step, ...]:
         placement = self._placement(placement)
         g, nodes, n = self.together, placement.num_nodes, placement.size
         if g == 1:
-            return self.inter.steps(specs, profiles, placement, round)
+            return self.inter.steps(specs, profiles, placement, step)
         if nodes == 1:
-            return self.intra.steps(specs, profiles, placement, round)
+            return self.intra.steps(specs, profiles, placement, step)
         within = tuple(dict.fromkeys(map(placement.within, range(n))))
         across = tuple(map(placement.across, within[0]))
         parts = [self.intra.part_of(specs, profiles, g, owner) for owner in range(g)]
-        between = [self.inter.steps(*part, Placement.one_per_node(nodes), round) for part in parts]
+        between = [self.inter.steps(*part, Placement.one_per_node(nodes), step) for part in parts]
         return (
             *at_once("node", n, within, [self.intra.push_steps(specs, profiles, g)] * nodes),
             *at_once("across", n, across, between),
             *at_once("node", n, within, [self.intra.pull_steps(specs, profiles, g, n)] * nodes),
         )
 
-    def unchanged_since(self, round: int) -> int:
-        return max(self.intra.unchanged_since(round), self.inter.unchanged_since(round))
+    def unchanged_since(self, step: int) -> int:
+        return max(self.intra.unchanged_since(step), self.inter.unchanged_since(step))
 
     def _nodes(self, size: int) -> int:
         """Returns the number of nodes, or racks, that `size` ranks fill.

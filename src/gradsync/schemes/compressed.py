@@ -99,12 +99,12 @@ class Compressed(Scheme[Tensor]):
             Transfer("agree", Pattern.ALL_GATHER, (nbytes,) * size),
         )
 
-    def unchanged_since(self, round: int) -> int:
-        return self.compressor.unchanged_since(round)
+    def unchanged_since(self, step: int) -> int:
+        return self.compressor.unchanged_since(step)
 
-    def compute(self, what: str, spec: FlatSpec, payloads: int, round: int) -> Compute:
+    def compute(self, what: str, spec: FlatSpec, payloads: int, step: int) -> Compute:
         """Returns the work of the compressor's kernel `what` on a tensor and `payloads` payloads, one call each."""
-        nbytes = spec.nbytes + payloads * self.compressor.nbytes(spec, round)
+        nbytes = spec.nbytes + payloads * self.compressor.nbytes(spec, step)
         return Compute(self.compressor.kernel(what), float(nbytes), calls=payloads)
 
 
@@ -152,16 +152,16 @@ class CompressedAllReduce(Compressed):
         specs: tuple[TensorSpec, ...],
         profiles: tuple[DensityProfile, ...],
         placement: Placement,
-        round: int = 0,
+        step: int = 0,
     ) -> tuple[Step, ...]:
         spec, behind = parted(specs)
-        nbytes = self.compressor.nbytes(spec, round)
+        nbytes = self.compressor.nbytes(spec, step)
         itemsize = self.compressor.number_dtype(spec).itemsize
         return (
             *self.agreement_steps(spec, placement.size),
-            self.compute("compress", spec, 1, round),
+            self.compute("compress", spec, 1, step),
             Transfer("all_reduce", Pattern.ALL_REDUCE, (float(nbytes + behind * itemsize),) * placement.size),
-            self.compute("decompress", spec, 1, round),
+            self.compute("decompress", spec, 1, step),
         )
 
 
@@ -206,15 +206,15 @@ class CompressedAllGather(Compressed):
         specs: tuple[TensorSpec, ...],
         profiles: tuple[DensityProfile, ...],
         placement: Placement,
-        round: int = 0,
+        step: int = 0,
     ) -> tuple[Step, ...]:
         spec, behind = parted(specs)
-        nbytes = message_nbytes(self.compressor.nbytes(spec, round), behind)
+        nbytes = message_nbytes(self.compressor.nbytes(spec, step), behind)
         return (
             *self.agreement_steps(spec, placement.size),
-            self.compute("compress", spec, 1, round),
+            self.compute("compress", spec, 1, step),
             Transfer("all_gather", Pattern.ALL_GATHER, (float(nbytes),) * placement.size),
-            self.compute("decompress", spec, placement.size, round),
+            self.compute("decompress", spec, placement.size, step),
         )
 
 
@@ -293,25 +293,25 @@ class CompressedTwoWay(Compressed):
         specs: tuple[TensorSpec, ...],
         profiles: tuple[DensityProfile, ...],
         placement: Placement,
-        round: int = 0,
+        step: int = 0,
     ) -> tuple[Step, ...]:
         spec, behind = parted(specs)
         n, ranges = placement.size, _ranges(spec, placement.size)
-        pushed = [float(message_nbytes(self.compressor.nbytes(each, round), behind)) for each in ranges]
+        pushed = [float(message_nbytes(self.compressor.nbytes(each, step), behind)) for each in ranges]
         wide = kernels.accumulation_dtype(spec.dtype)
-        pulled = [float(message_nbytes(self._sums.nbytes(_sums_of(each, wide), round))) for each in ranges]
+        pulled = [float(message_nbytes(self._sums.nbytes(_sums_of(each, wide), step))) for each in ranges]
         sums = self._sums
         return (
-            replace(self.compute("compress", spec, 1, round), calls=n),
+            replace(self.compute("compress", spec, 1, step), calls=n),
             Transfer("push", Pattern.ALL_TO_ALL, tuple(pushed)),
-            self.compute("decompress", ranges[0], n, round),
+            self.compute("decompress", ranges[0], n, step),
             Compute(sums.kernel("compress"), wide.itemsize * ranges[0].numel + pulled[0]),
             Transfer("pull", Pattern.ALL_GATHER, tuple(pulled)),
             Compute(sums.kernel("decompress"), spec.nbytes + sum(pulled), calls=n),
         )
 
-    def unchanged_since(self, round: int) -> int:
-        return max(self.compressor.unchanged_since(round), self._sums.unchanged_since(round))
+    def unchanged_since(self, step: int) -> int:
+        return max(self.compressor.unchanged_since(step), self._sums.unchanged_since(step))
 
 
 @register
@@ -366,18 +366,18 @@ class Sparsified(Compressed):
         specs: tuple[TensorSpec, ...],
         profiles: tuple[DensityProfile, ...],
         placement: Placement,
-        round: int = 0,
+        step: int = 0,
     ) -> tuple[Step, ...]:
         spec, behind = parted(specs)
-        kept = DensityProfile(spec.numel + behind, float(self.compressor.num_kept(spec, round) + behind))
+        kept = DensityProfile(spec.numel + behind, float(self.compressor.num_kept(spec, step) + behind))
         return (
-            self.compute("compress", spec, 1, round),
-            self.compute("decompress", spec, 1, round),
-            *self.inner.steps(specs, (kept,), placement, round),
+            self.compute("compress", spec, 1, step),
+            self.compute("decompress", spec, 1, step),
+            *self.inner.steps(specs, (kept,), placement, step),
         )
 
-    def unchanged_since(self, round: int) -> int:
-        return max(self.compressor.unchanged_since(round), self.inner.unchanged_since(round))
+    def unchanged_since(self, step: int) -> int:
+        return max(self.compressor.unchanged_since(step), self.inner.unchanged_since(step))
 
 
 SchemeOrCompressor = Scheme[Any] | Compressor[Any]  # for a compressor the planner chooses one of the `ways`

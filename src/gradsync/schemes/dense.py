@@ -41,7 +41,7 @@ class AllReduce(Scheme[Tensor]):
         specs: tuple[TensorSpec, ...],
         profiles: tuple[DensityProfile, ...],
         placement: Placement,
-        round: int = 0,
+        step: int = 0,
     ) -> tuple[Step, ...]:
         (flat,) = specs
         return (

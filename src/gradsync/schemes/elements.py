@@ -92,7 +92,7 @@ class BalancedElements(Scheme[Tensor]):
         specs: tuple[TensorSpec, ...],
         profiles: tuple[DensityProfile, ...],
         placement: Placement,
-        round: int = 0,
+        step: int = 0,
     ) -> tuple[Step, ...]:
         """Returns work and transfers; a profile's rows are the bucket's elements, all non-zero without a profile."""
         (flat,) = specs

@@ -124,7 +124,7 @@ class RowPoint(DesignPoint, Scheme[Tables]):
         specs: tuple[TensorSpec, ...],
         profiles: tuple[DensityProfile, ...],
         placement: Placement,
-        round: int = 0,
+        step: int = 0,
     ) -> tuple[Step, ...]:
         tables = tuple(TensorSpec((spec.num_rows, spec.dim), spec.dtype) for spec in specs)
         return tuple(_Space.of(self, tables, placement.size).steps(profiles))
@@ -163,7 +163,7 @@ class ElementPoint(DesignPoint, Scheme[Tensor]):
         specs: tuple[TensorSpec, ...],
         profiles: tuple[DensityProfile, ...],
         placement: Placement,
-        round: int = 0,
+        step: int = 0,
     ) -> tuple[Step, ...]:
         """Returns work and transfers; a profile's rows are the bucket's elements, all non-zero without a profile."""
         (flat,) = specs

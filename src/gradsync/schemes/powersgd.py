@@ -157,11 +157,11 @@ class PowerSGD(Scheme[Tensor]):
         specs: tuple[TensorSpec, ...],
         profiles: tuple[DensityProfile, ...],
         placement: Placement,
-        round: int = 0,
+        step: int = 0,
     ) -> tuple[Step, ...]:
         spec, behind = parted(specs)
         n, parts = placement.size, self.parts_of(spec)
-        if not self._compresses(parts, round):
+        if not self._compresses(parts, step):
             first, second = (float(length * spec.itemsize) for length in even_ranges(spec.numel + behind, 2))
             return (
                 Compute("scale", 4 * spec.nbytes),
@@ -179,8 +179,8 @@ class PowerSGD(Scheme[Tensor]):
             Compute("low_rank_product", float(2 * numel + spec.nbytes + p_bytes + q_bytes)),
         )
 
-    def unchanged_since(self, round: int) -> int:
-        return self.start_step if round >= self.start_step else 0
+    def unchanged_since(self, step: int) -> int:
+        return self.start_step if step >= self.start_step else 0
 
     def parts_of(self, spec: FlatSpec) -> Parts:
         """Returns which elements of a flat tensor are compressed, in runs of equal matrices, and which are not."""

@@ -94,9 +94,9 @@ class HalfPrecision(Scheme[Any]):
         specs: tuple[TensorSpec, ...],
         profiles: tuple[DensityProfile, ...],
         placement: Placement,
-        round: int = 0,
+        step: int = 0,
     ) -> tuple[Step, ...]:
-        inner = self.inner.steps(self._narrow(specs), profiles, placement, round)
+        inner = self.inner.steps(self._narrow(specs), profiles, placement, step)
         if not self.rounds(specs[0].dtype):
             return inner
         brought, summed = ([float(spec.numel) for spec in specs] for _ in range(2))
@@ -108,8 +108,8 @@ class HalfPrecision(Scheme[Any]):
         nbytes = specs[0].itemsize + self.dtype.itemsize  # of an element, read and written
         return Compute("round_values", nbytes * sum(brought)), *inner, Compute("widen_values", nbytes * sum(summed))
 
-    def unchanged_since(self, round: int) -> int:
-        return self.inner.unchanged_since(round)
+    def unchanged_since(self, step: int) -> int:
+        return self.inner.unchanged_since(step)
 
     def _narrow(self, specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
         return tuple(self._narrow_one(spec) if self.rounds(spec.dtype) else spec for spec in specs)

@@ -212,7 +212,7 @@ class Route(Scheme[Tensor]):
         specs: tuple[TensorSpec, ...],
         profiles: tuple[DensityProfile, ...],
         placement: Placement,
-        round: int = 0,
+        step: int = 0,
     ) -> tuple[Step, ...]:
         """Returns the work and transfers of the rank with the most work, in order.
 
@@ -221,15 +221,15 @@ class Route(Scheme[Tensor]):
         whole, behind = parted(specs) if self.compressor is not None else (plain(specs), 0)
         legs = self.legs(whole.numel, placement)
         return tuple(
-            step
+            one
             for number, leg in enumerate(legs)
-            for step in self._steps_of(leg, legs[min(number + 1, len(legs) - 1)], whole, behind, round, placement.size)
+            for one in self._steps_of(leg, legs[min(number + 1, len(legs) - 1)], whole, behind, step, placement.size)
         )
 
-    def unchanged_since(self, round: int) -> int:
+    def unchanged_since(self, step: int) -> int:
         if self.compressor is None:
             return 0
-        return max(self.compressor.unchanged_since(round), self.compressor.of_sums.unchanged_since(round))
+        return max(self.compressor.unchanged_since(step), self.compressor.of_sums.unchanged_since(step))
 
     # Below: helpers of `steps`, and the methods that `transit.Transit` calls.
 
@@ -281,9 +281,7 @@ class Route(Scheme[Tensor]):
                 return group.across_nodes()
         return group
 
-    def _steps_of(
-        self, leg: Leg, following: Leg, whole: FlatSpec, behind: int, round: int, size: int
-    ) -> Iterator[Step]:
+    def _steps_of(self, leg: Leg, following: Leg, whole: FlatSpec, behind: int, step: int, size: int) -> Iterator[Step]:
         first = leg.before[0]  # no rank holds more
         assert first is not None
         task, after = leg.task, leg.after[0]
@@ -296,13 +294,13 @@ class Route(Scheme[Tensor]):
                 yield Compute(compressor.kernel("observe"), float(dense_nbytes), calls=len(specs))
                 if not following.idle:
                     yield self._agreement(leg, following, whole, size)
-            nbytes = dense_nbytes + sum(compressor.nbytes(spec, round) for spec in specs)
+            nbytes = dense_nbytes + sum(compressor.nbytes(spec, step) for spec in specs)
             yield Compute(compressor.kernel("compress"), float(nbytes), task.choice, len(specs), awaited=True)
             return
         if task.kind is Kind.DECOMP:
             compressor, keep_fp32 = self.compressor_at(leg.point), self.keeps_fp32_at(leg.point)
             specs = [spec_of(whole, piece, leg.point, keep_fp32) for piece in first.pieces]
-            payloads = leg.bundle * sum(compressor.nbytes(spec, round) for spec in specs)
+            payloads = leg.bundle * sum(compressor.nbytes(spec, step) for spec in specs)
             dense_nbytes = first.numel * dtype_of(whole, leg.keep_fp32_after).itemsize
             calls = leg.bundle * len(specs)
             yield Compute(
@@ -313,9 +311,9 @@ class Route(Scheme[Tensor]):
             yield Compute("scale", 2.0 * whole.nbytes)
         if not leg.idle:
             active = [group for group in leg.groups if leg.before[group[0]] is not None]
-            each = [self._transfer(leg, group, whole, behind, round) for group in active]
+            each = [self._transfer(leg, group, whole, behind, step) for group in active]
             yield _at_once(_stage(leg), leg, each, size, active)
-        yield from self._steps_behind(leg, whole, round)
+        yield from self._steps_behind(leg, whole, step)
 
     def _agreement(self, leg: Leg, following: Leg, whole: FlatSpec, size: int) -> Transfer:
         """Returns the transfer by which members of the all-reduce after `leg` agree on the compressor's numbers."""
@@ -327,27 +325,27 @@ class Route(Scheme[Tensor]):
             each.append(Transfer("", Pattern.ALL_GATHER, (nbytes,) * len(group)))
         return _at_once(_agree_stage(following), following, each, size, [group for group, _ in active])
 
-    def _steps_behind(self, leg: Leg, whole: FlatSpec, round: int) -> Iterator[Step]:
+    def _steps_behind(self, leg: Leg, whole: FlatSpec, step: int) -> Iterator[Step]:
         """Yields the work on the result of a collective: sums, joins, additions of payloads."""
         after = leg.after[0]
         assert after is not None
         nbytes = float(after.numel * dtype_of(whole, leg.keep_fp32_after).itemsize)
         if leg.task.kind is Kind.COMM_1:
-            yield Compute("sum_ranges", leg.members * self.item_nbytes(leg, after, whole, round)[0] + nbytes)
+            yield Compute("sum_ranges", leg.members * self.item_nbytes(leg, after, whole, step)[0] + nbytes)
         elif leg.task.kind is Kind.COMM_2:
             yield Compute("join_ranges", 2 * nbytes)
         elif leg.adds and leg.task.kind is not Kind.COMM_L:
-            one = sum(self.item_nbytes(leg, after, whole, round))
+            one = sum(self.item_nbytes(leg, after, whole, step))
             yield Compute("add_payloads", float((leg.members + 1) * one), calls=len(after.pieces))
 
-    def _transfer(self, leg: Leg, group: tuple[int, ...], whole: FlatSpec, behind: int, round: int) -> Transfer:
+    def _transfer(self, leg: Leg, group: tuple[int, ...], whole: FlatSpec, behind: int, step: int) -> Transfer:
         """Returns the transfer of one leg among the members of one group, without a stage name."""
         flags = behind if leg.carries_flags else 0
         before, after = [leg.before[rank] for rank in group], [leg.after[rank] for rank in group]
 
         def sizes(what: Sequence[Held | None]) -> tuple[float, ...]:
             return tuple(
-                0.0 if held is None else float(room_nbytes(self.item_nbytes(leg, held, whole, round), flags))
+                0.0 if held is None else float(room_nbytes(self.item_nbytes(leg, held, whole, step), flags))
                 for held in what
             )
 
@@ -361,7 +359,7 @@ class Route(Scheme[Tensor]):
                 held = before[0]
                 assert held is not None and self.compressor is not None
                 itemsize = self.compressor.number_dtype(whole).itemsize
-                nbytes = float(sum(self.item_nbytes(leg, held, whole, round)) + flags * itemsize)
+                nbytes = float(sum(self.item_nbytes(leg, held, whole, step)) + flags * itemsize)
                 return Transfer("", Pattern.ALL_REDUCE, (nbytes,) * len(group))
             case Kind.COMM_C:
                 return Transfer("", Pattern.ALL_GATHER, sizes(before))

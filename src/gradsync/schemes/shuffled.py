@@ -143,11 +143,11 @@ class Shuffled(Scheme[Tensor]):
         specs: tuple[TensorSpec, ...],
         profiles: tuple[DensityProfile, ...],
         placement: Placement,
-        round: int = 0,
+        step: int = 0,
     ) -> tuple[Step, ...]:
-        now = self.schedule.round(round)
+        now = self.schedule.round(step)
         groups = [group for group in now.groups if len(group) > 1]
-        within = [self.scheme.steps(specs, profiles, placement.of(group), round) for group in groups]
+        within = [self.scheme.steps(specs, profiles, placement.of(group), step) for group in groups]
         exchange = tuple(at_once("group", placement.size, groups, within))
         (spec,) = specs
         if groups and self.traits.lossy:
@@ -156,9 +156,9 @@ class Shuffled(Scheme[Tensor]):
             exchange = (Compute("relax", 2.0 * spec.nbytes), *exchange, Compute("relax", 3.0 * spec.nbytes))
         return exchange
 
-    def unchanged_since(self, round: int) -> int:
+    def unchanged_since(self, step: int) -> int:
         """Returns the number of the round within the cycle: the first step with the same groups."""
-        return round % len(self.rounds)
+        return step % len(self.rounds)
 
     def _part(self, rank: int, step: int) -> tuple[RankGroup, float]:
         return next((group, share) for group, share in self.schedule.round(step).parts if rank in group)

@@ -59,6 +59,6 @@ class MajorityVote(Compressed):
         specs: tuple[TensorSpec, ...],
         profiles: tuple[DensityProfile, ...],
         placement: Placement,
-        round: int = 0,
+        step: int = 0,
     ) -> tuple[Step, ...]:
-        return self._counted.steps(specs, profiles, placement, round)
+        return self._counted.steps(specs, profiles, placement, step)

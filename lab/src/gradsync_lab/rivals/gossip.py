@@ -89,16 +89,16 @@ class Gossip(Scheme[Tensor]):
         specs: tuple[TensorSpec, ...],
         profiles: tuple[DensityProfile, ...],
         placement: Placement,
-        round: int = 0,
+        step: int = 0,
     ) -> tuple[Step, ...]:
         (flat,) = specs
         n, nbytes = placement.size, float(flat.nbytes + LENGTH_BYTES)
-        messages = [(rank, (rank + d) % n, nbytes) for d in self._places(n, round) for rank in range(n)]
-        added = Compute("add_neighbours", 3.0 * flat.nbytes * len(self._places(n, round)))
+        messages = [(rank, (rank + d) % n, nbytes) for d in self._places(n, step) for rank in range(n)]
+        added = Compute("add_neighbours", 3.0 * flat.nbytes * len(self._places(n, step)))
         return (Transfer.of_messages("swap", n, messages), added) if n > 1 else ()
 
-    def unchanged_since(self, round: int) -> int:
-        return round % len(self.distances)
+    def unchanged_since(self, step: int) -> int:
+        return step % len(self.distances)
 
     def _places(self, size: int, round: int) -> list[int]:
         """Returns the round's distances modulo `size`, each once, without 0."""

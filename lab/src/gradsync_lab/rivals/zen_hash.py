@@ -89,7 +89,7 @@ class ZenHash(Scheme[Tensor]):
         specs: tuple[TensorSpec, ...],
         profiles: tuple[DensityProfile, ...],
         placement: Placement,
-        round: int = 0,
+        step: int = 0,
     ) -> tuple[Step, ...]:
         """Returns the scheme's steps; the profile's rows are the elements of the flat tensor.
 
