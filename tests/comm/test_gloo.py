@@ -25,11 +25,11 @@ from gradsync.comm import (
     run_local,
     torch_group,
 )
+from gradsync.comm.backends import GROUP_OF_BACKEND
 from gradsync.comm.gloo import FAST_BYTES_PER_S, MOST_DIRECT_BYTES
 from gradsync.comm.group import Group
 from gradsync.comm.network_cost import network_cost
 from gradsync.comm.rounds import CHUNK_BYTES
-from gradsync.comm.transport import GROUP_OF_BACKEND
 from gradsync.costs.steps import Pattern, Transfer
 from gradsync.costs.transport import DIRECT_BYTES
 from tests.world import Ranks

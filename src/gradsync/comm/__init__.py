@@ -1,5 +1,6 @@
 """The only door to `torch.distributed`: groups of ranks, the ledger of bytes, and the thread that issues everything."""
 
+from .backends import torch_group as torch_group
 from .gloo import GlooGroup as GlooGroup
 from .group import LENGTH_BYTES as LENGTH_BYTES
 from .group import Group as Group
@@ -21,6 +22,5 @@ from .record import RecordingGroup as RecordingGroup
 from .survivors import Survival as Survival
 from .survivors import Survivors as Survivors
 from .threads import JobThread as JobThread
-from .transport import torch_group as torch_group
 from .work import Work as Work
 from .work import WorkGivenUpError as WorkGivenUpError

@@ -1,7 +1,7 @@
 """The messages and rounds in which a backend carries a collective, and how many collectives are in flight together.
 
 The cost model, the forecast and the ledger ask a `Transport`, which `Group.transport` returns; nothing else in `costs/`
-knows a backend. A new backend needs a group class with one line in `comm/transport.py` and, where it carries
+knows a backend. A new backend needs a group class with one line in `comm/backends.py` and, where it carries
 collectives otherwise, a `Transport` for it.
 """
 

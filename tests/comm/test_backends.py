@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from gradsync.comm import GlooGroup, LocalGroup, NcclGroup, TorchGroup, torch_group
-from gradsync.comm.transport import GROUP_OF_BACKEND
+from gradsync.comm.backends import GROUP_OF_BACKEND
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def test_a_process_group_gets_the_class_of_the_one_backend_that_it_has(config: s
     with (
         patch.object(dist, "get_backend_config", return_value=config),
         patch.dict(GROUP_OF_BACKEND, registered),
-        patch("gradsync.comm.transport.TorchGroup", classes[TorchGroup]),
+        patch("gradsync.comm.backends.TorchGroup", classes[TorchGroup]),
     ):
         assert torch_group(timeout_s=3.0) is classes[kind].return_value
     classes[kind].assert_called_once_with(None, timeout_s=3.0, placement=None)
