@@ -38,6 +38,8 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     import torch
 
+    import gradsync.cli.console  # noqa: F401 (a console keeps COLUMNS as it finds them when it is made; tests set them)
+
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything loads Triton
     # pytest hangs its handlers on every logger that does not propagate, six times a test; torch has many.

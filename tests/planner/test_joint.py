@@ -65,7 +65,7 @@ def test_without_the_native_module_plans_and_bounds_are_the_same(monkeypatch: py
         assert lower_bound(problem, 1e6) == pytest.approx(bound, rel=1e-12)
 
 
-# bytecomp.md 5.7 and mergecomp.md 5.3, in ms: exact with every item alone; cuts with dense and device; with host too
+# Worked out by other code, in ms: exact with every item alone; cuts with dense and device; with host too
 EXACT = {
     "vgg16": {"A": (88.92, 89.30, 88.92), "B": (93.21, 93.21, 93.21), "C": (85.61, 85.61, 85.61)},
     "lstm": {"A": (82.67, 82.96, 82.67), "B": (80.26, 80.26, 80.26), "C": (74.52, 74.52, 74.52)},

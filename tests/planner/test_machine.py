@@ -79,7 +79,7 @@ def test_without_decoding_the_recurrence_is_the_machine() -> None:
 
 
 def test_options_have_the_matrices_of_the_paper() -> None:
-    """The matrices of `bytecomp.md` 3.7 with a = 2, h = 3, k = 5, d = 7; rows: compute, offload, inter."""
+    """The matrices of ByteComp's model of a step with a = 2, h = 3, k = 5, d = 7; rows: compute, offload, inter."""
     plain, device, host = (
         Option("plain", (fixed(Resource.INTER, 7),)),
         Option("device", (fixed(Resource.COMPUTE, 3), fixed(Resource.INTER, 7))),

@@ -19,7 +19,7 @@ def host(backward: float, encode: float, transfer: float) -> Matrix:
 
 
 def loop(steps: list[tuple[float, float, float]]) -> tuple[float, float, float]:
-    """Returns gpu, cpu and channel times by `bytecomp.md` 3.7; `encode` is 0 where nothing is encoded on the host."""
+    """Returns gpu, cpu and channel times by ByteComp's model; `encode` is 0 where nothing is encoded on the host."""
     gpu = cpu = channel = 0.0
     for backward, encode, transfer in steps:
         gpu += backward

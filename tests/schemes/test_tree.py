@@ -22,7 +22,7 @@ from gradsync.schemes.tree import (
 )
 
 ONE = (COMPUTE,)
-COUNTS = {  # bytecomp.md 3.3
+COUNTS = {  # leaves of ByteComp's decision tree, worked out by other code
     1: {"T1": 2, "T2": 3, "T5": 5, "T3": 12, "T4": 19, "flat": 12, "hier": 162, "tree": 174},
     2: {"T1": 5, "T2": 12, "T5": 29, "T3": 63, "T4": 152, "flat": 63, "hier": 4278, "tree": 4341},
 }

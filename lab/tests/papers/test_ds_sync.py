@@ -1,4 +1,4 @@
-"""The (max,+) model of group schedules meets the figures of our notes, and delays spread only through groups."""
+"""The (max,+) model of group schedules meets figures of other code, and delays spread only through groups."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from gradsync_lab.papers.ds_sync import (
 
 
 def ends_s(schedule: GroupSchedule, step: int, ready_s: np.ndarray, scenario: Scenario) -> list[float]:
-    """Returns when each rank goes on, by the formula of our notes."""
+    """Returns when each rank goes on, by a formula of its own."""
     found = []
     for rank in range(schedule.size):
         group = schedule.group_of(rank, step)
@@ -50,7 +50,7 @@ def ends_s(schedule: GroupSchedule, step: int, ready_s: np.ndarray, scenario: Sc
     return found
 
 
-def test_iterations_of_64_ranks_take_what_our_notes_say() -> None:
+def test_iterations_of_64_ranks_take_what_other_code_says() -> None:
     figures = iterations_table().figures
     assert len(figures) == len(SCENARIOS) * len(SCHEDULES)
     random = {scenario.name for scenario in SCENARIOS if scenario.is_random}
@@ -58,7 +58,7 @@ def test_iterations_of_64_ranks_take_what_our_notes_say() -> None:
         assert figure.value == pytest.approx(figure.published, rel=0.03 if figure.row in random else 0.01), figure
 
 
-def test_spreads_are_those_of_our_notes() -> None:
+def test_spreads_are_those_of_other_code() -> None:
     table = spreads_table()
     for figure in table.figures:
         if figure.published is not None:
@@ -69,7 +69,7 @@ def test_spreads_are_those_of_our_notes() -> None:
             assert figure.value > table.figure("no momentum", figure.column).value, "who comes seldom drifts"
 
 
-def test_uplinks_carry_what_our_notes_say() -> None:
+def test_uplinks_carry_what_other_code_says() -> None:
     figures = loads_table().figures
     assert len(figures) == 15
     for figure in figures:
@@ -94,7 +94,7 @@ def test_groups_wait_for_their_last_member_and_their_slowest_link(
 
 
 @pytest.mark.parametrize("members", [2, 3, 8, 63, 64])
-def test_the_steps_of_the_scheme_are_the_ring_of_our_notes(members: int) -> None:
+def test_the_steps_of_the_scheme_are_the_ring_of_the_model(members: int) -> None:
     expected_s = 2 * (members - 1) / members * 0.08 + 2 * (members - 1) * HOP_S
     assert ring_seconds(members, 1.25e9) == pytest.approx(expected_s)
     assert ring_seconds(1, 1.25e9) == 0.0

@@ -71,7 +71,7 @@ def test_a_step_by_the_lazy_threshold_is_within_a_tenth_of_that_by_the_best(
     assert step_s(problem, lazy(problem)) <= step_s(problem, lazy(problem, nbytes=lazy_bytes(problem)))
 
 
-def test_the_figures_of_our_notes_are_met() -> None:
+def test_the_figures_of_other_code_are_met() -> None:
     found = [*sizes_table().figures, *(f for f in threshold_table().figures if f.published is not None)]
     assert len(found) == 21
     for figure in found:

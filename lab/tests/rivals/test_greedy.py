@@ -15,7 +15,7 @@ from gradsync_lab.papers.reference import DENSE, DEVICE, HOST, OFFLOADED, byteco
 from gradsync_lab.rivals.greedy import bytecomp, bytecomp_device, bytecomp_offload
 from tests.planner.random_problems import any_chains, one_channel
 
-TABLE = [  # from our design notes, ms: none, all on device, algorithm 1, algorithms 1 and 2
+TABLE = [  # worked out by other code, ms: none, all on device, algorithm 1, algorithms 1 and 2
     ("vgg16", "A", 397.00, 97.56, 89.46, 89.46),
     ("vgg16", "B", 164.56, 113.05, 93.21, 93.21),
     ("vgg16", "C", 85.61, 97.56, 85.61, 85.61),

@@ -26,13 +26,13 @@ from gradsync_lab.rivals.merge import (
 )
 from tests.planner.random_problems import coded
 
-MODEL_L = [  # our design notes, ms: 1, 2, 3 buckets, best and its number, layer-wise, 25 MiB and its number, 2 equal
+MODEL_L = [  # by other code, ms: 1, 2, 3 buckets, best and its number, layer-wise, 25 MiB and its number, 2 equal
     ("vgg16", 187.3, 105.4, 101.5, 101.2, 4, 113.4, 102.4, 5, 123.4),
     ("bert-base", 146.3, 114.9, 104.4, 91.5, 13, 166.2, 92.9, 13, 116.8),
     ("gpt2", 302.4, 255.2, 246.7, 243.4, 5, 282.0, 247.8, 13, 272.9),
     ("lstm", 135.0, 122.7, 119.5, 119.5, 3, 121.9, 120.2, 5, 122.7),
 ]
-HALF_PRECISION = [  # our notes, ms in cases A, B, C: 25 MiB buckets at 16 bits; the best cuts
+HALF_PRECISION = [  # worked out by other code, ms in cases A, B, C: 25 MiB buckets at 16 bits; the best cuts
     ("vgg16", (389.46, 157.02, 85.77), (388.37, 155.93, 85.61)),
     ("bert-base", (314.16, 131.21, 73.38), (307.37, 125.63, 72.76)),
     ("gpt2", (369.37, 260.48, 221.97), (356.11, 254.82, 221.75)),
@@ -99,7 +99,7 @@ def is_valley(values: list[float]) -> bool:
 
 
 def test_two_buckets_have_one_valley_and_the_crossing_finds_it() -> None:
-    """Checks the linear model of our design notes."""
+    """Checks the linear model against figures of other code."""
     for seed in range(300):
         problem = coded(random.Random(seed), knees=False, most_items=14)
         if problem.size >= 2:
@@ -215,7 +215,7 @@ def test_lazy_buckets_are_of_one_gradient_all_of_them_or_as_many_as_cost_least()
 
 @pytest.mark.parametrize("latency_s", [1e-4, 1e-3, 5e-3])
 def test_the_lazy_threshold_is_about_the_best_where_the_link_is_what_takes_time(latency_s: float) -> None:
-    """The step is within a tenth of the best, as our design notes ask for."""
+    """The step is within a tenth of the best, which is the aim."""
     option = Option("all-reduce", (Demand(Resource.INTER, Curve.linear(latency_s, 5e-9)),))
     problem = Problem((3e-3,) * 100, (1e6,) * 100, (option,))
     sweep = [step_s(problem, lazy(problem, nbytes=1e5 * 2**power)) for power in range(12)]

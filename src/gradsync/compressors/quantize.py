@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels import AnyGrid, FloatGrid, Grid, Sections
-from ..kernels.grids import draws, runs
+from ..kernels.grids import MOST_LEVELS, draws, runs
 from ..tensors import allocator as memory
 from ..tensors.bucket import FlatSpec
 from .base import (
@@ -36,9 +36,7 @@ from .base import (
 from .expressions import NonNegativeInt, PositiveFloat, PositiveInt, register
 from .law import Biased, Contraction, Law, Unbiased
 
-LEVELS = {8: 127, 4: 7, 2: 1}  # bits of a code -> levels on each side of zero
-
-Summands = Annotated[int, Interval(ge=1, le=LEVELS[8])]  # ranks that sum int8 codes: each has at least one level
+Summands = Annotated[int, Interval(ge=1, le=MOST_LEVELS[8])]  # ranks that sum int8 codes: each has at least one level
 
 
 class Quantizer(Compressor[P]):
@@ -202,10 +200,10 @@ class BlockInt(MessageQuantizer):
 
     @property
     def grid(self) -> Grid:
-        return Grid(LEVELS[self.bits], self.bits, self.block, stochastic=self.stochastic)
+        return Grid(MOST_LEVELS[self.bits], self.bits, self.block, stochastic=self.stochastic)
 
     def law(self, spec: FlatSpec) -> Law:
-        return of_largest(_length(spec, self.block), LEVELS[self.bits], self.stochastic)
+        return of_largest(_length(spec, self.block), MOST_LEVELS[self.bits], self.stochastic)
 
 
 @register
@@ -241,14 +239,14 @@ class QSGD(MessageQuantizer):
     Wire: 2, 4 or 8 bits an element for s of 1, up to 7, up to 127; 4 bytes a block. No Elias codes.
     """
 
-    levels: Annotated[int, Interval(ge=1, le=LEVELS[8])]
+    levels: Annotated[int, Interval(ge=1, le=MOST_LEVELS[8])]
     bucket: PositiveInt = 512
     norm: Literal["l2", "max"] = "l2"
     seed: int = 0
 
     @property
     def grid(self) -> Grid:
-        bits = min(bits for bits, most in LEVELS.items() if self.levels <= most)
+        bits = min(bits for bits, most in MOST_LEVELS.items() if self.levels <= most)
         return Grid(self.levels, bits, self.bucket, "norm" if self.norm == "l2" else "max", stochastic=True)
 
     def law(self, spec: FlatSpec) -> Law:

@@ -3,8 +3,8 @@
 
 In each round every rank computes, then a group starts when its last member is ready, and its members go on when the
 group's ring is done. So a delay spreads only through groups, and where the paths are long it meets the next delay too
-late to add to it. The paper's own tables are not known to us: figures in brackets are from our design notes, computed
-separately from this code. Nothing is fitted. Kernels are left out, as the notes have none, and so is overlap with
+late to add to it. The paper's own tables are not known to us: figures in brackets are by other code, computed
+separately from this code. Nothing is fitted. Kernels are left out, as that code has none, and so is overlap with
 computation.
 """
 
@@ -79,7 +79,7 @@ SELDOM = Scenario("4x slower, in every 4th round", slowdown=4.0, joins_every=4)
 SCENARIOS = (UNIFORM, JITTER, STALLS, SLOW_LINK, SELDOM)
 
 SCHEDULES = {"BSP ring": together(64), "8x8": grid((8, 8)), "4^3": grid((4, 4, 4)), "2^6": grid((2,) * 6)}
-STATED_MS = {  # from our design notes, in the order of SCHEDULES
+STATED_MS = {  # worked out by other code, in the order of SCHEDULES
     UNIFORM: (261, 240, 220, 180),
     JITTER: (285, 258, 235, 190),
     STALLS: (500, 415, 362, 276),
@@ -182,7 +182,7 @@ def iterations_table() -> Table:
         rows.add(scenario.name, zip(SCHEDULES, (1e3 * seconds for seconds in found_s), stated, strict=True))
     bytes_ratio = ring_of(64).sent_bytes(0) / ring_of(2).sent_bytes(0)
     return rows.done(
-        "Milliseconds of an iteration of 64 ranks (our notes' figures in brackets)",
+        "Milliseconds of an iteration of 64 ranks (in brackets: worked out by other code)",
         f"{BUCKET.nbytes / 1e6:.0f} MB at {8 * LINK_BYTES_PER_S / 1e9:.0f} Gbit/s, {1e6 * HOP_S:.0f} us a hop, "
         f"{1e3 * COMPUTE_S:.0f} ms of computation, nothing of it overlapped; rings by the steps of all_reduce.",
         f"Pairs send 1/{bytes_ratio:.2f} of a ring's bytes; an iteration is {min(gains):.2f} to {max(gains):.2f} times "
@@ -213,7 +213,7 @@ def spreads_table() -> Table:
     inexact = [name for name, each in zip(SCHEDULES, seldom, strict=True) if not each.is_exact]
     return rows.done(
         "How far noise keeps 64 ranks apart: squared distances to their mean, in the variance that each gets a round "
-        "(our notes' figures in brackets)",
+        "(in brackets: worked out by other code)",
         f"Where one rank joins every 4th round only, no consensus is exact after a cycle of {', '.join(inexact)}.",
         decimals=1,
     )
@@ -250,7 +250,7 @@ def _spread(radices: Sequence[int], scenario: Scenario) -> float | None:
     return attended(grid(radices), scenario).spread()
 
 
-LOADS = {  # stated in our notes, by RACKS
+LOADS = {  # worked out by other code, by RACKS
     "rack-ordered flat ring": (1.875, 1.94, 1.97),
     "hierarchical": (1.0, 1.5, 1.75),
     "grid, in-rack round": (0.0, 0.0, 0.0),
@@ -266,7 +266,7 @@ def loads_table() -> Table:
             rows.add(name, [(f"{racks}x{per_rack}", uplink_load(name, racks, per_rack), figure)])
     return rows.done(
         "The most that a rack's uplink carries in one direction in a round, of the bytes averaged, by racks x ranks "
-        "(our notes' figures in brackets)",
+        "(in brackets: worked out by other code)",
         "Counted: bytes that rings send from rack to rack, by their steps. one crossing group: the largest of the "
         "cycle's rounds in which one group crosses.",
     )

@@ -273,7 +273,7 @@ def epochs_table() -> Table:
     )
 
 
-THRESHOLDS = {  # MB of 16-bit values, from our design notes
+THRESHOLDS = {  # MB of 16-bit values, worked out by other code
     (ALEXNET, "+ lazy", "one ring"): 47.0,
     (ALEXNET, "+ by nodes", "by nodes"): 16.0,
     (RESNET50, "+ by nodes", "by nodes"): 11.0,
@@ -293,9 +293,9 @@ def threshold_table() -> Table:
         rows.add(row, [("step over the best threshold's", step_s(problem, chosen) / best_s, None)], unit="ratio")
         rows.add(row, [("and parted at the end", step_s(problem, lazy(problem)) / best_s, None)], unit="ratio")
     return rows.done(
-        "Threshold: bytes in 16 bits from which on gradients are sent, on 512 GPUs (our notes' figures in brackets)",
-        "Our notes count links between nodes alone; the steps count all transfers. Where backward hides most of "
-        "the exchange, more and smaller buckets are better than by this rule, which counts bytes and latencies only.",
+        "Threshold: bytes in 16 bits from which on gradients are sent, 512 GPUs (in brackets: by other code)",
+        "Figures in brackets count links between nodes alone; the steps count all transfers. Where backward hides most "
+        "of the exchange, more and smaller buckets are better than by this rule, which counts bytes and latencies only.",
     )
 
 
@@ -313,7 +313,7 @@ QUANTITIES = (
     *("million parameters", "tensors", "MB, 32 bits", "MB, 16 bits", "ms, 32 bits", "ms, 16 bits"),
     *("chunks of 32 Ki", "ms, 10 % of them in 16 bits", "ms, 15 %"),
 )
-SIZES = {  # from our design notes, in the order of QUANTITIES
+SIZES = {  # worked out by other code, in the order of QUANTITIES
     ALEXNET: (61.0, 26, 244.0, 122.0, 69.8, 34.9, 1865, 3.5, 5.2),
     RESNET50: (25.56, 161, 102.0, 51.0, 29.2, 14.6, 780, 1.5, 2.2),
 }
@@ -337,7 +337,7 @@ def sizes_table() -> Table:
         for name, value, figure in zip(QUANTITIES, found, stated, strict=True):
             rows.add(name, [(job.model, float(value), figure)])
     return rows.done(
-        "Time to move gradients once around a ring at 7 GB/s, without latency (our notes' figures in brackets)",
+        "Time to move gradients once around a ring at 7 GB/s, without latency (in brackets: worked out by other code)",
         "The ring is so long that a rank sends everything twice.",
         decimals=1,
     )

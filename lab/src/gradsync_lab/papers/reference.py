@@ -1,4 +1,4 @@
-"""Small problems for which every search's result is known: the reference tables of our notes on ByteComp and MergeComp.
+"""Small problems for which every search's result is known: reference tables for ByteComp and MergeComp, by other code.
 
 The stated figures are our own, computed by other code before this library existed; the papers print no such tables.
 ResNet101's are for the authors' trace, which is not included: here its gaps are modelled (`models`).
@@ -121,7 +121,7 @@ def only(problem: Problem, *options: int) -> Problem:
     return replace(problem, allowed=(frozenset(options),) * problem.size)
 
 
-_OF_NOTES = "In brackets: stated in our notes, worked out by other code."
+_OF_NOTES = "In brackets: worked out by other code."
 _TRACE = "ResNet101 is stated for the authors' trace, here its gaps are modelled: some per mille apart."
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gradsync.kernels.checks import Sections, check_index_out
 from gradsync.kernels.draws import rotations, run_draws
+from gradsync.kernels.reference.hashing import signed
 from gradsync.kernels.reference.randomized import check_hadamard, rotation_scale
 from gradsync.kernels.reference.rows import accumulation_dtype
 from gradsync.kernels.triton.boundary import (
@@ -77,16 +78,11 @@ def random_k(sections: Sections, counts: Sequence[int], indices: Tensor, *, bloc
     device = device_of(indices=indices)
     rows, places, begin = [], [], 0
     for number, drawn in enumerate(found):
-        rows += [*drawn[:-1], _signed(drawn.key), begin]
+        rows += [*drawn[:-1], signed(drawn.key), begin]
         places += [(number, first) for first in range(0, drawn.taken * drawn.run, BLOCK)]
         begin += drawn.taken * drawn.run
     table, programs = on(device, rows), on(device, [entry for place in places for entry in place])
     launch(_draw_runs, len(places), device, table, programs, indices, BLOCK=BLOCK)
-
-
-def _signed(bits: int) -> int:
-    """Returns the int64 with these 64 bits."""
-    return bits - (bits >> 63 << 64)
 
 
 @triton.jit
@@ -138,7 +134,7 @@ def hadamard(x: Tensor, sections: Sections, out: Tensor, *, chunk: int, inverse:
     by_size: dict[int, list[int]] = {}
     for begin, place, seed, bits, count in rotations(sections, chunk):
         for at in range(0, count << bits, 1 << bits):
-            by_size.setdefault(bits, []).extend((begin + at, place + at, _signed(seed)))
+            by_size.setdefault(bits, []).extend((begin + at, place + at, signed(seed)))
     wide = accumulation_dtype(x.dtype)
     kinds = {"KIND": kind_of("x", x), "OUT_KIND": kind_of("out", out)}
     memory = bits_of(x), bits_of(out)
