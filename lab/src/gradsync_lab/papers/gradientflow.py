@@ -295,7 +295,7 @@ def threshold_table() -> Table:
     return rows.done(
         "Threshold: bytes in 16 bits from which on gradients are sent, 512 GPUs (in brackets: by other code)",
         "Figures in brackets count links between nodes alone; the steps count all transfers. Where backward hides most "
-        "of the exchange, more and smaller buckets are better than by this rule, which counts bytes and latencies only.",
+        "of the exchange, more and smaller buckets are better than by this rule of bytes and latencies.",
     )
 
 
