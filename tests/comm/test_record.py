@@ -9,6 +9,7 @@ from gradsync.comm import GroupError, Ledger, LocalGroup, RecordingGroup, run_lo
 from gradsync.comm.record import Entry
 from gradsync.costs.cluster import Placement
 from gradsync.costs.steps import Pattern
+from tests.costs.test_steps import ByMember0
 
 WAIT_S = 20.0
 SIZE = 4
@@ -39,6 +40,19 @@ def test_entries_are_what_each_rank_sends_in_order_of_issue() -> None:
             Entry(Pattern.BROADCAST, 3 * 24 if rank == 0 else 0),
         ]
         assert ledger.sent_bytes == sum(entry.sent_bytes for entry in ledger.entries)
+
+
+def test_bytes_are_counted_as_the_groups_transport_carries_them() -> None:
+    class Starred(LocalGroup):
+        transport = ByMember0()
+
+    ledger = Ledger()
+    first, group, last = Starred.world(3)
+    recording = RecordingGroup(group, ledger)
+    pending = [recording.all_gather(torch.zeros(4)), *(other.all_gather(torch.zeros(4)) for other in (first, last))]
+    for each in pending:
+        each.wait(WAIT_S)
+    assert ledger.entries == [Entry(Pattern.ALL_GATHER, 16)], "in a star only member 0 sends to several others"
 
 
 def test_a_group_of_one_sends_nothing() -> None:

@@ -18,9 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradsync
 from gradsync import Plan
-from gradsync.comm import Synchronization
+from gradsync.comm import Group, Synchronization
 from gradsync.schemes import AllReduce
 from gradsync.tensors.bucket import TensorSpec, trainable_parameters
+from tests.costs.test_steps import ByMember0
 from tests.frontends.models import Perceptron
 from tests.frontends.test_lifecycle import Coarse, plan_for, residuals, rows
 from tests.frontends.twins import averaged
@@ -290,3 +291,19 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_two_ranks(world: World, case: Callable[[], None]) -> None:
     world(2).run(case)
+
+
+def predicted_over_a_star() -> None:
+    with patch.object(Group, "transport", property(lambda group: ByMember0())):
+        model = Perceptron()
+        handle = gradsync.attach(model)
+        for _ in range(3):
+            model.zero_grad()
+            model(torch.ones(2, 6)).sum().backward()
+        for bucket in handle.statistics():
+            assert bucket.sent_bytes == bucket.predicted_bytes > 0
+        handle.detach()
+
+
+def test_bytes_are_predicted_as_the_groups_transport_carries_them(world: World) -> None:
+    world(3).run(predicted_over_a_star)

@@ -15,6 +15,7 @@ from gradsync.compressors import (
     QSGD,
     Compressor,
     ErrorFeedback,
+    MomentumCorrection,
     RandomK,
     ScaledSign,
     Summand,
@@ -218,6 +219,7 @@ class OfThree(TopK):
 def test_wrappers_are_made_for_the_ranks_of_what_is_in_them() -> None:
     assert ErrorFeedback(OfThree(0.1)).traits.made_for_ranks == 3
     assert Warmup((OfThree(0.5), OfThree(0.1)), (0, 5)).traits.made_for_ranks == 3
+    assert MomentumCorrection(OfThree(0.1)).traits.made_for_ranks == 3
     assert ErrorFeedback(TopK(0.1)).traits.made_for_ranks is None
 
 
