@@ -1,1 +1,1 @@
-"""Records the gradients of a training job and characterizes their sparsity."""
+"""Records which gradients of a training job are non-zero, and computes figures of their sparsity."""

@@ -1,7 +1,7 @@
 """Figures of sparsity for every tensor of a model: how sparse gradients are, and how much ranks overlap.
 
-`statistics.py` computes the figures from footprints: of gradients at hand, of this rank's gradients and those of its
-group, or of recorded ones.
+`statistics.py` computes the figures from footprints (indices of non-zero elements), of gradients given here, exchanged
+between the ranks of a process group, or recorded earlier.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _equal_to_one(version: int) -> int:
 
 
 class TensorCharacterization(Frozen):
-    """The figures of one tensor; `filled_ratio` and `rows` are None for tensors of fewer than two dimensions."""
+    """The sparsity figures of one parameter's gradient; `filled_ratio` and `rows` are None below two dimensions."""
 
     shape: tuple[int, ...]
     sparse: bool  # some rank's gradient had the sparse layout
@@ -42,14 +42,14 @@ class TensorCharacterization(Frozen):
     pattern: str = ""  # digest of the non-zero rows: equal for tables that have the same ones on every rank
 
     def view(self) -> Sparsity:
-        """Returns the figures of rows where most rows are all zero, else the figures of elements."""
+        """Returns the sparsity figures of rows if at least half of the rows are all zero, else those of elements."""
         return self.rows if self.rows is not None and self.rows.density.mean <= MOST_FOUND else self.elements
 
 
 class Characterization(Frozen):
-    """The result of `characterize`: figures of each tensor, and of all sparse tensors together.
+    """The result of `characterize`: sparsity figures of each parameter's gradient, and of all sparse ones together.
 
-    `together` counts elements of all sparse tensors laid end to end in the order of `tensors`, as in one flat bucket.
+    `together` counts elements of all sparse gradients, concatenated in the order of `tensors` as in one flat bucket.
     """
 
     version: Annotated[int, AfterValidator(_equal_to_one)] = 1
@@ -64,7 +64,7 @@ class Characterization(Frozen):
 
     @classmethod
     def from_json(cls, text: str) -> Characterization:
-        """Reads what `to_json` wrote.
+        """Returns the characterization that `to_json` has written as text.
 
         Raises:
             ValueError: for any other text.
@@ -72,9 +72,9 @@ class Characterization(Frozen):
         return cls.model_validate_json(text)
 
     def profile(self, name: str) -> DensityProfile:
-        """Returns the density of one tensor, from which schemes predict their bytes.
+        """Returns the measured density of one tensor, from which schemes predict how many bytes they send.
 
-        Rows are counted where most rows are all zero, elements otherwise.
+        The density is of rows if at least half of the rows are all zero, of elements otherwise.
 
         Raises:
             ValueError: if no tensor of this name was characterized.
@@ -101,7 +101,7 @@ def characterize(
     sample: int | None = None,
     partitions: int | None = None,
 ) -> Characterization:
-    """Returns how sparse gradients are on each rank, how much ranks overlap, and how their sum fills up.
+    """Returns figures of how sparse gradients are on each rank, how much ranks overlap, and how dense their sum is.
 
     Args:
         gradients: a list with one dict per rank, from parameter name to gradient: sparse, dense, `SparseRows`, or None
@@ -141,7 +141,7 @@ def characterize(
 
 
 def footprints_of(ranks: Sequence[Gradients], sample: int | None = None) -> list[Footprints]:
-    """Returns a footprint for every rank and parameter of one step; parameters that no rank used are left out.
+    """Returns a footprint (indices of non-zero elements) for every rank and parameter that some rank used in a step.
 
     Args:
         ranks: for every rank its gradients by parameter name.
@@ -166,7 +166,7 @@ def footprints_of(ranks: Sequence[Gradients], sample: int | None = None) -> list
 def characterize_footprints(
     steps: Sequence[Sequence[Footprints]], *, partitions: int | None = None
 ) -> Characterization:
-    """Returns the same figures as `characterize`, from recorded footprints.
+    """Returns the same figures as `characterize`, from recorded footprints (indices of gradients' non-zero elements).
 
     Args:
         steps: for every step, and in it for every rank, footprints by parameter name.
@@ -223,7 +223,10 @@ def _require_same_names(ranks: Sequence[Mapping[str, object]]) -> None:
 def _gathered(
     mine: Sequence[Gradients], group: Group | dist.ProcessGroup, sample: int | None
 ) -> list[list[Footprints]]:
-    """Returns every rank's footprints by step and rank; an error on one rank raises on all."""
+    """Exchanges footprints (indices of non-zeros) in the process group; returns those of all ranks, by step and rank.
+
+    An error on one rank raises on all.
+    """
     own = None if isinstance(group, Group) else torch_group(group, timeout_s=TIMEOUT_S)
     talk = group if isinstance(group, Group) else own
     assert talk is not None
@@ -290,7 +293,7 @@ def _tensor(name: str, steps: Sequence[Sequence[Footprint]], partitions: int | N
 
 
 def _count(footprint: Footprint) -> int:
-    """Returns how many elements are not zero."""
+    """Returns how many of the gradient's sampled elements are not zero."""
     if footprint.elements is not None:
         return len(footprint.elements)
     return len(footprint.units) * footprint.shape.dim

@@ -1,7 +1,7 @@
 """Footprints: the indices of a gradient's non-zero rows and elements, without values, for figures of sparsity.
 
-A footprint may cover a sample: a hash selects one row of every `step` neighbouring ones (elements, where a tensor has
-no rows), the same on all ranks. So few rows give unbiased estimates of densities, overlaps and unions, and regions with
+A footprint may cover a sample: a hash selects one row of every `step` neighbouring ones (elements, if a tensor has no
+rows), the same on all ranks. So a few rows give unbiased estimates of densities, overlaps and unions, and regions with
 many non-zero rows have their share in the sample.
 """
 
@@ -60,7 +60,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Sampling:
-    """A sample of units (rows or elements): one of every `step` neighbours; `step` is a power of two, 1 takes all."""
+    """A rule to sample one of every `step` neighbouring units (rows or elements); `step` is a power of two."""
 
     step: int = 1
 
@@ -73,14 +73,14 @@ class Sampling:
         return cls(step)
 
     def places(self, units: int) -> Tensor:
-        """Returns the indices of all selected units, ascending, (n,) int64."""
+        """Returns the indices of the sampled ones of `units` rows or elements, ascending, (n,) int64."""
         return torch.arange(units) if self.step == 1 else _places(units, self.step)
 
     def chosen(self, units: Tensor, of: int) -> Tensor:
-        """Returns the positions in `units` whose unit is selected, (n,) int64.
+        """Returns which entries of `units` are in the sample, as positions in `units`, (n,) int64.
 
         Args:
-            units: (m,) int64, indices of units.
+            units: (m,) int64, indices of units (rows or elements).
             of: the number of units of the whole tensor.
         """
         return _in_sample(of, self.step).to(units.device).index_select(0, units).nonzero().squeeze(1)
@@ -98,7 +98,7 @@ def _places(units: int, step: int) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _in_sample(units: int, step: int) -> Tensor:
-    """Returns a bool mask of selected units; a look-up in it costs a tenth of hashing each index."""
+    """Returns a bool mask, (units,), of the sampled units; a look-up in it costs a tenth of hashing each index."""
     mask = torch.zeros(units, dtype=torch.bool)
     mask[_places(units, step)] = True
     return mask
@@ -108,7 +108,7 @@ def _in_sample(units: int, step: int) -> Tensor:
 class Footprint:
     """The non-zero units (rows or elements) of one tensor's gradient, on one rank in one step, within the sample.
 
-    `full` means that more than half of the elements are not zero; indices are not kept then.
+    `full` means that it counts as without zeros (small, or more than half non-zero); indices are not kept then.
     """
 
     shape: Shape
@@ -151,7 +151,10 @@ class Footprint:
 
 
 def _of_rows(rows: SparseRows, sampling: Sampling) -> tuple[Tensor, Tensor | None]:
-    """Returns (rows, elements) of a row-sparse gradient; values of repeated rows are summed first."""
+    """Returns indices of a row-sparse gradient's sampled rows, and of non-zero elements in them (None: all are).
+
+    Values of repeated rows are summed first.
+    """
     indices, values = rows.indices, rows.values
     if indices.numel():
         low, high = (int(bound) for bound in indices.aminmax())
@@ -179,10 +182,10 @@ def _of_dense(gradient: Tensor, shape: Shape, sampling: Sampling) -> tuple[Tenso
 
 
 def _elements_in(units: Tensor, nonzero: Tensor, touched: int) -> Tensor | None:
-    """Returns the indices of non-zero elements; None if all elements of the non-zero units are non-zero.
+    """Returns the indices of non-zero elements, (nnz,) int64; None if the non-zero units have no zero element.
 
     Args:
-        units: (n,) int64, indices of units.
+        units: (n,) int64, indices of units (rows or elements).
         nonzero: bool (n, dim), which elements of these units are not zero.
         touched: how many of these units are not zero.
     """
@@ -196,7 +199,7 @@ def _elements_in(units: Tensor, nonzero: Tensor, touched: int) -> Tensor | None:
 
 
 def _is_full(gradient: Tensor) -> bool:
-    """Whether a dense gradient counts as full: mostly non-zero, small, or not contiguous."""
+    """Whether a dense gradient is taken as without zeros: if it is mostly non-zero, small, or not contiguous."""
     if gradient.numel() < FEWEST_SAMPLED or not gradient.is_contiguous():
         return True
     places = Sampling.at_most(LOOKS, gradient.numel()).places(gradient.numel())
@@ -207,7 +210,7 @@ Footprints = Mapping[str, Footprint]  # parameter name -> footprint, of one rank
 
 
 def write_footprints(file: BinaryIO, steps: Sequence[Footprints], **more: Any) -> None:
-    """Writes one rank's footprints as a NumPy .npz file of arrays and one JSON text; reading one runs no code.
+    """Writes one rank's footprints as a NumPy .npz file of arrays and one JSON text, which can be read without pickle.
 
     Args:
         steps: for every step, footprints by parameter name.
@@ -256,7 +259,7 @@ def _read(arrays: Any, key: str, about: Mapping[str, Any]) -> Footprint:
 
 
 def _checked(array: np.ndarray[Any, Any], size: int) -> Tensor:
-    """Returns indices as a tensor; raises if they are not int64, ascending within [0, size). Files may be anybody's."""
+    """Converts indices from an untrusted file; raises ValueError unless they are (n,) int64, ascending in [0, size)."""
     if array.dtype != np.int64 or array.ndim != 1:
         raise ValueError(f"indices must be int64 (n,), got {array.dtype} {array.shape}")
     if len(array) and (array[0] < 0 or array[-1] >= size or (np.diff(array) <= 0).any()):
@@ -265,12 +268,12 @@ def _checked(array: np.ndarray[Any, Any], size: int) -> Tensor:
 
 
 def footprints_to_bytes(steps: Sequence[Footprints]) -> bytes:
-    """Returns footprints as bytes, to be sent to other ranks."""
+    """Returns footprints, by step and parameter name, as bytes to be sent to other ranks."""
     file = io.BytesIO()
     write_footprints(file, steps)
     return file.getvalue()
 
 
 def footprints_from_bytes(content: bytes) -> list[dict[str, Footprint]]:
-    """Reads what `footprints_to_bytes` made."""
+    """Returns the footprints, by step and parameter name, that `footprints_to_bytes` turned into bytes."""
     return read_footprints(io.BytesIO(content))[0]

@@ -1,4 +1,4 @@
-"""Records footprints of gradients while a script trains, one file per rank.
+"""Records footprints (indices of non-zero rows and elements) of gradients while a script trains, one file per rank.
 
 with recording(Recorder(steps=5)) as recorder:
     ...                                        # the script: `attach`, training
@@ -47,7 +47,7 @@ class Recorder(StepListener):
             self._current[name] = Footprint.of(gradient, Shape(shape), self.sample)
 
     def step_ended(self, engine: Any, names: Iterable[str]) -> None:
-        """Keeps the footprints of the step, in the order of `names`.
+        """Stores the footprints of the training step that has ended, in the order of the parameters' `names`.
 
         Raises:
             RecordingDone: after the last step to record.
@@ -62,12 +62,12 @@ class Recorder(StepListener):
 
 
 def path_of(folder: str | Path, rank: int) -> Path:
-    """Returns the path of one rank's file."""
+    """Returns the path of the file in `folder` that has one rank's recording."""
     return Path(folder) / PATTERN.replace("*", str(rank))
 
 
 def save_recording(folder: str | Path, steps: Sequence[Footprints], *, rank: int, ranks: int) -> None:
-    """Writes one rank's file; other processes see the whole file or none."""
+    """Writes one rank's recorded footprints to its file in `folder`; other processes see the whole file or none."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     unfinished = path_of(folder, rank).with_suffix(".part")
     with unfinished.open("wb") as file:
@@ -84,7 +84,7 @@ def discard_recording(folder: str | Path, *, rank: int, ranks: int) -> None:
 
 
 def load_recording(folder: str | Path) -> list[list[Footprints]]:
-    """Returns the footprints of all ranks, as a list of steps, each a list by rank.
+    """Returns the recorded footprints of all ranks, as a list of steps, each a list by rank.
 
     Raises:
         ValueError: if a rank's file is missing, is not a recording, or belongs to another recording.
@@ -111,7 +111,7 @@ def load_recording(folder: str | Path) -> list[list[Footprints]]:
 
 
 def await_recording(folder: str | Path, ranks: int, timeout_s: float) -> None:
-    """Waits until every rank's file is there.
+    """Waits until the folder has a recording file of every rank.
 
     Raises:
         RuntimeError: after `timeout_s` seconds, naming the ranks whose files are missing.

@@ -34,14 +34,14 @@ class Frozen(BaseModel):
 
 
 class Estimate(Frozen):
-    """A figure and its standard error, which is 0 where all places were counted."""
+    """An estimated figure and its standard error, which is 0 if no sample was drawn but everything counted."""
 
     value: float
     error: float = 0.0
 
 
 class Range(Frozen):
-    """A figure over ranks or pairs of ranks: mean, least and most; `error` is the standard error of the mean."""
+    """A figure's mean, least and most over ranks or pairs of ranks; `error` is the standard error of the mean."""
 
     mean: float
     least: float
@@ -50,7 +50,7 @@ class Range(Frozen):
 
 
 class Sparsity(Frozen):
-    """The figures of `size` places laid end to end; ratios are left out where no rank touches any place."""
+    """The sparsity figures of `size` places (elements or rows); ratios are left out if all gradients are zero."""
 
     size: int
     looked_at: int  # places read on every rank in every step; `size` if all were
@@ -67,7 +67,7 @@ class Sparsity(Frozen):
 
 @dataclass(frozen=True)
 class TouchedPlaces:
-    """The places (elements or rows) of one tensor that each rank touches, within the sample."""
+    """The sampled places (elements or rows) of one tensor that each rank touches: where its gradient is not zero."""
 
     size: int
     run: int  # places in a sampled unit: a row's length for elements, else 1
@@ -82,13 +82,13 @@ class TouchedPlaces:
 
     @property
     def weight(self) -> float:
-        """How many places of the tensor one sampled place stands for."""
+        """The number of elements (or rows) for which a sampled one counts in estimates; 1 without sampling."""
         return self.size / self.run / max(self.units_looked_at, 1)
 
     def variance(self, terms: Tensor) -> float:
-        """Returns an estimate of the variance of the sum of `terms` over sampled places; 0 where all places were read.
+        """Returns an estimate of the variance of the sum of `terms` over sampled places; 0 if all places were read.
 
-        Whole units are drawn, so the variance is that of sums over a unit's places.
+        Whole units (rows as a rule) are sampled, so the variance is that of sums over a unit's places.
 
         Args:
             terms: (u,) float64, one for each of `places`.
@@ -102,7 +102,7 @@ class TouchedPlaces:
 
 
 def elements_of(footprints: Sequence[Footprint]) -> TouchedPlaces:
-    """Returns which elements of one tensor each rank touches."""
+    """Returns which elements of one tensor are non-zero on each rank, from one footprint per rank; shapes are equal."""
     first = footprints[0]
     run = first.shape.dim if first.shape.numel else 1
     if all(f.elements is None for f in footprints):  # whole rows: no need to sort their elements
@@ -114,7 +114,7 @@ def elements_of(footprints: Sequence[Footprint]) -> TouchedPlaces:
 
 
 def rows_of(footprints: Sequence[Footprint]) -> TouchedPlaces:
-    """Returns which rows of one tensor each rank touches."""
+    """Returns which rows of one tensor are not all zero on each rank, from one footprint per rank; shapes are equal."""
     first = footprints[0]
     return _part(first.shape.units, 1, first.sampling, [f.units for f in footprints])
 
@@ -128,10 +128,10 @@ def _part(size: int, run: int, sampling: Sampling, index_sets: Sequence[Tensor])
 
 
 def sparsity_of(parts: Sequence[TouchedPlaces], partitions: int | None) -> Sparsity:
-    """Returns the figures of several tensors laid end to end.
+    """Returns the sparsity figures of one training step for several tensors laid end to end.
 
     Args:
-        parts: the touched places of each tensor, with the same ranks in all.
+        parts: for each tensor, where each rank's gradient is not zero; all have the same ranks.
         partitions: one more number of partitions for skewness ratios.
     """
     size = sum(part.size for part in parts)
@@ -178,14 +178,14 @@ def sparsity_of(parts: Sequence[TouchedPlaces], partitions: int | None) -> Spars
 
 
 def _powers_and(ranks: int) -> list[int]:
-    """Returns 1, 2, 4, ... up to `ranks`, and `ranks`."""
+    """Returns the numbers of ranks for which sums are examined: 1, 2, 4, ... up to `ranks`, and `ranks`."""
     return sorted({2**j for j in range(32) if 2**j <= ranks} | {ranks})
 
 
 def _union(touched: Tensor, k: int) -> Tensor:
-    """Returns the share of groups of k adjacent ranks that touch each place, (u,) float64.
+    """Returns for each place the share of groups of k adjacent ranks with a non-zero gradient there, (u,) float64.
 
-    Ranks left over after the last full group are not counted.
+    `touched`: (ranks, u), which ranks' gradients are not zero. Ranks after the last full group are not counted.
     """
     groups = len(touched) // k
     grouped = touched[: groups * k].view(groups, k, -1).any(dim=1) if k > 1 else touched
@@ -193,7 +193,7 @@ def _union(touched: Tensor, k: int) -> Tensor:
 
 
 def _common(parts: Sequence[TouchedPlaces]) -> Tensor:
-    """Returns how many places each pair of ranks both touch, (ranks, ranks) float64, extrapolated from samples."""
+    """Returns in how many places both ranks of each pair have non-zero gradients, (ranks, ranks), by the samples."""
     ranks = len(parts[0].touched)
     common = torch.zeros(ranks, ranks, dtype=torch.float64)
     for part in parts:
@@ -204,7 +204,7 @@ def _common(parts: Sequence[TouchedPlaces]) -> Tensor:
 
 
 def _overlap(parts: Sequence[TouchedPlaces], common: Tensor) -> tuple[Range | None, tuple[float, ...]]:
-    """Returns the overlap ratio over all pairs of ranks of which both touch some place, and its histogram."""
+    """Returns the overlap ratio over all pairs of ranks of which both have a non-zero gradient, and its histogram."""
     counts = common.diagonal()
     pairs = [(a, b) for a in range(len(counts)) for b in range(a) if min(counts[a], counts[b]) > 0]
     if not pairs:
@@ -229,22 +229,22 @@ def _overlap(parts: Sequence[TouchedPlaces], common: Tensor) -> tuple[Range | No
 
 
 def _partition_numbers(size: int, more: int | None) -> list[int]:
-    """Returns 2, 4, ... 128 and `more`, without numbers above `size`."""
+    """Returns the numbers of partitions for skewness ratios: 2, 4, ... 128 and `more`, without numbers above `size`."""
     wanted = {2**j for j in range(1, MOST_PARTITIONS.bit_length())} | ({more} if more is not None else set())
     return sorted(n for n in wanted if n <= size)
 
 
 class _PartitionCounts:
-    """Counts of touched places in n even contiguous partitions of all tensors laid end to end."""
+    """Counts non-zero elements (or rows) in each of n even contiguous partitions of all tensors laid end to end."""
 
     def __init__(self, parts: Sequence[TouchedPlaces], size: int) -> None:
         self._parts, self._size = parts, size
         self._known: dict[tuple[int, bool], Tensor] = {}
 
     def counts(self, n: int, *, union: bool) -> Tensor:
-        """Returns the number of touched places in each of n partitions, float64.
+        """Returns the number of non-zero elements (or rows) in each of n partitions, float64.
 
-        Shape (ranks, n), or (1, n) for the union of all ranks.
+        The shape is (ranks, n), or (1, n) with `union`, for elements that are non-zero on any rank.
         """
         if (n, union) not in self._known:
             halves = 2 * n in {k for k, of_union in self._known if of_union is union}
@@ -269,19 +269,20 @@ class _PartitionCounts:
         return [-(-i * self._size // n) for i in range(n + 1)]
 
     def shares(self, n: int, *, union: bool) -> tuple[float, ...]:
-        """Returns each partition's share of touched places: of the sum over ranks, or of the union of all ranks."""
+        """Returns each partition's share of the non-zero elements: counted for each rank, or once for their `union`."""
         total = self.counts(n, union=union).sum(dim=0)
         return tuple((total / total.sum()).tolist())
 
     def skewness_ratios(self, numbers: Sequence[int], *, union: bool) -> dict[int, Estimate]:
-        """Returns the skewness ratio for each number of partitions; `numbers` ascend."""
+        """Returns the skewness ratio (see `skewness`) for each number of partitions in `numbers`, which ascend."""
         found = {n: self.skewness(n, union=union) for n in reversed(numbers)}  # fine ones first: coarse ones are sums
         return {n: found[n] for n in numbers}
 
     def skewness(self, n: int, *, union: bool) -> Estimate:
-        """Returns the skewness ratio for n partitions, as a mean over the ranks that touch any place.
+        """Returns the largest density of n partitions over the whole density, as a mean over ranks with non-zeros.
 
-        Partitions differ in size by one place; each density is over the partition's own size.
+        With `union`, elements count that are non-zero on any rank. Partitions differ in size by one element or row;
+        each density is over the partition's own size.
         """
         sizes = torch.tensor(self._starts(n), dtype=torch.float64).diff()
         counts = self.counts(n, union=union)
@@ -301,7 +302,7 @@ class _PartitionCounts:
 
 
 def full_sparsity(size: int, ranks: int, partitions: int | None) -> Sparsity:
-    """Returns the figures of a tensor without zeros on any rank."""
+    """Returns the sparsity figures of a tensor of `size` elements or rows without zeros on any rank."""
     one = Estimate(value=1.0)
     everywhere = Range(mean=1.0, least=1.0, most=1.0)
     ks, numbers = _powers_and(ranks), _partition_numbers(size, partitions)
@@ -318,7 +319,7 @@ def full_sparsity(size: int, ranks: int, partitions: int | None) -> Sparsity:
 
 
 def mean_over_steps(steps: Sequence[Sparsity]) -> Sparsity:
-    """Returns the mean of each figure over steps; `least` and `most` are over all steps.
+    """Returns the mean of each sparsity figure over training steps; `least` and `most` are over all steps.
 
     Standard errors are averaged: all steps read the same sample, so more steps do not shrink them.
     """

@@ -1,4 +1,4 @@
-"""Shows a characterization to people: as a table for the terminal, and as an HTML page of plots."""
+"""Shows sparsity figures (a `Characterization`) to people: as a table for terminals, and as an HTML page of plots."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOTHING = "-"
 
 
 def views(found: Characterization) -> dict[str, tuple[str, Sparsity]]:
-    """Returns label -> ("rows" or "elements", figures) of each sparse tensor, and of all tensors together last."""
+    """Returns a dict from each sparse tensor's name, and last "all together", to ("rows" or "elements", figures)."""
     named = {
         name: ("rows" if tensor.view() is tensor.rows else "elements", tensor.view())
         for name, tensor in found.tensors.items()
@@ -31,7 +31,7 @@ def views(found: Characterization) -> dict[str, tuple[str, Sparsity]]:
 
 
 def summary(found: Characterization) -> str:
-    """Returns a sentence on what was measured, and which dense tensors the table leaves out."""
+    """Returns a text on how many ranks and steps were measured, and which dense tensors the table leaves out."""
     dense = [n for n, t in found.tensors.items() if t.view().density.mean > MOST_FOUND]
     looked = "from samples of rows (+-: standard error)" if found.sampled else "everything counted"
     text = f"{found.ranks} ranks, mean over {found.steps} steps, {looked}."
@@ -75,7 +75,7 @@ def sparsity_table(found: Characterization, *, compact: bool = False) -> Table:
 
 
 def _estimate(estimate: Estimate | None, scale: float, *, errors: bool) -> str:
-    """Formats a figure, as `2.64`, or `2.61 +-0.04` where it comes from a sample."""
+    """Formats `scale` times a figure, as `2.64`, or as `2.61 +-0.04` with `errors` if it comes from a sample."""
     if estimate is None:
         return NOTHING
     error = f" +-{estimate.error * scale:.2f}" if estimate.error and errors else ""
@@ -88,7 +88,7 @@ def _skews(view: Sparsity, n: int) -> str:
 
 
 def figures(found: Characterization) -> list[tuple[str, str, go.Figure]]:
-    """Returns (title, what to look for, plot) of each plot."""
+    """Returns the plots of a characterization, each as (title, hint on how to read it, plotly figure)."""
     shown = views(found)
     return [
         ("Density of the sum", "Flat: the ranks touch the same places. A straight rise: different ones.", _sums(shown)),
@@ -137,7 +137,7 @@ def _skew(shown: dict[str, tuple[str, Sparsity]]) -> go.Figure:
 
 
 def write_sparsity_page(found: Characterization, path: str | Path) -> None:
-    """Writes one self-contained HTML page with the plots.
+    """Writes one self-contained HTML page with the plots of a characterization.
 
     Raises:
         ImportError: if plotly is missing; the message says what to install.

@@ -14,7 +14,7 @@ from .extensions import extension
 
 
 class Command(NamedTuple):
-    """A command: where its object is, as `module:object` (a Typer app or a function), and its line of help."""
+    """A command of `gradsync`: the import path `module:object` of its Typer app or function, and its line of help."""
 
     place: str | None  # None: the command belongs to gradsync-lab and is found by an entry point
     line: str
@@ -49,7 +49,7 @@ COMMANDS = {
 
 
 class Commands(TyperGroup):
-    """A group of commands that imports a command's module only when the command is called, not for help on all."""
+    """A Typer group that imports a command's module only when the command is called, not to list all commands."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -67,7 +67,7 @@ class Commands(TyperGroup):
 
 
 def loaded(name: str) -> Any:
-    """Imports a command and returns it as a click command.
+    """Imports the command of this name and returns it as a click command.
 
     Raises:
         ImportError: if the command belongs to gradsync-lab, which is not installed.
@@ -105,6 +105,6 @@ def gradsync(
 
 
 def main() -> None:
-    """Runs the `gradsync` command."""
+    """Runs the `gradsync` command line, with warnings logged to stderr."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     app()

@@ -16,7 +16,7 @@ beside = Console(stderr=True)  # for everything but results, so that results can
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """Turns errors that a user can fix into messages; exits with 2 for wrong arguments, with 1 for a failed run."""
+    """Turns errors inside a `with` into messages: exits with 2 for wrong arguments, and with 1 for a failed run."""
     try:
         yield
     except (ValueError, ImportError) as error:

@@ -50,7 +50,7 @@ def measure(
 
 
 def _of_script(script: Sequence[str], measured: Measurement) -> Profile:
-    """Runs the user's script on this rank until it has been measured, and returns the profile."""
+    """Runs the user's script on this rank until it has been measured, and returns the profile (the measurements)."""
     with measured.active():
         run_as_main(script)
     if measured.profile is not None:

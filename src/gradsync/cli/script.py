@@ -1,4 +1,4 @@
-"""The training that a command runs: the user's script, in this process, or a named workload."""
+"""Arguments that name the training a command runs (a script or a workload), and a function that runs scripts."""
 
 from __future__ import annotations
 

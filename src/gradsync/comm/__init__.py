@@ -1,4 +1,4 @@
-"""The only door to `torch.distributed`: groups of ranks, the ledger of bytes, and the thread that issues everything."""
+"""Collectives over `torch.distributed`: groups of ranks, a ledger of sent bytes, and the order of issuing."""
 
 from .backends import torch_group as torch_group
 from .gloo import GlooGroup as GlooGroup

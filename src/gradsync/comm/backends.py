@@ -1,4 +1,4 @@
-"""The group class of each `torch.distributed` backend, by the backend's name."""
+"""Chooses the subclass of `TorchGroup` for a `torch.distributed` backend, by the backend's name."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ GROUP_OF_BACKEND: dict[str, type[TorchGroup]] = {"gloo": GlooGroup, "nccl": Nccl
 def torch_group(
     process_group: dist.ProcessGroup | None = None, *, timeout_s: float, placement: Placement | None = None
 ) -> TorchGroup:
-    """Returns the group of a process group, of the class registered for the backend that serves every device.
+    """Returns a group with the members of a process group; its class is that of the backend in `GROUP_OF_BACKEND`.
 
-    A backend that is not registered, or several ones for several devices, get a `TorchGroup`.
+    For an unknown backend, or different backends for different devices, it is `TorchGroup`.
 
     Args:
         process_group: the members; None: all ranks.
-        timeout_s: seconds that making the group may take, and that a failure is waited for.
-        placement: the node of each member, the same on all of them; None: found out by host and by torchrun's agent.
+        timeout_s: seconds that making the group may take; the backend's own timeouts follow from it.
+        placement: the node of each member, the same on all members; None: found by host name and torchrun agent.
     """
     backends = {entry.rpartition(":")[2] for entry in dist.get_backend_config(process_group).split(",")}
     kind = GROUP_OF_BACKEND.get(backends.pop(), TorchGroup) if len(backends) == 1 else TorchGroup

@@ -1,7 +1,7 @@
-"""The notice board: notices between ranks that need no collective, through the store of `torch.distributed`.
+"""The notice board: ranks leave notices for each other in the store of `torch.distributed`, without a collective.
 
-The store outlives a broken connection between two ranks, and answers while a collective hangs. Numbers count the
-operations of a group: all members issue the same operations in the same order, so the numbers tell who is behind.
+The store outlives a broken connection between two ranks, and answers while a collective hangs. Notices number a group's
+operations: all members issue the same operations in the same order, so the numbers show which members are behind.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ANSWER_S = 1.0  # the longest wait for the store: its host may be the process th
 
 
 class Came(NamedTuple):
-    """A member's arrival at a barrier: the number of its operations before, the barrier's purpose, and details."""
+    """A member's arrival at a barrier: the number of operations issued before, the barrier's purpose, and details."""
 
     operations: int
     what: str
@@ -28,12 +28,12 @@ class Came(NamedTuple):
 
 
 def purpose(what: str, detail: str) -> str:
-    """Returns the purpose of a barrier as messages name it."""
+    """Returns the text by which messages name a barrier's purpose: `what`, with any detail in brackets."""
     return f"{what} ({detail})" if detail else what
 
 
 class Board:
-    """Notices of one group's members, under a `name` that they share."""
+    """The notices that one group's members leave in the store, as keys below a `name` that all members use."""
 
     def __init__(self, store: distributed_c10d.Store, name: str) -> None:
         self._store = store
@@ -42,40 +42,40 @@ class Board:
         self._asking: threading.Thread | None = None
 
     def announce_failure(self, text: str) -> bool:
-        """Notes why a member cannot go on, and returns whether the store answered.
+        """Writes why a member cannot go on, and returns whether the store answered.
 
-        The first notice stays: later ones are its consequences.
+        Only the first failure is kept: later ones are its consequences.
         """
         return self._ask(lambda store: store.compare_set("failure", "", text), urgent=True) is not None
 
     def failure(self) -> str | None:
-        """Returns the announced failure, if there is one."""
+        """Returns the text of the announced failure; None if there is none, or the store does not answer."""
         return self._read("failure")
 
     def note_waiting(self, rank: int, operation: int) -> None:
-        """Notes that a member waits for the others in this operation."""
+        """Writes that member `rank` is waiting for the other members in the operation of this number."""
         self._append("waiting", rank, operation)
 
     def note_left(self, rank: int, operations: int) -> None:
-        """Notes that a member has left after so many operations."""
+        """Writes that member `rank` closed its group after having issued so many operations."""
         self._append("left", rank, operations)
 
     def behind(self, ranks: Sequence[int], operation: int) -> list[int]:
-        """Returns the ranks that have not noted that they wait in this operation or in a later one."""
+        """Returns those of `ranks` that have left no `note_waiting` for this operation or a later one."""
         here = {rank for rank, number in self._numbers("waiting") if number >= operation}
         return [rank for rank in ranks if rank not in here]
 
     def left_before(self, operation: int) -> list[int]:
-        """Returns the members that left before they issued this operation, ascending."""
+        """Returns the members that closed their group before they issued this operation, ascending."""
         return sorted(rank for rank, operations in self._numbers("left") if operations <= operation)
 
     def note_arrival(self, barrier: int, rank: int, operations: int, what: str, detail: str) -> None:
-        """Notes that a member has come to a barrier, for this purpose, after so many operations."""
+        """Writes that member `rank` came to barrier number `barrier`, for purpose `what`, after so many operations."""
         entry = f"{rank}:{operations}:{what.encode().hex()}:{detail.encode().hex()} "
         self._ask(lambda store: store.append(f"barrier {barrier}", entry))  # type: ignore[attr-defined]  # see `_append`
 
     def arrivals(self, barrier: int) -> dict[int, Came]:
-        """Returns the members that have come to the barrier, by rank; none where the store does not answer."""
+        """Returns the arrivals at the barrier of this number, by rank; empty where the store does not answer."""
         entries = (entry.split(":") for entry in (self._read(f"barrier {barrier}") or "").split())
         return {
             int(rank): Came(int(number), *(bytes.fromhex(text).decode() for text in texts))
@@ -95,9 +95,9 @@ class Board:
         return text.decode() if text is not None else None
 
     def _ask(self, question: Callable[[distributed_c10d.Store], bytes | None], *, urgent: bool = False) -> bytes | None:
-        """Returns the store's answer, or None when none comes in time.
+        """Calls `question` with the store in a thread, and returns its answer; None if none comes within `ANSWER_S`.
 
-        A question that is not urgent is dropped while the store still owes another answer.
+        A question that is not urgent is dropped while an earlier one is unanswered.
         """
         if self._asking is not None:
             self._asking.join(ANSWER_S if urgent else 0.0)

@@ -1,9 +1,9 @@
-"""`GlooGroup`: faster ways through gloo than its own collectives, chosen by size and by the measured links.
+"""`GlooGroup`: collectives over gloo that are faster than gloo's own, chosen by size and by measured links.
 
-Measured on nodes with links of 200 Mbit to 1 Gbit (docs/collectives.md): gloo's rings pay a hop of latency for every
-member, where messages that all start at once pay one; and its all-to-all, which starts all messages at once, reaches
-60-75 % of the line rate for large ones, where rounds reach 95 %. On links faster than the cores that drive them rounds
-only cost. All members choose alike: by sizes that all of them know, and by a latency and rate they agreed on.
+Measured on nodes with links of 200 Mbit to 1 Gbit (docs/collectives.md): gloo's rings pay one latency per member, where
+messages that all start at once pay one in all. gloo's all-to-all, which starts all messages at once, reaches 60-75 % of
+the line rate for large messages, where rounds of one message per rank reach 95 %. On links faster than the cores that
+drive them, rounds only cost. All members choose alike: by sizes, a latency and a rate that are the same on all.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ DIRECT_EXCESS = 0.4  # share by which messages that all start at once take longe
 
 
 class GlooGroup(TorchGroup):
-    """The members of a process group on gloo.
+    """The members of a process group with the gloo backend.
 
     Args:
         process_group: the members; None: all ranks.
-        timeout_s: as in `TorchGroup`.
-        bytes_per_s: the rate of a member's link in each direction; None: measured now, which takes the time of 5 MiB.
+        timeout_s: seconds that making the group may take; operations have their own timeout.
+        bytes_per_s: the rate of a member's link in each direction; None: it is measured now, by sending 5 MiB.
         placement: the node of each member; None: the members find it out together.
         parent: the group that this one is a subgroup of.
         places: the members' places in `parent`.
@@ -64,9 +64,9 @@ class GlooGroup(TorchGroup):
             self._open_hierarchy()
 
     def _open_hierarchy(self) -> None:
-        """Makes the groups within and across nodes, and gives all ranks the slowest rank's measurements of them.
+        """Makes the groups within and across nodes, and sets their latency and rate to the slowest rank's on all ranks.
 
-        All ranks must plan alike.
+        Plans follow from these figures, and must be the same on all ranks.
         """
         kinds = (self.within_node(), self.across_nodes())
         found = [(g.alpha_s, g.stage_s, 1 / g.bytes_per_s) for g in kinds if g.alpha_s is not None and g.bytes_per_s]
@@ -150,7 +150,7 @@ class GlooGroup(TorchGroup):
 
     @property
     def at_once_bytes(self) -> float:
-        """The most bytes of a member for which messages that all start at once cost less than rounds or a ring."""
+        """The most bytes sent by a member at which starting all messages at once costs less than rounds or a ring."""
         limit = float(DIRECT_BYTES)
         if self.alpha_s is not None and self.bytes_per_s is not None:
             latency_s = self.stage_s + (self.size - 1) * self.alpha_s
@@ -158,7 +158,7 @@ class GlooGroup(TorchGroup):
         return min(limit, float(MOST_DIRECT_BYTES))
 
     def _starts_at_once(self, sent_bytes: float) -> bool:
-        """Whether messages start at once when each member sends at most `sent_bytes`."""
+        """Whether all messages of a collective are to start at once, if each member sends at most `sent_bytes`."""
         return sent_bytes <= self.at_once_bytes
 
     def _exchange(self, outgoing: list[Tensor], incoming: list[Tensor], *, together: bool) -> Pending[list[Tensor]]:
@@ -171,12 +171,12 @@ class GlooGroup(TorchGroup):
         return self._pending(work, lambda: incoming)
 
     def _gather_and_sum(self, buffer: Tensor) -> Pending[Tensor]:
-        """Sums over the members in rank order: every member receives all buffers and sums them all."""
+        """All-reduces `buffer` in place: every member receives all members' buffers, and sums them in rank order."""
         gathered = self._all_to_all(buffer.repeat(self.size), *[[buffer.numel()] * self.size] * 2)
         return _then(gathered, lambda parts, _: _sum_into(buffer, parts))
 
     def _sum_by_owners(self, buffer: Tensor) -> Pending[Tensor]:
-        """Sums over the members in rank order: each member sums one part and sends it to all."""
+        """All-reduces `buffer` in place: each member sums one part of it, in rank order, and sends the sum to all."""
         lengths = [len(part) for part in buffer.tensor_split(self.size)]
         mine = lengths[self.rank]
 
@@ -188,7 +188,7 @@ class GlooGroup(TorchGroup):
         return _then(self._all_to_all(buffer, lengths, [mine] * self.size), hand_out)
 
     def _at_once(self, nbytes: int) -> Exchange:
-        """An all-to-all of zeros, so many bytes a member with its own part, whose messages all start at once."""
+        """Returns an all-to-all of `nbytes` zeros per member, own part included, whose messages all start at once."""
         lengths = [nbytes // self.size] * self.size
         buffer = torch.zeros(sum(lengths), dtype=torch.uint8)
         transfer = Transfer("", Pattern.ALL_TO_ALL, (float(lengths[0]),) * self.size)
@@ -196,12 +196,12 @@ class GlooGroup(TorchGroup):
 
 
 def _then(pending: Pending[list[Tensor]], finish: Callable[[list[Tensor], float], Tensor]) -> Pending[Tensor]:
-    """Returns the operation whose result is `finish(parts, timeout_s)`, of the parts that `pending` brings."""
+    """Returns the operation that waits for `pending`, and whose result is `finish(result of pending, timeout_s)`."""
     return Pending(lambda timeout_s: finish(pending.wait(timeout_s), timeout_s))
 
 
 def _sum_into(buffer: Tensor, parts: Sequence[Tensor]) -> Tensor:
-    """Overwrites `buffer` with the sum of the parts in rank order, with the same bits on every processor.
+    """Overwrites `buffer` with the sum of `parts` in their order, with the same bits on every processor.
 
     16-bit floats are summed in fp32.
     """

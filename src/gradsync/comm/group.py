@@ -1,8 +1,8 @@
-"""`Group`: the ranks to talk to. Every operation starts at the call and returns a `Pending` to await.
+"""`Group`: a set of ranks with their collectives. Each starts at the call and returns a `Pending` to await.
 
 Buffers are one-dimensional and contiguous. `TorchGroup` runs on a communicator of its own: the user's code may use the
-process group from another thread meanwhile, and two threads on one communicator read each other's messages. Operations
-are the backend's own; where these are slow, a subclass has better ways (`gloo.py`).
+process group from another thread meanwhile, and two threads on one communicator read each other's messages. Collectives
+are the backend's own; where these are slow, a subclass replaces them (`gloo.py`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class GroupError(RuntimeError):
 
 
 class Pending(Generic[T]):
-    """An operation under way: `await` it inside a scheme, call `wait` outside of one."""
+    """The handle of an operation under way: a scheme's coroutine awaits it, other code calls `wait`."""
 
     sent_bytes = 0.0  # payload that this rank sends in it, where a ledger counts
 
@@ -58,7 +58,7 @@ class Pending(Generic[T]):
         self._wait = wait
 
     def wait(self, timeout_s: float) -> T:
-        """Blocks until the result is there and returns it; call it once.
+        """Blocks until the operation has ended and returns its result; may be called once.
 
         Raises:
             GroupError: after `timeout_s`, or when the operation failed.
@@ -70,7 +70,7 @@ class Pending(Generic[T]):
 
 
 class Group(ABC):
-    """The ranks that communicate: `members` are their global ranks, `rank` is this process' place among them."""
+    """Ranks that communicate by collectives: `members` are global ranks, `rank` is this process' index among them."""
 
     rank: int
     members: tuple[int, ...]
@@ -85,22 +85,22 @@ class Group(ABC):
 
     @property
     def at_once_bytes(self) -> float:
-        """The most bytes that a member sends in an all-gather whose messages all start at once."""
+        """The most bytes that a member sends in an all-gather that starts all messages at once; above, it is a ring."""
         return float(DIRECT_BYTES)
 
     @property
     def transport(self) -> Transport:
-        """The messages and rounds in which the backend carries collectives, by which cost models price them."""
+        """The model of the messages that the backend sends for each collective, by which cost models estimate times."""
         return RingOrDirect(self.at_once_bytes)
 
     @property
     def device(self) -> torch.device:
-        """The device of small tensors that ranks exchange for agreements."""
+        """The device on which to allocate small control tensors, such as sizes that ranks exchange."""
         return torch.device("cpu")
 
     @property
     def placement(self) -> Placement:
-        """The node of each member; each member on a node of its own where nothing is known."""
+        """The node of each member; each member is on a node of its own where nothing is known."""
         return self._placement or Placement.one_per_node(self.size)
 
     def within_node(self) -> Group:
@@ -108,7 +108,7 @@ class Group(ABC):
         return self.subgroup(self.placement.within(self.rank))
 
     def across_nodes(self) -> Group:
-        """Returns the group of the members that have this member's place on their nodes, one member a node.
+        """Returns the group of one member per node: those with the same index on their nodes as this member.
 
         Raises:
             ValueError: on every member, where nodes have different numbers of members.
@@ -117,25 +117,25 @@ class Group(ABC):
 
     @abstractmethod
     def subgroup(self, places: tuple[int, ...]) -> Group:
-        """Returns the group of the members at these places, which include this one; this group itself if they are all.
+        """Returns the group of the members at these indices, which include this member's; for all indices, this group.
 
-        The first call makes the group: all of its members must make it at the same point between their operations. The
-        group stays until this group is closed, or its `renewed` ends. Operations on both count as this group's: all
-        members issue all of them in one order.
+        The first call makes the subgroup: all of its members must make it at the same point between their operations.
+        It stays until this group is closed, or `renewed` closes it. All members must issue the operations on this group
+        and its subgroups in one common order.
         """
 
     @contextmanager
     def renewed(self) -> Iterator[None]:
-        """Closes, at the end of the `with` block, the subgroups that nobody asked for inside.
+        """Closes, at the end of the `with` block, all subgroups for which `subgroup` was not called inside the block.
 
-        Without it, subgroups of former plans would add up. Subgroups of subgroups are closed too. All members must
-        enter the block between the same operations. The groups of nodes, which are made with this group, stay.
+        Without this, subgroups of former plans would pile up. Subgroups of subgroups are closed too. All members must
+        enter the block between the same operations. Groups within and across nodes made with this group stay.
         """
         yield
 
     @abstractmethod
     def all_reduce(self, buffer: Tensor) -> Pending[Tensor]:
-        """Sums `buffer` over the members in place and returns it; all have the same shape, any, and the same dtype."""
+        """Sums `buffer` over the members in place and returns it; all members have the same shape and dtype."""
 
     @abstractmethod
     def all_gather(self, buffer: Tensor, sizes: Sequence[int] | None = None) -> Pending[list[Tensor]]:
@@ -156,20 +156,20 @@ class Group(ABC):
             buffer: the parts, end to end, (elements,), of one dtype on all members.
             sent: elements for each member; their sum is the length of `buffer`.
             received: elements that each member sends here.
-            largest: a bound of the elements of any part on any member, the same number on all members. With it, small
-                exchanges go a quicker way.
+            largest: a bound of the elements of any part on any member, the same number on all members. It allows a
+                quicker method for small parts.
         """
 
     @abstractmethod
     def exchange(self, messages: Sequence[Tensor], bounds: Sequence[int]) -> Pending[list[Tensor]]:
-        """Sends `messages[j]` to member j and returns what each member sent here; only bounds of lengths are known.
+        """Sends `messages[j]` to member j and returns the received messages; receivers know only bounds of the lengths.
 
-        The first `LENGTH_BYTES` of a message belong to the group, which writes the length there. This member's own
+        The group overwrites the first `LENGTH_BYTES` of each message with the message's length. This member's own
         message is returned as it is. With bounds that are multiples of 8, any element type can be viewed from the start
         of a message.
 
         Args:
-            messages: one a member, (bytes,) uint8.
+            messages: one for each member, (bytes,) uint8.
             bounds: the most bytes of a message to each member, the same numbers on all members.
 
         Raises:
@@ -189,16 +189,16 @@ class Group(ABC):
         """Sends single messages between some of the members; all members call it, also those without a message.
 
         Args:
-            outgoing: the message for each destination, (bytes,) uint8; the first bytes are the group's, as in
-                `exchange`.
-            origins: the members that send a message here.
+            outgoing: the message for each destination, (bytes,) uint8; its first `LENGTH_BYTES` are overwritten with
+                its length.
+            origins: the members that send a message to this one.
             bound: the most bytes of a message, the same number on all members.
             device: the device of the messages, outgoing and received.
-            in_pairs: no member sends more than one message to others, nor receives more than one, so that there is
-                nothing to order; the same on all members.
+            in_pairs: whether each member sends and receives at most one message, so that none needs to wait for
+                another; the same on all members.
 
         Returns:
-            the received message of each origin, as in `exchange`.
+            the received message of each origin, (bytes,) uint8, its length included.
 
         Raises:
             ValueError: for a message that is longer than `bound`; nothing was sent then.
@@ -206,46 +206,46 @@ class Group(ABC):
 
     @abstractmethod
     def broadcast(self, buffer: Tensor) -> Pending[Tensor]:
-        """Overwrites `buffer`, 1-D, with member 0's buffer of the same shape and dtype, and returns it."""
+        """Overwrites `buffer`, 1-D, with member 0's buffer, which has the same shape and dtype, and returns it."""
 
     @abstractmethod
     def barrier(self, what: str, timeout_s: float, *, detail: str = "") -> None:
-        """Blocks until all members have come to `what`, between the same two operations; it is no operation itself.
+        """Blocks until all members have called this for the same purpose, between the same two operations.
 
-        It guards work that only some members might begin: their operations would meet other operations of the others,
-        with other lengths, which ends the process in some backends. Members that wait in an operation instead raise
-        too.
+        It uses no collective. It guards work that only some members might begin: their collectives would meet other
+        collectives of the other members, with other lengths, which ends the process in some backends. Members that wait
+        in a collective instead raise too.
 
         Args:
             what: the purpose, the same on all members.
-            timeout_s: seconds to wait for the others.
-            detail: this member's details, for messages.
+            timeout_s: seconds to wait for the other members.
+            detail: details of this member, for error messages.
 
         Raises:
-            GroupError: on all members, where some come to something else, are in an operation, have left, failed, or do
-                not come in time.
+            GroupError: on all members, where one came for another purpose, is in a collective, has left, has failed, or
+                does not come in time.
         """
 
     @abstractmethod
     def announce_failure(self, text: str) -> None:
-        """Tells the other members, without a collective, that this one cannot go on."""
+        """Makes the other members raise an error with this text when they next wait; uses no collective."""
 
     @abstractmethod
     def close(self) -> None:
-        """Releases the communicator; the group is not used afterwards."""
+        """Destroys the communicator; the group must not be used afterwards."""
 
 
 class TorchGroup(Group):
-    """The members of a `torch.distributed` process group, over a new communicator with the same backend.
+    """The members of a `torch.distributed` process group, with a new communicator of the same backend.
 
-    All members must make it together. One thread at a time issues operations, which the caller ensures.
+    All members must make it together. Callers must ensure that only one thread at a time issues operations.
 
     Args:
         process_group: the members; None: all ranks.
         timeout_s: seconds that making the group may take; operations have their own timeout.
         placement: the node of each member, the same on all members; None: the members find it out together.
-        parent: the group that this one is a subgroup of.
-        places: the members' places in `parent`.
+        parent: the group that this one is a subgroup of, if it is one.
+        places: the members' indices in `parent`.
     """
 
     def __init__(
@@ -280,7 +280,7 @@ class TorchGroup(Group):
         self._lasting = frozenset(self._subgroups)
 
     def _open(self, process_group: dist.ProcessGroup | None, timeout_s: float) -> None:
-        """Makes what operations need; if it fails, `_releases` has what was made until then."""
+        """Creates communicator, placement and notice board; appends to `_releases` functions that undo each."""
         self._own = self._communicator(process_group)
         # The store may outlive the job, and the next job has the same group names: a nonce tells their notices apart.
         mine = torch.tensor([secrets.randbits(62), _node_key()], device=self.device)
@@ -367,7 +367,7 @@ class TorchGroup(Group):
         return Pending(wait)
 
     def _exchange_at_once(self, buffer: Tensor, sent: Sequence[int], own: Tensor, bound: int) -> Pending[list[Tensor]]:
-        """Sends all messages in one all-to-all; `buffer` holds the other members' messages, perhaps padded."""
+        """Does an `exchange` as one all-to-all; `buffer` has the messages to the other members, perhaps padded."""
         arrived = self._all_to_all(buffer, sent, [0 if peer == self.rank else bound for peer in range(self.size)])
         return Pending(lambda timeout_s: cut_to_lengths(arrived.wait(timeout_s), self.rank, own))
 
@@ -407,7 +407,7 @@ class TorchGroup(Group):
         _require_one_purpose(here)
 
     def _note_arrival(self, what: str, detail: str) -> None:
-        """Notes this member's arrival for members of this group and its subgroups, who may wait in an operation."""
+        """Writes this member's arrival at a barrier to the notice boards of this group and of its subgroups."""
         barrier, self._barriers = self._barriers, self._barriers + 1
         self._board.note_arrival(barrier, self.members[self.rank], self._issued, what, detail)
         for made in self._subgroups.values():
@@ -424,7 +424,7 @@ class TorchGroup(Group):
         self._in_flight.clear()
 
     def _release(self, *, hanging: bool) -> None:
-        """Releases what the group has made, the last first."""
+        """Closes subgroups, then undoes all that `_open` made; `hanging` says that operations may not have ended."""
         while self._subgroups:
             self._subgroups.popitem()[1].close()
         while self._releases:
@@ -445,11 +445,11 @@ class TorchGroup(Group):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator))
 
     def _patience_s(self, timeout_s: float) -> float:
-        """Seconds after which the backend itself gives an operation up."""
+        """Returns the seconds after which the backend itself aborts an operation."""
         return 1.5 * timeout_s + 5.0  # later than `_wait`, which says who is missing
 
     def _completes(self, work: Any, patience_s: float) -> bool:
-        """Waits at most `patience_s` for the work and returns whether it is done.
+        """Waits for a `torch.distributed` work for at most `patience_s`, and returns whether it has ended.
 
         Raises:
             GroupError: when the operation failed.
@@ -480,10 +480,10 @@ class TorchGroup(Group):
         return Pending(wait)
 
     def _wait(self, work: Any, number: int, timeout_s: float) -> None:
-        """Blocks until the operation is done, and looks at the board meanwhile.
+        """Blocks until operation `number` has ended, and reads the notice board meanwhile.
 
         Raises:
-            GroupError: after `timeout_s`, when the operation failed, or when the board tells why it cannot end.
+            GroupError: after `timeout_s`, when the operation failed, or when a notice says why it cannot end.
         """
         began_s = time.monotonic()
         poll_s = min(POLL_S, timeout_s / 4)
@@ -516,9 +516,9 @@ class TorchGroup(Group):
                 warned = True
 
     def _announced_failure(self) -> str | None:
-        """Returns the failure that a member announced, of a subgroup also one announced to the whole group.
+        """Returns the failure that a member of this group or its parent announced; None if there is none.
 
-        The rank that failed may be no member of the subgroup.
+        A failed rank outside a subgroup can keep the subgroup's members waiting too.
         """
         whole = self._parent._announced_failure() if self._parent is not None else None
         return whole or self._board.failure()
@@ -533,7 +533,7 @@ class TorchGroup(Group):
 
 
 def _require_one_purpose(came: Mapping[int, Came]) -> None:
-    """Raises GroupError if the members came to one barrier for different purposes."""
+    """Raises GroupError if members came to one barrier for different purposes; `came` is the arrivals by rank."""
     if len({each.what for each in came.values()}) > 1:
         found = ", ".join(f"{each} on rank {rank}" for rank, each in sorted(came.items()))
         raise GroupError(f"the ranks came to different things at the same time, all must come to the same: {found}")
@@ -552,10 +552,10 @@ def _new_communicator(
     *,
     name: str | None = None,
 ) -> dist.ProcessGroup:
-    """Makes a process group of these members with the same backend; only the members need to call it.
+    """Makes a process group of these members with the backend of `process_group`; only the members need to call this.
 
-    `name`: one that no other group has, the same on all members; None: a name made from the number of groups that these
-    members have made, which must be the same on all of them.
+    `name` is unique, the same on all members. None: the name has the number of groups that these members have made so
+    far, which must be the same on all of them.
     """
     backend = dist.get_backend(process_group)
     if len(members) == dist.get_world_size() and name is None:
@@ -586,7 +586,7 @@ def _new_communicator(
 
 
 def gather_bytes(group: Group, content: bytes, timeout_s: float) -> list[bytes]:
-    """Returns the bytes of every rank, by rank; `content` has at least one byte on each rank."""
+    """Gathers each rank's `content`, at least one byte each, and returns them by rank. Collective."""
     mine = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(group.device)
     sizes = group.all_gather(torch.tensor([mine.numel()], device=group.device)).wait(timeout_s)
     parts = group.all_gather(mine, [int(size) for size in sizes]).wait(timeout_s)
@@ -594,15 +594,15 @@ def gather_bytes(group: Group, content: bytes, timeout_s: float) -> list[bytes]:
 
 
 def split(buffer: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Returns consecutive views of `buffer`, (elements,), the first of shape (sizes[0],), and so on."""
+    """Splits `buffer`, (elements,), into consecutive views, the first of shape (sizes[0],), and so on."""
     return list(torch.split(buffer, list(sizes)))
 
 
 def with_lengths(messages: Sequence[Tensor], bounds: Sequence[int], peers: Iterable[int] | None = None) -> list[Tensor]:
-    """Writes into the first bytes of each message its length, and returns the messages.
+    """Overwrites the first `LENGTH_BYTES` of each message with the message's length, and returns the messages.
 
     Args:
-        messages: those to `peers`, each (bytes,) uint8.
+        messages: the messages to `peers`, each (bytes,) uint8.
         bounds: the most bytes of each message.
         peers: the destinations, for error messages; None: all members, in order.
 
@@ -629,32 +629,32 @@ def length_of(message: Tensor) -> int:
 
 
 def cut_to_lengths(arrived: Sequence[Tensor], rank: int, own: Tensor) -> list[Tensor]:
-    """Returns the messages of an `exchange`, cut to their lengths.
+    """Cuts the messages received in an `exchange` to the lengths that they begin with.
 
     Args:
-        arrived: for each member the received bytes, (bound,) uint8, which have room for longer messages.
-        rank: this member.
+        arrived: for each member the received buffer, (bound,) uint8, which may be longer than the message.
+        rank: this member's index.
         own: the message of this member to itself, (bytes,) uint8, which was not sent.
     """
     return [own if peer == rank else part[: length_of(part)] for peer, part in enumerate(arrived)]
 
 
 def swapped(outgoing: Mapping[int, Tensor], bound: int) -> dict[int, Tensor]:
-    """Returns the messages of a `swap` by destination, (bytes,) uint8 each, with their lengths written into them."""
+    """Writes their lengths into the messages of a `swap`, (bytes,) uint8 each, and returns them by destination."""
     messages = with_lengths(list(outgoing.values()), [bound] * len(outgoing), outgoing)
     return dict(zip(outgoing, messages, strict=True))
 
 
 def cut_messages(arrived: Sequence[Tensor], origins: Collection[int]) -> dict[int, Tensor]:
-    """Returns the messages of a `swap` by origin, cut to their lengths.
+    """Cuts the messages received in a `swap` to the lengths that they begin with, and returns them by origin.
 
-    `arrived`: for each member the received bytes, (bound,) uint8, which have room for longer messages.
+    `arrived` has for each member the received buffer, (bound,) uint8, which may be longer than the message.
     """
     return {peer: arrived[peer][: length_of(arrived[peer])] for peer in origins}
 
 
 def _node_key() -> int:
-    """Returns a number that ranks of one node share: those of one host and, under torchrun, of one agent."""
+    """Returns a number that identifies this rank's node: a hash of the host name and torchrun's group rank."""
     name = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")
 
@@ -666,7 +666,7 @@ def _all_gather_single(output: Tensor, buffer: Tensor, group: dist.ProcessGroup)
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """`rank 3`, or `ranks 0, 3`."""
+    """Returns the ranks in words: `rank 3`, or `ranks 0, 3`."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 

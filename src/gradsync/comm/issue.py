@@ -1,22 +1,22 @@
-"""Issuing: one thread at a time sends everything of a step, in the total order that the plan fixes.
+"""Issues the collectives of a training step, from one thread at a time and in the order that the plan fixes.
 
 Where is the event loop? There is none. A scheme is a coroutine whose every `await` is on a `Pending`; the wait for one
-`Pending` is one *stage* of the scheme. A `Synchronization` holds the order of (bucket, stage) turns of a step. At a
-bucket's turn the issuing thread waits for what the bucket awaits, resumes the coroutine up to its next `await`, and
-goes on to the next turn while that operation is in flight. So operations of several buckets overlap, yet every rank
-issues them in the same order whatever the timing: two threads on one communicator, or an order decided by timing, would
-make ranks read each other's messages.
+`Pending` is one *stage* of the scheme. A `Synchronization` holds the order of a step's turns, (bucket, stage) pairs. At
+a bucket's turn the issuing thread waits for the `Pending` that the bucket's coroutine awaits, resumes the coroutine up
+to its next `await`, and goes on to the next turn while that operation is in flight. So operations of several buckets
+overlap, yet every rank issues them in the same order whatever the timing: two threads on one communicator, or an order
+decided by timing, would make ranks read each other's messages.
 
-Who issues? The communication thread, as far as buckets are ready while backward goes on; the thread that waits for the
-end does the rest itself. Handing over costs two changes of threads, which many small steps would feel. A lock, the
-`turn`, makes it one at a time. Where nobody waits for the end yet, `go_on` hands over the rest, and `wait_for` waits
-for one bucket.
+Who issues? The communication thread, as far as buckets are ready while backward goes on. The thread that calls `wait`
+issues the rest itself: handing it over costs two thread switches, which matter in short steps. The lock `turn` admits
+one thread at a time. `go_on` lets the communication thread issue the rest while the caller does something else, and
+`wait_for` waits for one bucket.
 
-Who computes? The issuing thread computes what a scheme does between two awaits. `Work` that a scheme awaits has a
-device: `OFFLOAD` is a thread of its own, which begins at once; `COMPUTE` is the thread of backward, which does the work
-when it next calls `do_work` or waits for the end, and until then turns that need the work wait. A *prepared* bucket
-awaits work first of all: the work begins when the bucket is ready, and if it is for `COMPUTE`, on the thread that
-reports this.
+Who computes? The issuing thread runs a scheme's code between two awaits. `Work`, a computation that a scheme awaits,
+names a device: `OFFLOAD` is a thread of its own, which begins at once; `COMPUTE` is the thread of backward, which does
+the work when it next calls `do_work` or `wait`, and until then turns that need the work wait. The scheme of a
+*prepared* bucket awaits `Work` before any operation: that begins when the bucket is ready, if it is for `COMPUTE` on
+the thread that calls `mark_ready`.
 
 `torch.profiler` shows `gradsync::bucket 0 push`, the bucket's work at that turn, and `gradsync::bucket 0 wait for
 push`, the wait for its operation. The profiler records the communication thread only with `profile_all_threads`.
@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 
 def drive(coroutine: Coroutine[Any, Any, T], *, timeout_s: float) -> T:
-    """Runs one scheme's coroutine to its end, blocking at every await."""
+    """Runs a scheme's coroutine to its end, blocking at each awaited operation, and returns the coroutine's result."""
     try:
         pending: Pending[Any] = coroutine.send(None)
         while True:
@@ -59,13 +59,13 @@ def drive(coroutine: Coroutine[Any, Any, T], *, timeout_s: float) -> T:
 def drive_in_turns(
     coroutines: Sequence[Coroutine[Any, Any, T]], meanwhile: Callable[[], object] = lambda: None
 ) -> tuple[list[T], list[float]]:
-    """Runs the coroutines of all ranks of a `LocalGroup` to their ends in one thread, by turns of one operation each.
+    """Runs one scheme coroutine per rank of a `LocalGroup` in one thread: each in turn up to its next operation.
 
-    `meanwhile` is called before each turn of all ranks, and not timed.
+    `meanwhile` is called before each pass over the ranks, and not timed.
 
     Returns:
         the coroutines' results, and the seconds of processor time before the first operation, between operations and
-            behind the last, `Work` included, as means over the ranks.
+            after the last, `Work` included, as means over the ranks.
     """
     results: dict[int, T] = {}
     arrived: list[Any] = [None] * len(coroutines)
@@ -85,7 +85,7 @@ def drive_in_turns(
 
 
 def _until_operation(coroutine: Coroutine[Any, Any, Any], value: Any) -> Pending[Any]:
-    """Resumes the coroutine up to its next operation, which is returned; does the work that it awaits before."""
+    """Resumes the coroutine with `value`, does any `Work` that it awaits, and returns the next group operation."""
     pending: Pending[Any] = coroutine.send(value)
     while isinstance(pending, Work):
         pending = coroutine.send(pending.wait(0.0))
@@ -97,18 +97,18 @@ class CancelledStepError(RuntimeError):
 
 
 class Synchronization:
-    """The synchronisation of one step: coroutines by bucket, their readiness, their results.
+    """The gradient synchronisation of one training step: runs a coroutine per bucket and keeps their results.
 
     Args:
-        order: the turns, (bucket, stage).
+        order: (bucket, stage) pairs in the order of issuing; a stage is one collective of a bucket's scheme.
         start: makes a bucket's coroutine, at the bucket's first turn.
-        where: names a bucket and a stage in error messages.
+        where: returns the words for a bucket and a stage in error messages.
         timeout_s: seconds that each operation may take.
-        turn: the lock that a thread holds while it uses the group.
-        thread: issues what is ready during backward.
-        early: whether anything begins before `wait`.
-        prepared: buckets that await work first of all.
-        offload: gives a job to the thread for offloaded work; without one, the thread that waits for such work does it.
+        turn: the lock that a thread holds while it issues operations.
+        thread: the communication thread, which issues operations during backward.
+        early: whether operations of ready buckets are issued during backward.
+        prepared: buckets whose coroutines await `Work`, a computation, before any collective.
+        offload: submits a job to the thread for offloaded work; None: the thread that waits for the work does it.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Synchronization:
         self.tasks: list[Task] = []
 
     def mark_ready(self, bucket: str) -> None:
-        """Marks the bucket's data as complete; called on the thread that produced it."""
+        """Marks the bucket's gradients as complete, so that its operations may begin; called in backward's thread."""
         ready_s = time.perf_counter() - self.began_s
         if bucket in self._prepared and self._early:
             self._prepare(bucket)
@@ -175,24 +175,24 @@ class Synchronization:
             self._thread.submit(self.advance)
 
     def do_work(self) -> None:
-        """Does the work that waits for the thread of backward, which calls this."""
+        """Runs the queued computations that schemes leave to the thread of backward, which calls this."""
         while self.due and not self._cancelled:
             self.due.popleft().run()
             self._thread.submit(self.advance)
 
     def cancel(self) -> None:
-        """Cancels the step: what was not issued yet never will be."""
+        """Cancels the step: operations that were not issued yet never will be."""
         self._cancelled = True
         self._give_up_work()
         self._tell_progress()
 
     def go_on(self) -> None:
-        """Has the thread issue the rest, as all buckets are ready; the caller does something else before `wait`."""
+        """Lets the communication thread issue all remaining operations, once all buckets are ready; does not block."""
         self._handed_over = True
         self._thread.submit(self.advance)
 
     def wait_for(self, bucket: str) -> None:
-        """Blocks, after `go_on`, until this bucket is synchronised, and raises what went wrong with it or before it."""
+        """Blocks, after `go_on`, until this bucket is synchronised, or raises the error that stopped the step."""
         assert self._handed_over
         with self._progress:
             self._progress.wait_for(lambda: bucket in self.results or self._ended or self._cancelled)
@@ -202,7 +202,7 @@ class Synchronization:
             self._result_events[bucket].wait(torch.cuda.current_stream())
 
     def wait(self) -> None:
-        """Issues what is left, blocks until every bucket is synchronised, and raises what went wrong."""
+        """Issues all remaining operations and blocks until every bucket is synchronised; raises the step's error."""
         while self._postponed and not self._cancelled:
             self._prepare(self._postponed.pop(0))
         self.advance(joined=True)
@@ -214,9 +214,9 @@ class Synchronization:
             raise self._error
 
     def advance(self, *, joined: bool = False) -> None:
-        """Issues the turns of buckets that are ready, up to the first that is not; to the end if all are.
+        """Issues operations in order up to the first bucket that is not ready, or to the end if all buckets are.
 
-        `joined`: the caller is the thread of backward, which has nothing else to do any more.
+        `joined`: whether the caller is the thread of backward, after its end, which then also does work left to it.
         """
         with self._turn, torch.no_grad():
             if self._ended or self._cancelled:
@@ -239,7 +239,7 @@ class Synchronization:
                 self._progress.notify_all()
 
     def _run_turns(self, *, joined: bool) -> bool:
-        """Takes turns as far as possible and returns whether all are over."""
+        """Issues the operations of the order as far as buckets are ready, and returns whether all have ended."""
         while self._position < len(self._order):
             bucket, stage = self._order[self._position]
             if bucket not in self.ready_s or self._cancelled or (not joined and self._waits_for_backward(bucket)):
@@ -261,12 +261,12 @@ class Synchronization:
         return True
 
     def _waits_for_backward(self, bucket: str) -> bool:
-        """Whether the bucket's next turn needs work that only the thread of backward does."""
+        """Whether the bucket awaits a computation that is left to the thread of backward and has not ended."""
         operation = self._pending[bucket][0] if bucket in self._pending else None
         return isinstance(operation, Work) and operation.device == COMPUTE and not operation.ended
 
     def _prepare(self, bucket: str) -> None:
-        """Begins the work that a prepared bucket awaits first of all."""
+        """Starts the coroutine of a prepared bucket, and hands over or does the computation that it awaits first."""
         with torch.no_grad():
             coroutine = self._coroutines[bucket] = self._start(bucket)
             try:
@@ -279,7 +279,7 @@ class Synchronization:
                 work.run()
 
     def _hand_over(self, work: Work[Any]) -> bool:
-        """Gives offloaded work to its thread, if there is one; returns whether it did."""
+        """Submits work for `OFFLOAD` to the offload thread, if there is one; returns whether it did."""
         self._works.append(work)
         if self._cancelled:
             work.give_up()
@@ -336,7 +336,7 @@ class Synchronization:
 
 
 def _failed(error: BaseException) -> Work[Any]:
-    """Returns work that raises the error."""
+    """Returns a `Work` that raises this error where it is awaited."""
 
     def fail() -> None:
         raise error

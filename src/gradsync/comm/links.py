@@ -1,8 +1,8 @@
-"""Timed exchanges of zeros between the members of a group: every measurement of links is made of them.
+"""Timed collectives of zeros between the members of a group, by which latency and rate of links are measured.
 
-`measured_link` is a transport's short look at its links when it opens; `tuning.links` times collectives for profiles,
-`tuning.rates` pairs of nodes. All members start a run together, and it ends with the slowest member. Of a few repeats
-the quickest counts, since disturbances only make runs longer; profiles have more repeats, medians and intervals.
+`measured_link` measures a group's links briefly when the group opens; `tuning.links` times collectives for profiles,
+`tuning.rates` pairs of nodes. All members start an exchange together, and it ends with the slowest member. Of a few
+repeats the quickest counts, since disturbances only make them longer; profiles have more repeats and take medians.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ Highest = Callable[[Sequence[float]], list[float]]
 
 @dataclass(frozen=True)
 class Exchange:
-    """A collective that can be issued again and again, and the transfer that describes its bytes."""
+    """A collective of zeros that can be issued repeatedly, and the `Transfer` that describes its bytes."""
 
     transfer: Transfer
     issue: Callable[[], Pending[Any]]
 
     @classmethod
     def of(cls, group: Group, pattern: Pattern, nbytes: int, distances: Sequence[int] = (1,)) -> Exchange:
-        """Returns an exchange in which each member sends about `nbytes`.
+        """Returns the collective `pattern` with buffers such that each member sends about `nbytes`.
 
         Args:
-            distances: messages go to the members so many places on; only for `Pattern.MESSAGES`.
+            distances: for `Pattern.MESSAGES`: member r sends to the members (r + distance) mod size.
 
         Raises:
-            ValueError: for a broadcast.
+            ValueError: for `Pattern.BROADCAST`.
         """
         n, others = group.size, group.size - 1
         match pattern:
@@ -65,7 +65,7 @@ class Exchange:
     def of_messages(cls, group: Group, peers: Mapping[int, Sequence[int]], nbytes: int) -> Exchange:
         """Returns the exchange in which each member sends one message of `nbytes` to each of its `peers`.
 
-        `peers` is the same on all members; members that have none, and are nobody's, take part without a message.
+        `peers` maps senders to receivers, the same on all members; members without messages must call it too.
         """
         size = max(nbytes, LENGTH_BYTES)
         hops = [(member, to, float(size)) for member, others in peers.items() for to in others]
@@ -79,7 +79,7 @@ class Exchange:
         return cls(Transfer.of_messages("", group.size, hops), issue)
 
     def seconds(self, group: Group, timeout_s: float) -> float:
-        """Runs the exchange once all members are here, and returns its seconds on this rank. Collective.
+        """Runs the exchange after a barrier of all members, and returns its seconds on this rank. Collective.
 
         Raises:
             GroupError: when another rank died or stopped answering.
@@ -91,13 +91,13 @@ class Exchange:
 
 
 def measured_link(group: Group, all_to_all: Callable[[int], Exchange], timeout_s: float) -> tuple[float, float, float]:
-    """Measures what exchanges cost on the group's links, with about 5 MiB a member. Collective.
+    """Measures latency and rate of the group's links, sending about 5 MiB per member. Collective.
 
     Args:
-        all_to_all: makes the exchange in which a member sends so many bytes, all of its messages at once.
+        all_to_all: returns, for a number of bytes per member, an all-to-all whose messages all start at once.
 
     Returns:
-        Seconds a further message, seconds an operation, bytes a second: those of the slowest member, alike on all.
+        Seconds per further message, seconds per operation, bytes per second: the slowest member's, the same on all.
     """
     small, large = map(all_to_all, SAMPLE_BYTES)
     exchanges = [small, large]
@@ -111,18 +111,18 @@ def measured_link(group: Group, all_to_all: Callable[[int], Exchange], timeout_s
 
 
 def latencies(small_s: float, one_message_s: float, messages: int) -> tuple[float, float]:
-    """Returns seconds a further message and seconds an operation.
+    """Returns seconds per further message and seconds per operation, from two timed small exchanges.
 
     Args:
-        small_s: seconds of a small exchange in which each member sends so many `messages`.
-        one_message_s: seconds of an exchange of one message each; not looked at where `messages` is 1.
+        small_s: seconds of the exchange in which each member sends `messages` messages.
+        one_message_s: seconds of the exchange in which each member sends one; unused if `messages` is 1.
     """
     alpha_s = max(small_s - one_message_s, 0.0) / (messages - 1) if messages > 1 else small_s
     return alpha_s, max(small_s - messages * alpha_s, 0.0)
 
 
 def highest_over(group: Group, timeout_s: float) -> Highest:
-    """Returns a collective function: it takes this rank's numbers and returns the highest of all ranks, by place."""
+    """Returns a collective function that takes a list of numbers and returns its elementwise maximum over all ranks."""
 
     def highest(mine: Sequence[float]) -> list[float]:
         parts = group.all_gather(torch.tensor(mine, dtype=torch.float64)).wait(timeout_s)
@@ -133,11 +133,11 @@ def highest_over(group: Group, timeout_s: float) -> Highest:
 
 
 def barrier(group: Group, timeout_s: float) -> None:
-    """Waits for all members, by an all-to-all of a byte each."""
+    """Waits until all members have called this, by an all-to-all of one byte per message."""
     ones = [1] * group.size
     group.all_to_all(_zeros(group.size), ones, ones, largest=1).wait(timeout_s)
 
 
 def _zeros(count: int) -> torch.Tensor:
-    """Returns `count` bytes."""
+    """Returns zeros, (count,) uint8."""
     return torch.zeros(count, dtype=torch.uint8)

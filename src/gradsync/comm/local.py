@@ -1,4 +1,4 @@
-"""`LocalGroup`: ranks as threads of one process, without sockets; a collective takes about 0.2 ms."""
+"""`LocalGroup`: a group whose ranks are threads of one process, without sockets; a collective takes about 0.2 ms."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class _Meeting:
-    """The memory that the members of one group share: what each brings to an operation, by the operation's number."""
+    """Memory shared by the threads of one group: each member's input to each collective, by the collective's number."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -27,7 +27,7 @@ class _Meeting:
         self._meetings: dict[tuple[int, ...], _Meeting] = {}  # of subgroups, by their places
 
     def of(self, places: tuple[int, ...]) -> _Meeting:
-        """Returns the meeting of the members at these places."""
+        """Returns the shared memory of the subgroup of the members at these places, made at the first call."""
         with self.changed:
             meeting = self._meetings.setdefault(places, _Meeting(len(places)))
             meeting.failure = meeting.failure or self.failure
@@ -65,7 +65,7 @@ class _Meeting:
 
 
 class LocalGroup(Group):
-    """One member of a group of threads; make all of them with `LocalGroup.world(size)`."""
+    """One member of a group whose members are threads of a process; `LocalGroup.world(size)` makes all members."""
 
     def __init__(self, rank: int, meeting: _Meeting, members: tuple[int, ...], placement: Placement) -> None:
         self.rank = rank
@@ -77,7 +77,7 @@ class LocalGroup(Group):
 
     @classmethod
     def world(cls, size: int, placement: Placement | None = None) -> list[LocalGroup]:
-        """Returns the groups of `size` members, by rank."""
+        """Makes a group of `size` members, and returns each member's `LocalGroup`, by rank."""
         meeting, members = _Meeting(size), tuple(range(size))
         return [cls(rank, meeting, members, placement or Placement.one_per_node(size)) for rank in members]
 
@@ -156,13 +156,13 @@ class LocalGroup(Group):
         return self._operation("broadcast", buffer.clone(), lambda brought: buffer.copy_(brought[0]))
 
     def barrier(self, what: str, timeout_s: float, *, detail: str = "") -> None:
-        """Does nothing: operations that do not belong together are told apart in `_operation`."""
+        """Does nothing: `_operation` raises an error where members issue different operations."""
 
     def announce_failure(self, text: str) -> None:
         self._meeting.fail(f"rank {self.members[self.rank]}: {text}")
 
     def close(self) -> None:
-        """Does nothing: threads of one process hold nothing to release."""
+        """Does nothing: a group of threads has no communicator to release."""
 
     def _operation(self, name: str, what: Any, result: Callable[[list[Any]], T]) -> Pending[T]:
         number, self._number = self._number, self._number + 1
@@ -189,13 +189,13 @@ def run_local(
 
     Args:
         size: the number of ranks.
-        rank_main: the program of a rank, called with the rank's group.
+        rank_main: the function that each rank runs, called with the rank's group.
         placement: the node of each rank; None: each on a node of its own.
         timeout_s: seconds to wait for each thread.
 
     Raises:
         GroupError: when a rank does not end in time.
-        BaseException: what a rank raised; of several the cause rather than the other ranks' GroupError.
+        BaseException: the exception of a rank; of several rather the cause than other ranks' GroupError.
     """
     results: dict[int, T] = {}
     errors: dict[int, BaseException] = {}

@@ -1,4 +1,4 @@
-"""Broadcasts of many tensors in few messages."""
+"""Broadcasts of many tensors, packed into few messages."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _COMPRESSED = {
 
 
 def broadcast_tensors(group: Group, tensors: list[Tensor], timeout_s: float) -> None:
-    """Overwrites the tensors with member 0's, in few messages.
+    """Overwrites `tensors` with those of the group's member 0, packed into few broadcasts.
 
     Args:
         group: the members, all of which call this.
-        tensors: of the same shapes and layouts on all members; sparse ones have as many stored elements on all.
-            Elements that share memory (`expand`) are written once.
-        timeout_s: seconds that each message may take.
+        tensors: any tensors, whose shapes, dtypes and layouts are the same on all members; sparse ones also have the
+            same number of stored elements. Elements that share memory (`expand`) are written once.
+        timeout_s: seconds that each broadcast may take.
 
     Raises:
-        GroupError: when a message does not complete.
-        ValueError: for a tensor of a layout that cannot be broadcast.
+        GroupError: when a broadcast does not complete.
+        ValueError: for a tensor layout that `dense_parts` does not know.
     """
     if group.size == 1:
         return
@@ -51,7 +51,7 @@ def dense_parts(tensor: Tensor) -> list[Tensor]:
     `tensor` has any shape and dtype. Dimensions that `expand` added are left out, as their elements share memory.
 
     Raises:
-        ValueError: for a layout other than strided, COO and the compressed ones.
+        ValueError: for a layout other than strided, COO, CSR, CSC, BSR and BSC.
     """
     if tensor.layout is torch.strided:
         if 0 in tensor.stride():

@@ -1,4 +1,4 @@
-"""`NcclGroup`: a process group on NCCL, whose operations make a CUDA stream wait instead of the host."""
+"""`NcclGroup`: a group on NCCL; waiting for an operation makes the current CUDA stream wait, not the host."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .group import TorchGroup
 
 
 class NcclGroup(TorchGroup):
-    """The members of a process group on NCCL. Tensors are on the current CUDA device."""
+    """The members of a process group with the NCCL backend; all tensors are on the current CUDA device."""
 
     @property
     def device(self) -> torch.device:

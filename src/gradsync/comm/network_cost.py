@@ -1,4 +1,4 @@
-"""The cost model of a group's links, from its ranks' measurements."""
+"""Makes the cost model of a group's network links from the latency and rate that its ranks measured."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from .group import Group
 
 
 def network_cost(group: Group) -> CostModel | None:
-    """Returns the cost model of the group's measured links, the same on every rank; None where none were measured.
+    """Returns the cost model of the group's links, the same on every rank; None if the links were not measured.
 
-    A rank measures its share of its node's link in an all-to-all: of n ranks, g on each node, each sends (n - 1) / n of
-    its bytes, and g (n - g) / n of them cross that link.
+    Ranks measure rates in an all-to-all. Of n ranks, g on each node, each sends n - 1 parts; a node's link carries
+    g (n - g) parts in that time. So the link's rate is the rank's times g (n - g) / (n - 1).
     """
     if group.alpha_s is None or group.bytes_per_s is None:
         return None

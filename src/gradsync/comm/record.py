@@ -1,4 +1,4 @@
-"""The ledger: the bytes that a scheme hands to the transport, counted where they are handed over."""
+"""`RecordingGroup` counts the bytes that a rank sends in each collective, and writes them into a `Ledger`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Entry:
-    """One operation of one rank and the bytes that the rank sends in it.
+    """One collective of one rank, and the bytes that the rank sends in it.
 
-    Of an `all_reduce` they are those of the group's transport, which chooses the way. Of `exchange` and `swap` they are
-    the messages' own; backends other than gloo pad an `exchange` to its bounds.
+    For `all_reduce`, `all_gather` and `broadcast` the bytes are computed by the group's transport model; else they are
+    the bytes of the parts or messages. Backends other than gloo pad an `exchange` to its bounds, which is not counted.
     """
 
     pattern: Pattern
@@ -30,7 +30,7 @@ class Entry:
 
 @dataclass
 class Ledger:
-    """The operations of one rank in the order in which it issued them."""
+    """The collectives of one rank, with their sent bytes, in the order in which the rank issued them."""
 
     entries: list[Entry] = field(default_factory=list)
 
@@ -39,14 +39,14 @@ class Ledger:
         return sum(entry.sent_bytes for entry in self.entries)
 
     def take_sent_bytes(self) -> float:
-        """Returns the bytes so far and forgets the entries, so that a long run keeps none."""
+        """Returns the bytes sent so far and deletes the entries, so that a long run keeps none."""
         total = self.sent_bytes
         self.entries.clear()
         return total
 
 
 class RecordingGroup(Group):
-    """A group that writes each operation of another group into `ledger`."""
+    """A group that passes each operation on to the group `inner`, and writes it with its bytes into `ledger`."""
 
     def __init__(self, inner: Group, ledger: Ledger) -> None:
         self.inner = inner
@@ -125,7 +125,7 @@ class RecordingGroup(Group):
         self.inner.close()
 
     def _sent_bytes(self, pattern: Pattern, buffer: Tensor, numels: Sequence[int]) -> float:
-        """Returns the bytes that this member sends, by the transport; `numels` are the lengths of the parts."""
+        """Returns the bytes that this member sends by the transport model; `numels` are the members' part lengths."""
         part_bytes = [float(numel * buffer.element_size()) for numel in numels]
         return sum(nbytes for _, nbytes in self.transport.sends(pattern, part_bytes, self.rank))
 

@@ -1,4 +1,4 @@
-"""Exchanges in rounds of messages: in round k a rank sends to the k-th rank after it and receives from the k-th before.
+"""All-to-all in rounds: in round k rank r sends one message to rank r + k and receives one from rank r - k.
 
 gloo's own all-to-all starts all messages at once. They share the senders' links and meet on the receivers', in an order
 that leaves links idle: 60-75 % of the line rate on shaped links, where rounds reach 95 %.
@@ -22,7 +22,7 @@ MAX_TAG = 1 << 30
 
 
 class RoundsWork:
-    """An exchange under way, with the interface of torch's own works."""
+    """The handle of an all-to-all under way, with the interface of `torch.distributed.Work`."""
 
     def __init__(self) -> None:
         self._ended = threading.Event()
@@ -32,7 +32,7 @@ class RoundsWork:
         return self._ended.is_set()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Blocks until the exchange has ended.
+        """Blocks until the all-to-all has ended, and returns True.
 
         Raises:
             RuntimeError: after `timeout`, or when a message failed.
@@ -49,10 +49,10 @@ class RoundsWork:
 
 
 class Rounds:
-    """The exchanges of one group, one after the other, on a communicator and a thread that nobody else uses.
+    """Runs one group's all-to-alls in rounds, one after the other, on a communicator and a thread of its own.
 
-    torch can wait for a message, but cannot ask whether it has arrived; so a thread waits, and rounds go on while the
-    communication thread is busy with something else.
+    torch can wait for a message, but cannot ask whether it has arrived. So a thread waits, and rounds proceed while the
+    communication thread does something else.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, rank: int, size: int) -> None:
@@ -68,11 +68,11 @@ class Rounds:
         """Sends `outgoing[j]` to member j and fills `incoming[j]` with what member j sends here.
 
         Args:
-            outgoing: contiguous uint8 tensors, one a member, alive and untouched until the work has ended; empty ones
-                and the own one are skipped.
-            incoming: room for the received messages, as `outgoing`.
+            outgoing: contiguous uint8 tensors, (bytes,), one for each member, unchanged until the exchange has ended;
+                empty ones and this member's own are not sent.
+            incoming: contiguous uint8 tensors, one for each member, which the received messages are written into.
             together: all messages start at once, without rounds.
-            bounded: an incoming message may be shorter than its room; its first bytes tell the length.
+            bounded: whether messages may be shorter than their `incoming` tensors; they then begin with their length.
         """
         work, tag = RoundsWork(), next(self._tags) % MAX_TAG
 
@@ -89,13 +89,13 @@ class Rounds:
         return work
 
     def stop(self, patience_s: float) -> None:
-        """Ends the thread; an exchange that hangs is left behind."""
+        """Ends the thread after waiting for at most `patience_s`; a hanging all-to-all is left running."""
         self._thread.stop(patience_s)
 
     def _turns(
         self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], together: bool, bounded: bool, tag: int
     ) -> Iterator[list[dist.Work]]:
-        """Starts messages that may be in flight together and yields them, to be waited for before the next."""
+        """Starts the messages of one round after another, and yields their works, which the caller then waits for."""
         distances, start, whole = range(1, self._size), 0, slice(None)
         if together:
             # A receiver tells a sender of its room behind its own messages to that rank: so receives start first.
@@ -112,13 +112,13 @@ class Rounds:
             start += CHUNK_BYTES
 
     def _receive(self, distance: int, incoming: Sequence[Tensor], chunk: slice, tag: int) -> list[dist.Work]:
-        """Starts to receive a chunk from the member `distance` places before; returns no work for an empty message."""
+        """Starts receiving a chunk from member rank - `distance`, and returns the work; none for an empty chunk."""
         origin = (self._rank - distance) % self._size
         part = incoming[origin][chunk]
         return [self._process_group.recv([part], origin, tag)] if part.numel() else []
 
     def _send(self, distance: int, outgoing: Sequence[Tensor], chunk: slice, tag: int) -> list[dist.Work]:
-        """Starts to send a chunk to the member `distance` places on; returns no work for an empty message."""
+        """Starts sending a chunk to member rank + `distance`, and returns the work; none for an empty chunk."""
         to = (self._rank + distance) % self._size
         part = outgoing[to][chunk]
         return [self._process_group.send([part], to, tag)] if part.numel() else []

@@ -1,8 +1,8 @@
-"""Group schedules: which ranks average with each other in each round, as data, and figures computed from it.
+"""Group schedules: lists of which ranks average their values with each other in each round, and their properties.
 
 After DS-Sync (Wang et al., 2020 and 2022): in each round the ranks are divided into groups and each group averages on
 its own. The groups change from round to round, so that after a few rounds all values have mixed. The papers show a grid
-of 2 x 2 ranks; how their larger schedules are made is not published. These are ours.
+of 2 x 2 ranks, and do not say how larger schedules are made; those here are our own.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ DOUBLINGS = 60  # of the number of cycles that a spread is summed over: a cycle 
 
 @dataclass(frozen=True)
 class Round:
-    """One partition of the ranks into groups: each rank's value moves towards the mean of its group.
+    """One round of averaging: the ranks are partitioned into groups, and each value moves to the mean of its group.
 
     Args:
-        groups: global ranks of each group; each rank from 0 on is in one of them.
-        relaxations: for each group the share of the way to the mean, in (0, 2); none: all of it. Beyond 1, values pass
-            the mean, by which ranks that stand for different numbers of others can agree on the mean of all.
+        groups: global ranks of each group; each rank from 0 on is in one group.
+        relaxations: for each group the share of the way to the mean that values move, in (0, 2); empty: 1 each. Beyond
+            1, values pass the mean; `exact` uses this to average parts of unequal numbers of ranks.
 
     Raises:
-        ValueError: for groups that are no partition of the ranks from 0 on, or relaxations out of range.
+        ValueError: for groups that do not partition the ranks from 0 on, or relaxations out of range.
     """
 
     groups: tuple[RankGroup, ...]
@@ -61,7 +61,7 @@ class Round:
 
     @property
     def parts(self) -> tuple[tuple[RankGroup, float], ...]:
-        """Each group with the share of the way to the group's mean that its ranks move."""
+        """Pairs of each group and its relaxation, the share of the way to the group's mean that values move."""
         return tuple(zip(self.groups, self.relaxations, strict=True))
 
     def group_of(self, rank: int) -> RankGroup:
@@ -69,12 +69,12 @@ class Round:
 
     @property
     def rests(self) -> bool:
-        """Whether every rank is alone."""
+        """Whether every rank is a group of its own, so that nothing is averaged."""
         return len(self.groups) == self.size
 
     @property
     def mixing(self) -> Matrix:
-        """The symmetric matrix W, (n, n) float64, by which a round multiplies the ranks' values; rows sum to 1."""
+        """The symmetric matrix, (n, n) float64, by which this round multiplies the ranks' values; its rows sum to 1."""
         w = np.eye(self.size)
         for group, share in self.parts:
             w[np.ix_(group, group)] += share * (1 / len(group) - np.eye(len(group)))
@@ -83,11 +83,11 @@ class Round:
 
 @dataclass(frozen=True)
 class GroupSchedule:
-    """Rounds that are repeated: round t is `rounds[t % len(rounds)]`. A cycle is all of them once.
+    """A repeated sequence of averaging rounds: step t does `rounds[t % len(rounds)]`. A cycle is all rounds once.
 
     Raises:
-        ValueError: for rounds of different ranks, or where some ranks never mix with some others: their values would go
-            apart for ever.
+        ValueError: for rounds of different numbers of ranks, or if the groups never connect some ranks with others,
+            whose values would drift apart for ever.
     """
 
     rounds: tuple[Round, ...]
@@ -117,35 +117,34 @@ class GroupSchedule:
 
     @cached_property
     def distinct(self) -> tuple[RankGroup, ...]:
-        """All groups of more than one rank, each once, in the order in which all ranks make them."""
+        """The different groups of more than one rank, sorted, so that all ranks create process groups in one order."""
         return tuple(sorted({group for each in self.rounds for group in each.groups if len(group) > 1}))
 
     def product(self, start: int = 0, rounds: int | None = None) -> Matrix:
-        """Returns the matrix, (n, n) float64, by which `rounds` rounds from `start` on multiply the ranks' values.
+        """Returns the matrix, (n, n) float64, by which `rounds` rounds, from `start` on, multiply the ranks' values.
 
-        `rounds`: None: one cycle.
+        `rounds` is one cycle if None.
         """
         steps = range(start, start + (len(self.rounds) if rounds is None else rounds))
         return reduce(lambda done, step: self.round(step).mixing @ done, steps, np.eye(self.size))
 
     @property
     def is_exact(self) -> bool:
-        """Whether a cycle brings all ranks to the mean."""
+        """Whether one cycle brings the values of all ranks to their common mean, up to rounding."""
         return bool(np.abs(self.product() - 1 / self.size).max() < EXACT)
 
     @property
     def left(self) -> float:
-        """The largest share of the sum of squared distances to the mean that a cycle leaves."""
+        """The share of the sum of squared distances to the mean that is left after one cycle, in the worst case."""
         return float(np.linalg.norm(self.product() - 1 / self.size, 2) ** 2)
 
     def spread(self, momentum: float = 0.0, *, averaged: bool = False) -> float:
-        """Returns how far the ranks stay apart if each adds noise of variance 1 of its own in each round.
+        """Returns the ranks' expected squared distances to their mean if each adds noise of variance 1 in each round.
 
-        It is the sum over the ranks of the expected squared distance to their mean after a round, as a mean over the
-        cycle.
+        The result is the sum over the ranks after a round, as the mean over the rounds of a cycle in steady state.
 
         Args:
-            momentum: accumulates the noise as SGD does gradients.
+            momentum: the factor by which SGD accumulates the noise, as it accumulates gradients.
             averaged: whether momenta are averaged with the values; else each rank keeps its own.
 
         Raises:
@@ -154,7 +153,7 @@ class GroupSchedule:
         return float(np.mean(self.spreads(momentum, averaged=averaged)))
 
     def spreads(self, momentum: float = 0.0, *, averaged: bool = False) -> list[float]:
-        """Returns the spread after each round of the cycle, see `spread`."""
+        """Returns, for each round of the cycle, the sum of expected squared distances after it; see `spread`."""
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), got {momentum}")
         n, kinds = self.size, 2 if momentum else 1
@@ -182,10 +181,10 @@ class GroupSchedule:
         return found
 
     def with_ranks(self, ranks: Sequence[int]) -> GroupSchedule:
-        """Returns the schedule with rank `ranks[r]` in the place of rank r; it mixes as well as this one.
+        """Returns this schedule with rank r replaced by rank `ranks[r]` in all groups; it averages equally fast.
 
         Raises:
-            ValueError: for anything else than all ranks in some order.
+            ValueError: if `ranks` is no permutation of all ranks.
         """
         if sorted(ranks) != list(range(self.size)):
             raise ValueError(f"ranks must be those from 0 to {self.size - 1} in any order, got {list(ranks)}")
@@ -195,7 +194,7 @@ class GroupSchedule:
         )
 
     def _parts(self) -> list[list[int]]:
-        """Returns the ranks in sets that mix with each other, directly or through others."""
+        """Returns the connected components of the ranks, where ranks in one group of any round are connected."""
         towards = list(range(self.size))  # for each rank another one of its part, in the end the first one (union-find)
 
         def first(rank: int) -> int:
@@ -214,21 +213,21 @@ class GroupSchedule:
 
 
 def together(size: int) -> GroupSchedule:
-    """Returns the schedule with one group of all ranks."""
+    """Returns the schedule of a single round, in which all `size` ranks are one group."""
     return GroupSchedule((Round((tuple(range(size)),)),))
 
 
 def grid(radices: Sequence[int], ranks: Sequence[int] | None = None) -> GroupSchedule:
-    """Returns a schedule of one round a digit: ranks are numbers of mixed radices, and a group differs in one digit.
+    """Returns the schedule of a grid of ranks with one dimension per radix: round d averages along dimension d.
 
-    A cycle is exact, whatever the radices, and from whatever round it begins. `grid((2,) * d)` has pairs: a hypercube.
+    A cycle brings all ranks to the mean, from whatever round it begins. `grid((2,) * d)` is a hypercube of pairs.
 
     Args:
-        radices: the values of each digit, which are the sizes of the groups.
-        ranks: the rank at each place of the grid; None: in order.
+        radices: the length of each dimension, which is the size of the groups in its round.
+        ranks: the rank at each place of the grid in row-major order; None: 0, 1, 2 and so on.
 
     Raises:
-        ValueError: for radices that are no whole numbers from 2 on, or other ranks than as many as their product.
+        ValueError: for radices that are no integers from 2 on, or `ranks` that are not all ranks below their product.
     """
     if not radices or any(type(radix) is not int or radix < 2 for radix in radices):
         raise ValueError(f"radices must be whole numbers from 2 on, one or more, got {list(radices)}")
@@ -242,15 +241,16 @@ def grid(radices: Sequence[int], ranks: Sequence[int] | None = None) -> GroupSch
 
 
 def crossing(racks: Sequence[Sequence[int]], budget: int, *, keep_apart: bool = False) -> GroupSchedule:
-    """Returns a round inside racks, then rounds in which groups of one rank a rack cross, until all ranks have.
+    """Returns a schedule that averages inside racks first, then in groups across racks, with one rank per rack.
 
-    In racks with fewer ranks than the largest one, ranks cross again, in one round once.
+    Rounds follow until every rank has been in a group across racks; ranks of racks smaller than the largest are in
+    several. The remaining ranks of each rack average inside it meanwhile.
 
     Args:
         racks: the ranks in each rack.
-        budget: the groups that cross in a round.
-        keep_apart: ranks that do not cross in a round mix inside their rack. If True, those that have crossed and those
-            that have not mix apart, which is exact; if False, all of them mix, which leaves the ranks less apart.
+        budget: the most groups across racks in a round.
+        keep_apart: whether in a rack the ranks that have crossed and those that have not are separate groups, which
+            makes a cycle exact; else they are one group, which keeps the ranks' values closer between rounds.
 
     Raises:
         ValueError: for fewer than two racks, an empty one, or no budget; with `keep_apart` also for racks of different
@@ -279,13 +279,13 @@ def crossing(racks: Sequence[Sequence[int]], budget: int, *, keep_apart: bool = 
 
 
 def exact(size: int, most: int) -> GroupSchedule:
-    """Returns a schedule of groups of at most `most` ranks, a cycle of which brings any number of ranks to the mean.
+    """Returns a schedule with groups of at most `most` ranks, in which one cycle brings all `size` ranks to the mean.
 
-    It is a grid where the prime factors of `size` allow one: with the fewest rounds and the most equal radices. Else
-    the ranks are parted so that each part has a grid, and no part is smaller than all later ones together. Each part
-    agrees on its own mean. Then, part by part, groups of one later rank and some ranks of the part bring the part to
-    the mean of all on average, which the part spreads while the others go on. (After the Base-(k+1) graphs of Takezawa
-    et al., 2023, whose parts are the digits of the size.)
+    It is a grid where the prime factors of `size` allow one: with the fewest rounds and the most equal dimensions. Else
+    the ranks are divided into parts that have grids, each at least as large as all later parts together. Each part
+    first averages over its own grid. Then, part by part, groups of one rank of a later part and some ranks of this
+    part bring this part's mean to that of all ranks; its grid then averages again while later parts do the same.
+    (After the Base-(k+1) graphs of Takezawa et al., 2023, whose parts are the digits of the size.)
 
     Raises:
         ValueError: for no ranks, or `most` below 2.
@@ -315,16 +315,16 @@ def exact(size: int, most: int) -> GroupSchedule:
 
 
 def _with_all(groups: Mapping[RankGroup, float], size: int) -> Round:
-    """Returns the round of these groups, with all other ranks alone."""
+    """Returns the round with these groups and their relaxations, in which all other ranks below `size` are alone."""
     alone = set(range(size)).difference(chain.from_iterable(groups))
     return Round((*groups, *((rank,) for rank in alone)), (*groups.values(), *(1.0 for _ in alone)))
 
 
 def sitting_out(schedule: GroupSchedule, ranks: Collection[int], every: int) -> GroupSchedule:
-    """Returns the schedule in which these ranks join their groups in one round of `every` only, and else are alone.
+    """Returns the schedule in which these ranks join their groups in only one of `every` rounds, and else are alone.
 
-    Their groups go on without them. The round of the schedule that they join moves on, so that they meet everybody; the
-    schedule is not exact any more.
+    The other members of their groups average without them. The joined round differs from time to time, so that over the
+    cycles they join each round of the schedule once. The result is not exact.
 
     Raises:
         ValueError: for ranks outside the schedule, or `every` below 2.
@@ -347,18 +347,18 @@ def sitting_out(schedule: GroupSchedule, ranks: Collection[int], every: int) -> 
 
 
 def one_of(every: int, length: int) -> frozenset[int]:
-    """Returns the numbers of one round in each `every`, over `every` cycles of `length` rounds.
+    """Selects one of each `every` consecutive rounds in `every` cycles of `length` rounds, and returns their numbers.
 
-    Each round of the cycle is among them once.
+    Each round of a cycle is selected once: the numbers modulo `length` are all different.
     """
     shared = math.gcd(every, length)
     return frozenset(every * turn + turn * shared // length for turn in range(length))
 
 
 def resting(schedule: GroupSchedule, every: int) -> GroupSchedule:
-    """Returns the schedule with `every` - 1 rounds before each of its own in which all ranks are alone (local SGD).
+    """Returns the schedule with `every` - 1 rounds without averaging inserted before each of its rounds (local SGD).
 
-    A cycle is as exact as before; between averages the ranks go apart.
+    A cycle is as exact as before; in the inserted rounds the ranks' values drift apart.
 
     Raises:
         ValueError: for `every` below 1.
@@ -369,7 +369,7 @@ def resting(schedule: GroupSchedule, every: int) -> GroupSchedule:
 
 
 def thinned(schedule: GroupSchedule, every: int) -> GroupSchedule:
-    """Returns the schedule with only one in `every` of the rounds in which ranks meet; in the others all are alone.
+    """Returns the schedule that keeps one in `every` of its averaging rounds; in the others all ranks are alone.
 
     Raises:
         ValueError: for `every` below 1.
@@ -389,7 +389,7 @@ def _check_meets(every: int) -> None:
 
 @lru_cache(maxsize=4096)
 def _radices(size: int, most: int) -> tuple[int, ...] | None:
-    """Returns the fewest and most equal radices for a grid, the largest first; None if a prime factor is too large."""
+    """Returns the fewest, most equal factors of `size`, none above `most`, largest first; None if there are none."""
     if size == 1:
         return ()
     rests = ((radix, _radices(size // radix, most)) for radix in range(2, min(most, size) + 1) if size % radix == 0)
@@ -399,7 +399,7 @@ def _radices(size: int, most: int) -> tuple[int, ...] | None:
 
 @lru_cache(maxsize=4096)
 def _parts(size: int, most: int) -> tuple[int, ...]:
-    """Returns sizes of parts with grids, each at least the sum of the later ones, that give a schedule few rounds."""
+    """Divides `size` ranks into parts for `exact` with few rounds; each size is at least the sum of the later ones."""
     if _radices(size, most) is not None:
         return (size,)
     largest = (part for part in range(-(-size // 2), size) if _radices(part, most) is not None)
@@ -407,14 +407,14 @@ def _parts(size: int, most: int) -> tuple[int, ...]:
 
 
 def _cost(parts: tuple[int, ...], most: int) -> tuple[int, int]:
-    """Returns the numbers of rounds and of parts."""
+    """Returns the numbers of rounds and of parts of the `exact` schedule with these parts, to compare divisions."""
     return max(_depth(part, most) for part in parts) + _num_rounds_after(parts, most), len(parts)
 
 
 def _num_rounds_after(parts: Sequence[int], most: int) -> int:
-    """Returns the rounds of a schedule of several parts after each part has its own mean.
+    """Returns the number of rounds of an `exact` schedule after each part has averaged over its own grid.
 
-    The last part has the mean of all when it has met all other parts.
+    The last part has the mean of all ranks once it has been in groups with all other parts.
     """
     return max(place + 1 + _depth(part, most) for place, part in enumerate(parts[:-1]))
 

@@ -1,9 +1,9 @@
 """`Survivors`: agreement, through the store, on the ranks that are left after others died or stopped answering.
 
-Collectives do not tell: a broken connection says nothing of third ranks, and a rank that computes for long answers as
-late as a dead one. So each rank has a thread that counts beats in the store of `torch.distributed`. A rank that finds
-others lost calls all ranks through the store; the survivors are those that come before the missing ones have been
-silent for long.
+A failed collective does not show who is left: a broken connection says nothing of third ranks, and a rank in a long
+computation is as silent as a dead one. So a thread of each rank increments a heartbeat in the store of
+`torch.distributed`. A rank that finds others lost calls all ranks through the store. The survivors are the ranks that
+answer before the call ends: when no other rank has had a heartbeat for some seconds, or at the timeout.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ NO_STORE = (
 
 @dataclass(frozen=True)
 class Survival:
-    """The ranks that are left, as global ranks, and the most steps that one of them has made."""
+    """The global ranks that are left after others were lost, and the most training steps that any of them has made."""
 
     ranks: tuple[int, ...]
     steps: int
 
 
 class Survivors:
-    """The ranks of a process group that are left.
+    """The ranks of a process group that are still alive, with a thread that sends this rank's heartbeats.
 
     Args:
-        name: the same on all ranks, and never used by anything else.
-        process_group: the ranks at first; None: all.
-        timeout_s: seconds that a living rank is waited for.
+        name: the prefix of the keys in the store: the same on all ranks, used by nothing else.
+        process_group: the ranks at the start; None: all.
+        timeout_s: seconds that `agree` waits for a rank that is alive but does not call it.
 
     Attributes:
-        called: some rank has found that ranks were lost, and waits in `agree`.
+        called: whether some rank has found that ranks were lost, and waits in `agree`.
     """
 
     def __init__(self, name: str, process_group: dist.ProcessGroup | None, *, timeout_s: float) -> None:
@@ -74,15 +74,15 @@ class Survivors:
         self._end = weakref.finalize(self, _end, self._ended, self._woken, self._thread)
 
     def agree(self, steps: int) -> Survival:
-        """Returns the ranks that are left, the same on all of them; all of them must call it.
+        """Agrees on the ranks that are left and returns them; all living ranks must call this.
 
-        A rank that is alive is waited for until the timeout.
+        Ranks that send heartbeats are waited for until the timeout, then they are left out too.
 
         Args:
-            steps: the steps that this rank has made.
+            steps: the training steps that this rank has made.
 
         Raises:
-            GroupError: where the store does not answer, and on a rank that the others have left behind.
+            GroupError: where the store does not answer, and on a rank that the others have left out.
         """
         answer: futures.Future[Survival] = futures.Future()
         self._asked = steps, answer
@@ -101,9 +101,9 @@ class Survivors:
         return found
 
     def new_group(self) -> dist.ProcessGroup:
-        """Returns a process group of the ranks that `agree` found; all of them call this.
+        """Makes a process group of the ranks that `agree` found; all of these ranks must call this.
 
-        The process group of an earlier call is destroyed.
+        The process group that an earlier call returned is destroyed.
         """
         self._destroy_group()
         self._group = _new_communicator(
@@ -116,7 +116,7 @@ class Survivors:
         return self._group
 
     def close(self) -> None:
-        """Ends the thread, and the last group."""
+        """Ends the heartbeat thread, and destroys the process group that `new_group` made last."""
         self._end()
         self._destroy_group()
 
@@ -172,7 +172,7 @@ class Survivors:
         return Survival(tuple(found), max(found.values()))
 
     def _alive(self, beats: dict[int, tuple[int, float]], came: Collection[int], now_s: float) -> list[int]:
-        """Returns the ranks that have not come, and beat."""
+        """Returns the ranks that have not called `agree` but still send heartbeats, by `beats`: (count, since when)."""
         return [rank for rank, (_, since_s) in beats.items() if rank not in came and now_s - since_s < self._silent_s]
 
 

@@ -1,4 +1,4 @@
-"""Threads of gradsync, which run jobs in the order in which they were given."""
+"""`JobThread`: a background thread that runs functions (jobs) in the order in which they are submitted."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ _running: weakref.WeakSet[JobThread] = weakref.WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    """Stops all job threads at exit: one that is inside of C++ code when the interpreter ends would abort the process.
+    """Stops all job threads at exit: one that runs C++ code when the interpreter ends would abort the process.
 
-    A message that hangs fails once the rank at its other end has exited, so each thread gets some seconds to end.
+    A hanging send or receive fails once its peer has exited, so each thread gets two seconds to end.
     """
     for thread in list(_running):
         thread.stop(patience_s=2.0)
 
 
 class JobThread:
-    """A daemon thread that runs jobs one after the other.
+    """A daemon thread that runs jobs, which are functions without arguments, one after the other.
 
     Args:
-        name: of the thread.
-        device: the CUDA device of its jobs, if they have one.
-        torch_threads: the number of threads for one operation of torch in its jobs; None: torch's setting.
+        name: the thread's name.
+        device: the current CUDA device in the thread, where it is one; None: none is set.
+        torch_threads: torch's intra-op threads for the jobs; None: torch's own setting.
     """
 
     def __init__(self, name: str, device: torch.device | None = None, *, torch_threads: int | None = None) -> None:
@@ -43,17 +43,17 @@ class JobThread:
             self._set_torch_threads(torch_threads)
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Queues a job; a job keeps its own errors for the thread that waits for it.
+        """Queues a job for the thread. The job must catch its own exceptions: one that escapes ends the thread.
 
         Raises:
-            RuntimeError: after `stop`, as nobody would run the job.
+            RuntimeError: after `stop`, as the job would never run.
         """
         if self._stopped:
             raise RuntimeError(f"the thread {self._thread.name!r} was stopped")
         self._jobs.put(job)
 
     def stop(self, patience_s: float = 5.0) -> None:
-        """Ends the thread after the queued jobs; a job that hangs is left behind as a daemon, until exit."""
+        """Ends the thread after the queued jobs, waiting for at most `patience_s`; a hanging job is left running."""
         self._stopped = True
         self._jobs.put(None)
         if self._thread is not threading.current_thread():  # garbage may be collected on any thread
@@ -62,9 +62,9 @@ class JobThread:
             _running.discard(self)
 
     def _set_torch_threads(self, number: int) -> None:
-        """Sets torch's number of threads for this thread alone.
+        """Sets torch's number of intra-op threads for this thread alone.
 
-        torch applies the last setting to all threads to come, so the usual one is set back.
+        torch applies the last setting to all threads that start later, so the usual one is restored at once.
         """
         usual, done = torch.get_num_threads(), threading.Event()
 

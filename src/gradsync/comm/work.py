@@ -1,4 +1,4 @@
-"""`Work`: a computation that a scheme awaits like an operation, so that the issuing side chooses its thread."""
+"""`Work`: a computation that a scheme awaits like a collective, so that the engine can choose its thread."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ T = TypeVar("T")
 
 
 class WorkGivenUpError(RuntimeError):
-    """Raised by work whose step was given up before a thread had begun it."""
+    """Raised to threads that wait for `Work` whose training step was cancelled before the work had begun."""
 
 
 class Work(Pending[T]):
-    """A computation of this rank alone, for a named device. It is done once, by the first thread that calls `run`.
+    """A local computation that a scheme awaits. It runs once, on the first thread that calls `run`.
 
-    A thread that waits for the result does the work on the spot, unless the work was handed to another thread. Errors
-    of the computation are raised where it is waited for.
+    `device` names the thread meant for it: `COMPUTE` or `OFFLOAD`. A thread that waits for the result does the work
+    itself, unless `hand_to` gave it to another thread. Errors of the computation are raised to the waiting thread.
     """
 
     def __init__(self, function: Callable[[], T], device: str, name: str) -> None:
@@ -43,17 +43,17 @@ class Work(Pending[T]):
         return self._ended.is_set()
 
     def follow_this_stream(self) -> None:
-        """Notes that the inputs are being made on this thread's CUDA stream, for which the work will wait."""
+        """Records an event on this thread's CUDA stream, which makes the inputs; the work will wait for the event."""
         self._inputs = torch.cuda.Event()
         self._inputs.record()
 
     def hand_to(self, submit: Callable[[Callable[[], None]], None]) -> None:
-        """Leaves the work to the thread that `submit` gives jobs to."""
+        """Submits the work to another thread by `submit`; waiting threads then no longer do it themselves."""
         self._handed = True
         submit(self.run)
 
     def run(self) -> None:
-        """Does the work on this thread, unless another thread has begun it."""
+        """Runs the computation on this thread, unless a thread has begun it already."""
         if not self._begun.acquire(blocking=False):
             return
         self.start_s = time.perf_counter()
@@ -73,7 +73,7 @@ class Work(Pending[T]):
         self._ended.set()
 
     def give_up(self) -> None:
-        """Prevents the work from being begun; a thread that waits for it gets `WorkGivenUpError`."""
+        """Cancels the work unless a thread has begun it; a thread that waits for it then gets `WorkGivenUpError`."""
         if self._begun.acquire(blocking=False):
             self._function = None
             self._error = WorkGivenUpError(f"{self.name} was given up with its step")

@@ -28,32 +28,32 @@ SENT, SUMS = "sent", "sums"
 
 
 def sums_point(number: int, copies: int = 1) -> str:
-    """Returns the name of the compress point where a scheme compresses sums for the `number`-th time, from 1.
+    """Returns the key of the compressors' state where a scheme compresses sums for the `number`-th time, from 1.
 
-    `copies`: how many ranks compress the same sums there, and keep the same residual.
+    `copies`: the number of ranks that compress the same sums, and keep the same residual.
     """
     name = SUMS if number == 1 else f"{SUMS} {number}"
     return name if copies == 1 else f"{name} of {copies}"
 
 
 def copies_at(point: str) -> int:
-    """Returns how many ranks compress the same sums at this compress point; 0 where it is not one of sums."""
+    """Returns how many ranks compress the same sums under this key of the state; 0 if gradients are compressed."""
     form = re.fullmatch(rf"{SUMS}(?: \d+)?(?: of (?P<copies>\d+))?", point)
     return 0 if form is None else int(form["copies"] or 1)
 
 
 @dataclass(frozen=True)
 class CompressorState:
-    """A compressor's state for one flat tensor, as its residual. Never overwritten, so that a step can be undone.
+    """A compressor's state for one flat tensor, such as a residual. It is not overwritten, so steps can be undone.
 
     Attributes:
         spec: names, shapes and dtype of the segments of the tensor.
-        stream: the number by which ranks that compress at the same time draw different random numbers.
+        stream: a number, usually the rank, by which ranks draw different random numbers.
         step: how often the tensor was compressed before.
-        elements: tensors of shape (numel,), by name; a plan that cuts the bucket elsewhere cuts them along.
-        tensors: one tensor of any shape for each segment, by name; a plan that cuts a segment drops them.
-        together: tensors that belong to all segments, by name; they change even if ranks use only some parameters.
-        agreed: the maxima over the ranks for this step, (num_agreed,) float32, see `Compressor.observe`.
+        elements: tensors of shape (numel,), by name; if a new plan cuts the bucket elsewhere, they are cut like it.
+        tensors: one tensor of any shape for each segment, by name; dropped for segments that a new plan cuts.
+        together: tensors for all segments together, by name; they change even if ranks use only some parameters.
+        agreed: the maxima over the ranks of what `Compressor.observe` returned in this step, (num_agreed,) float32.
     """
 
     spec: FlatSpec
@@ -66,18 +66,18 @@ class CompressorState:
 
     @property
     def arrived(self) -> list[tuple[int, int]] | None:
-        """The ranges [start, stop) of elements that the last step summed; None: all. The result is 0 elsewhere."""
+        """The ranges [start, stop) of elements that the last step summed; None: all. Elsewhere the sum is 0."""
         return None
 
     def unused(self, names: Collection[str]) -> CompressorState:
-        """Returns the state after a step in which no rank used these parameters, so that their result is dropped.
+        """Returns this state, the one after a step, as it must be if no rank used the parameters `names` in the step.
 
-        The caller restores `elements` and `tensors` of these parameters itself.
+        Their result is dropped. The caller itself sets their `elements` and `tensors` back to those before the step.
         """
         return self
 
     def next(self, **changes: Any) -> CompressorState:
-        """Returns the state after one more step."""
+        """Returns the state after one more step, with `changes` to its fields."""
         return replace(self, step=self.step + 1, agreed=None, **changes)
 
     def sections(self, seed: int, *, shared: bool = False) -> kernels.Sections:
@@ -92,7 +92,7 @@ class CompressorState:
 
 @lru_cache(maxsize=256)
 def _keys(spec: FlatSpec, seed: int, stream: int) -> np.ndarray:
-    """Returns the part of the segments' seeds that is the same in all steps, (segments,) uint64."""
+    """Returns a hash of each segment's name, seed and stream, (segments,) uint64: the same in all steps."""
     names = [hashlib.blake2b(segment.name.encode(), digest_size=8).digest() for segment in spec.segments]
     keys = np.array([int.from_bytes(name, "little") for name in names], dtype=np.uint64)
     return _mixed(_mixed(np.zeros_like(keys), keys), seed, stream)
@@ -151,16 +151,16 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True)
 class CompressorTraits:
-    """The traits of a compressor, which schemes and planners ask before it runs.
+    """Properties of a compressor that schemes and planners read before it runs.
 
     A compressor that wraps another one has the inner traits, or derives its own from them:
     `replace(inner.traits, made_for_ranks=4)`.
 
     Attributes:
-        payload: the class of the payloads, which decides what schemes can send them.
-        agrees: the ranks agree on the maxima of some numbers before they compress, see `Compressor.observe`.
-        feeds_back: error feedback makes good what the compressor leaves out. It cannot if the sum of payloads decodes
-            to something else than the sum of the ranks' decoded tensors.
+        payload: the class of the payloads, which decides which schemes can send them.
+        agrees: whether ranks compute the maxima of some numbers before they compress, see `Compressor.observe`.
+        feeds_back: whether error feedback can make up for what the compressor leaves out. It cannot if the sum of
+            payloads does not decode to the sum of the ranks' decoded tensors.
         most_summands: how many payloads can be added before the numbers overflow; None: any number.
         made_for_ranks: how many ranks compress together, if the settings say so; None: any number.
     """
@@ -192,11 +192,11 @@ class Compressor(Nameable, ABC, Generic[P]):
 
     @property
     def title(self) -> str:
-        """The compressor's short name in tables of results, without its settings."""
+        """The compressor's short name in printed tables of results, without its settings."""
         return self.name
 
     def kernel(self, what: str) -> str:
-        """Returns the name of kernel `what` ("compress", say) in cost models; each setting has its own costs."""
+        """Returns the name in cost models of kernel `what`, as "compress"; it has the settings, as costs differ."""
         return f"{what}_{self}"
 
     @abstractmethod
@@ -205,10 +205,10 @@ class Compressor(Nameable, ABC, Generic[P]):
 
     @abstractmethod
     def nbytes(self, spec: FlatSpec, step: int = 0) -> int:
-        """Returns the size in bytes of the payload of such a tensor at step `step`, which all ranks know in advance."""
+        """Returns the bytes of the payload of a tensor like `spec` at step `step`, which all ranks know in advance."""
 
     def num_kept(self, spec: FlatSpec, step: int = 0) -> int:
-        """Returns how many elements of a decoded tensor are non-zero at most."""
+        """Returns the largest number of non-zero elements that a decoded tensor like `spec` can have."""
         return spec.numel
 
     def unchanged_since(self, step: int) -> int:
@@ -216,12 +216,12 @@ class Compressor(Nameable, ABC, Generic[P]):
         return 0
 
     def number_dtype(self, spec: FlatSpec) -> torch.dtype:
-        """Returns the dtype of the numbers of a `Summand` of such a tensor."""
+        """Returns the dtype of the numbers in the `Summand` (payload) of a tensor like `spec`."""
         return spec.dtype
 
     @property
     def of_sums(self) -> Compressor[Any]:
-        """The compressor that an owner applies to sums, unless the scheme names another one.
+        """The compressor for sums over ranks, unless the scheme names another one.
 
         It omits what each rank did to its own gradient already, as momentum.
         """
@@ -237,7 +237,7 @@ class Compressor(Nameable, ABC, Generic[P]):
         return CompressorState(spec, stream)
 
     def num_agreed(self, spec: FlatSpec) -> int:
-        """Returns how many numbers `observe` returns for such a tensor."""
+        """Returns how many numbers `observe` returns for a tensor like `spec`."""
         return 0
 
     def observe(self, x: Tensor, state: CompressorState) -> Tensor | None:
@@ -248,8 +248,8 @@ class Compressor(Nameable, ABC, Generic[P]):
             state: the state before this step.
 
         Returns:
-            (num_agreed(spec),) float32, as the largest magnitude of each block. A scheme computes the maxima over the
-            ranks, number by number, and hands them to `compress` as `state.agreed`.
+            (num_agreed(spec),) float32, such as the largest magnitude of each block. A scheme computes their maxima
+            over the ranks, number by number, and hands them to `compress` as `state.agreed`.
         """
         return None
 
@@ -413,12 +413,12 @@ def check_size(payload: Payload, out: Tensor) -> None:
 
 
 def by_spec(method: Callable[[Any, FlatSpec], T]) -> Callable[[Any, FlatSpec], T]:
-    """Caches a method whose result depends only on the settings and on the spec; a step calls it several times."""
+    """Decorates a method so that its results, which depend only on the settings and the spec, are cached."""
     return lru_cache(maxsize=256)(method)
 
 
 def alike(keys: Iterable[K]) -> dict[K, list[int]]:
-    """Returns the places of each key in the sequence, so that one operation handles all tensors of one shape."""
+    """Returns the indices at which each key occurs, so that one operation can handle all tensors of one shape."""
     places: dict[K, list[int]] = {}
     for place, key in enumerate(keys):
         places.setdefault(key, []).append(place)
@@ -431,7 +431,7 @@ def stacked(parts: Sequence[Tensor], places: Sequence[int]) -> Tensor:
 
 
 def unstack(rows: Tensor, parts: Sequence[Tensor], places: Sequence[int]) -> None:
-    """Overwrites the parts at these places, (length,) each, by `rows`, (places, length)."""
+    """Overwrites the parts at these places, (length,) each, by the rows of `rows`, (places, length)."""
     torch._foreach_copy_([parts[place] for place in places], list(rows.unbind()))
 
 
@@ -439,7 +439,7 @@ Field = tuple[torch.dtype, int]  # of a message: type and number of elements
 
 
 def fields_nbytes(*layout: Field) -> int:
-    """Returns the size in bytes of a message of these fields; all but the last are padded."""
+    """Returns the size in bytes of a message of these fields; all but the last are padded to multiples of 8."""
     if not layout:
         return 0
     *first, (dtype, count) = layout

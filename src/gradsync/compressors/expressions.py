@@ -31,7 +31,7 @@ Decay = Annotated[float, Interval(ge=0, lt=1)]  # the factor of a running sum in
 
 
 class Word(StrEnum):
-    """A choice among words, which plans hold as words."""
+    """An enum of words for a setting with a few choices; plans contain the chosen word as a string."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -70,7 +70,7 @@ class Nameable:
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Returns the pydantic schema of a field, which reads a member of this family or an expression."""
+        """Returns the pydantic schema of a field, which reads an instance of this class or its JSON expression."""
         from pydantic_core import PydanticCustomError, core_schema
 
         def read(given: Any) -> Any:
@@ -160,7 +160,7 @@ def _member_of(family: type[Nameable]) -> str:
 
 
 def _checked(named: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the checked settings of a class, with tuples for lists and members for expressions."""
+    """Checks settings of a class against their annotations; returns them with tuples for lists, objects for JSON."""
     if not given:
         return {}  # without pydantic, whose import takes time
     types = _annotations(named)
@@ -249,7 +249,7 @@ def _has_tuple(annotation: Any) -> bool:
 
 
 def _by_value(annotation: Any) -> Any:
-    """Returns the type of a setting with enums that are read from their values, too, as JSON has them."""
+    """Returns the type of a setting, changed so that pydantic also reads enum members from their values."""
     from pydantic import Strict
 
     if isinstance(annotation, type) and issubclass(annotation, Enum) and not issubclass(annotation, Word):
@@ -265,7 +265,7 @@ def _frozen(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a setting with the types of JSON: lists for tuples, expressions for members."""
+    """Returns a setting with the types of JSON: lists for tuples, expressions for schemes and compressors."""
     if isinstance(value, Nameable):
         return to_expression(value)
     return [_plain(part) for part in value] if isinstance(value, tuple) else value

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Exact:
-    """No error: C(x) = x, bit by bit."""
+    """The law of a compressor without error: every tensor x is decoded as x, bit by bit."""
 
 
 @dataclass(frozen=True)
 class Unbiased:
-    """Right in the mean, with a bounded variance: E C(x) = x and E |C(x) - x|^2 <= omega |x|^2.
+    """A law for x decoded as C(x): right in the mean, E C(x) = x, and E |C(x) - x|^2 <= omega |x|^2.
 
     The mean over n ranks that draw independently has omega / n. An unbiased compressor needs no error feedback;
     C(x) / (1 + omega) is a contraction by 1 / (1 + omega).
@@ -26,7 +26,7 @@ class Unbiased:
 
 @dataclass(frozen=True)
 class Contraction:
-    """A relative bound: |C(x) - x|^2 <= (1 - delta) |x|^2 with 0 < delta <= 1. Biased: needs error feedback."""
+    """A law for x decoded as C(x): |C(x) - x|^2 <= (1 - delta) |x|^2, 0 < delta <= 1. Biased: needs error feedback."""
 
     delta: float
     in_expectation: bool = False  # True: holds in the mean over the compressor's random draws; False: for every draw
@@ -38,14 +38,14 @@ class Contraction:
 
 @dataclass(frozen=True)
 class Absolute:
-    """An absolute bound: |C(x) - x| <= tau in every element, whatever x is. Residuals keep the same bound."""
+    """A law for x decoded as C(x): |C(x) - x| <= tau in every element of any x. Residuals keep the same bound."""
 
     tau: float
 
 
 @dataclass(frozen=True)
 class Biased:
-    """No bound relative to x, so error feedback may not make up for the error; `why` is the reason in words."""
+    """A law without a bound on the error, for which error feedback may not make up; `why` is the reason in words."""
 
     why: str
 

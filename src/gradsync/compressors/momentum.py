@@ -75,7 +75,7 @@ class MomentumCorrection(Feedback[P]):
 
     @property
     def of_sums(self) -> Compressor[P]:
-        """The inner compressor with error feedback, as sums contain the momentum of each rank already."""
+        """The compressor for sums: the inner one with error feedback, as sums contain each rank's momentum already."""
         return ErrorFeedback(self.compressor)
 
     def init(self, spec: FlatSpec, stream: int = 0) -> CompressorState:
@@ -101,7 +101,7 @@ class MomentumCorrection(Feedback[P]):
         return payload, replace(next_state, elements={**next_state.elements, RESIDUAL: left, MOMENTUM: velocity})
 
     def _advanced(self, x: Tensor, state: CompressorState) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the clipped gradient g, the next v before compression less g, and the next u, (numel,) each."""
+        """Returns the clipped gradient, the residual to add before compression, and the next momentum: (numel,)."""
         x = self._clipped(x, state.spec)
         before, velocity = (state.elements[name].to(x.device) for name in (RESIDUAL, MOMENTUM))
         following = torch.mul(velocity, self.momentum, out=memory.empty_like(velocity))
@@ -135,7 +135,7 @@ def dgc(
     """Returns the compressor of deep gradient compression: top-k with momentum on each rank. (Lin et al., 2018)
 
     The selection is exact, so the number of elements is fixed. The paper takes the threshold from a sample and corrects
-    it in up to ten rounds; our kernel takes a threshold from a sample too, then selects exactly among the few elements
+    it up to ten times; our kernel takes a threshold from a sample too, then selects exactly among the few elements
     above it, in the same pass over memory.
 
     Args:

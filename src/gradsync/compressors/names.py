@@ -44,12 +44,12 @@ class Family:
     """Compressors whose names have the same word, with different numbers behind it, as `topk0.01` and `topk0.001`.
 
     Attributes:
-        make: returns the compressor of a number; without `numbers` there is only one compressor.
+        make: returns the compressor for the number in a name; takes none if there are no `numbers`.
         feedback: whether the compressor trains with error feedback by default; None: it has a residual of its own.
-        numbers: the numbers that are measured unless others are named.
-        matrices_only: tensors of one dimension are sent uncompressed.
-        asks: further arguments of `make`: `momentum` (the optimiser's, which the compressor applies in its place),
-            `summands` (the number of ranks).
+        numbers: the numbers that benchmarks measure unless others are named; none if names have no number.
+        matrices_only: whether tensors of one dimension are sent uncompressed.
+        asks: names of further arguments of `make`: `momentum` (the optimiser's, which the compressor applies in its
+            place), `summands` (the number of ranks).
     """
 
     make: Callable[..., Compressor[Any]]
@@ -93,7 +93,7 @@ FAMILIES: dict[str, Family] = {
 
 @dataclass(frozen=True)
 class Named:
-    """A compressor by name: without error feedback (`bare`), and as the name says (`trained`)."""
+    """The compressor of a short name: `bare` lacks error feedback, `trained` has it if the name implies it."""
 
     family: Family
     bare: Compressor[Any]
@@ -101,17 +101,17 @@ class Named:
 
     @property
     def with_feedback(self) -> Compressor[Any] | None:
-        """The compressor with error feedback; None if the family trains without, or has a residual of its own."""
+        """The compressor with error feedback; None if its family has none by default, or has a residual of its own."""
         return ErrorFeedback(self.bare) if self.family.feedback else None
 
 
 def usual_names() -> tuple[str, ...]:
-    """Returns the names of all families, with each of their usual numbers."""
+    """Returns the compressor names that benchmarks measure by default: all families, with each of `numbers`."""
     return tuple(f"{family}{number}" for family, of in FAMILIES.items() for number in of.numbers or ("",))
 
 
 def is_known(name: str) -> bool:
-    """Whether a name belongs to one of the families, with any number."""
+    """Whether a name, with any number, is that of a compressor in one of the `FAMILIES`."""
     try:
         _parted(name)
     except ValueError:

@@ -40,7 +40,7 @@ Summands = Annotated[int, Interval(ge=1, le=MOST_LEVELS[8])]  # ranks that sum i
 
 
 class Quantizer(Compressor[P]):
-    """A compressor that writes codes and scales by `kernels.quantize`, as its `grid` says."""
+    """A compressor that rounds elements to a `grid`: a payload has a code for each, and a scale for each block."""
 
     @property
     @abstractmethod
@@ -96,7 +96,7 @@ class Quantizer(Compressor[P]):
         return state.sections(self.seed) if draws(self.grid) else state.spec.sections
 
     def _bring(self, scales: Tensor, x: Tensor, residual: Tensor | None, sections: Sections) -> None:
-        """Fills in `scales`, (blocks,) float32, if the grid leaves them to the caller ("given")."""
+        """Fills `scales`, (blocks,) float32, where the kernel does not compute them; by default does nothing."""
 
     @abstractmethod
     def _empty(self, x: Tensor, state: CompressorState) -> P:
@@ -108,7 +108,7 @@ class Quantizer(Compressor[P]):
 
 
 class MessageQuantizer(Quantizer[Message]):
-    """A quantiser with scales of each rank, which are sent before the codes in one message."""
+    """A quantiser in which each rank has scales of its own, and sends them before the codes in one message."""
 
     def nbytes(self, spec: FlatSpec, step: int = 0) -> int:
         return fields_nbytes(*self._layout(spec))
@@ -130,10 +130,10 @@ class MessageQuantizer(Quantizer[Message]):
 
 
 class SharedScaleQuantizer(Quantizer[Summand]):
-    """A quantiser with the same scales on all ranks, their maxima, so that an all-reduce can sum the int8 codes.
+    """A quantiser whose scales are maxima over the ranks, the same on all: an all-reduce can sum the int8 codes.
 
     The largest level is 127 // summands, so that no sum of `summands` codes overflows. The law is about all ranks
-    together, as if their tensors were one with blocks of summands x L elements: it bounds the sum of the squared errors
+    together, as if their tensors were one with blocks `summands` times as long: it bounds the sum of the squared errors
     over ranks by the sum of the squared norms over ranks.
     """
 
@@ -151,7 +151,7 @@ class SharedScaleQuantizer(Quantizer[Summand]):
 
     @property
     def found(self) -> Grid:
-        """The grid by which a rank computes its scales before the maximum over ranks."""
+        """The grid by which a rank computes its own scales, of which ranks then take the maxima."""
         return Grid(1, block=self.grid.block)
 
     @torch.no_grad()
@@ -187,8 +187,9 @@ class BlockInt(MessageQuantizer):
     """Rounds each element to a multiple of a / s, with a the largest magnitude of its block. (Dettmers, 2016)
 
     s = 127 for 8 bits, 7 for 4 bits. Rounded to nearest, an element is off by a / (2 s) at most, so |error|^2 / |x|^2
-    is at most r / (1 + r) with r = (L - 1) / (4 s^2): a contraction; error feedback helps. `stochastic` rounds up with
-    a probability equal to the fraction: unbiased, omega = (sqrt(1 + (L - 1) / s^2) - 1) / 2.
+    is at most r / (1 + r) with r = (L - 1) / (4 s^2) for blocks of L elements: a contraction; error feedback helps.
+    `stochastic` rounds up with a probability equal to the fraction: unbiased, with omega =
+    (sqrt(1 + (L - 1) / s^2) - 1) / 2.
     Blocks whose magnitudes are all below 4e-37 count as zero. For blocks: Dettmers et al., 2022.
     Wire: bits / 8 bytes an element, 4 bytes a block.
     """
@@ -232,7 +233,7 @@ class SharedBlockInt(SharedScaleQuantizer):
 class QSGD(MessageQuantizer):
     """Rounds each element at random to a multiple of norm / s, with the norm of its block. (Alistarh et al., 2017)
 
-    s is `levels`; a block has `bucket` elements, as the paper calls it. An element is rounded up with a probability
+    s is `levels`; a block has L = `bucket` elements, as the paper calls it. An element is rounded up with a probability
     equal to the fraction: unbiased, omega = sqrt(L) / s - 1 if sqrt(L) >= 2 s, else L / (4 s^2). Exactly, E |error|^2
     is (norm / s)^2 times the sum of f (1 - f) over the fractions f. `norm="max"` takes the largest magnitude in place
     of the Euclidean norm, with the law of a stochastic `BlockInt`.
@@ -261,10 +262,10 @@ class QSGD(MessageQuantizer):
 class TernGrad(MessageQuantizer):
     """Rounds each element at random to -a, 0 or a, with a the largest magnitude of its block. (Wen et al., 2017)
 
-    An element x becomes a or -a with the probability |x| / a: unbiased, omega = (sqrt(L) - 1) / 2; exactly,
-    E |error|^2 is the sum of a |x| - x^2. With `clip`, a is at most clip times the root mean square of the block, and
-    larger elements count as a: unbiased for the clipped tensor, so biased for the tensor. `block=0`: one scale a
-    tensor, as in the paper, which clips at 2.5.
+    An element x becomes a or -a with the probability |x| / a: unbiased, omega = (sqrt(L) - 1) / 2 for blocks of L
+    elements; exactly, E |error|^2 is the sum of a |x| - x^2. With `clip`, a is at most clip times the root mean square
+    of the block, and larger elements count as a: unbiased for the clipped tensor, so biased for the tensor. `block=0`:
+    one scale a tensor, as in the paper, which clips at 2.5.
     Wire: 2 bits an element, 4 bytes a block.
     """
 
@@ -397,6 +398,6 @@ def find_clipped_scales(
 
 
 def _length(spec: FlatSpec, block: int) -> int:
-    """Returns L, the elements of the longest block, at least 1."""
+    """Returns the number of elements in the longest block, at least 1; with `block` 0 a block is a tensor."""
     longest = max(spec.lengths, default=0)
     return max(1, min(block or longest, longest))

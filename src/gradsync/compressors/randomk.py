@@ -62,7 +62,7 @@ class RandomK(Sparsifier):
         return CompressorTraits(Summand if self.shared else SparseMessage)
 
     def runs(self, numel: int) -> tuple[int, int]:
-        """Returns how many runs of a tensor with `numel` elements are kept, and the elements of a run."""
+        """Returns how many runs of neighbours are kept of a tensor with `numel` elements, and the length of a run."""
         run = max(1, min(self.block, numel))
         return min(max(1, round(self.ratio * (numel // run))), numel // run), run
 

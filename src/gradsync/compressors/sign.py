@@ -26,7 +26,7 @@ MOMENTUM = "momentum"  # the key of the momentum in `CompressorState.elements`
 
 
 class Signs(Compressor[Message]):
-    """Base of the sign compressors. A message has the scales, float32, then the bits."""
+    """Base class of compressors that send one sign bit an element. A message has float32 scales, then the bits."""
 
     @property
     @abstractmethod
@@ -89,7 +89,7 @@ class Signs(Compressor[Message]):
         return words, scales.view(-1, 2) if self.kept[0] == "two" else scales
 
     def _least(self, spec: FlatSpec) -> Contraction:
-        """Returns a contraction by 1 / d, with d the elements of the longest block."""
+        """Returns the law of a contraction by 1 / d, with d the number of elements in the longest block."""
         block = self.kept[1]
         longest = max(spec.lengths, default=0)
         return Contraction(1 / max(1, min(block, longest) if block else longest))
@@ -174,7 +174,7 @@ class Signum(Sign):
 
     @property
     def of_sums(self) -> Sign:
-        """`Sign`, as each rank applied momentum before the sum."""
+        """The compressor for sums: `Sign`, as each rank applied momentum to its own gradient already."""
         return Sign()
 
     def init(self, spec: FlatSpec, stream: int = 0) -> CompressorState:

@@ -117,9 +117,9 @@ class SketchML(Sparsifier):
 
 
 def _bucketed(values: Tensor, buckets: int) -> tuple[Tensor, Tensor]:
-    """Returns the quantile buckets of each row: means, (rows, buckets) float64, and numbers, (rows, count) int64.
+    """Cuts each row into quantile buckets; returns their means, (rows, buckets) float64, and numbers, (rows, count).
 
-    `values`: (rows, count) floating. Means ascend; `numbers` says in which quantile bucket each value is.
+    `values`: (rows, count) floating. Means ascend; numbers, int64, say in which quantile bucket each value is.
     """
     rows, count = values.shape
     ascending, order = values.double().sort(dim=1, stable=True)
@@ -168,7 +168,7 @@ class CountSketch(Compressor[Summand]):
             raise ValueError(f"CountSketch.rows must be odd, got {self.rows}")
 
     def columns(self, numel: int) -> int:
-        """Returns the counters in a row for a tensor of `numel` elements, see "Wire" above."""
+        """Returns the counters in a row for a tensor of `numel` elements, see "Wire" in the class."""
         if numel == 0:
             return 0
         columns = max(1, round(self.ratio * numel / self.rows))

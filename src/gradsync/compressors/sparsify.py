@@ -34,7 +34,7 @@ BFLOAT16_ROUNDING = 2.0**-8  # the largest error of rounding, relative to the va
 
 
 def share_of(ratio: float, numel: int) -> int:
-    """Returns how many of `numel` elements the share `ratio` is, rounded; at least one if there is any."""
+    """Returns the number of elements that make up the share `ratio` of `numel`, rounded; at least 1 unless 0 of 0."""
     return min(max(1, round(ratio * numel)), numel)
 
 
@@ -121,14 +121,14 @@ class TopK(Sparsifier):
 
 
 def packed_layout(count: int, length: int, dtype: torch.dtype) -> tuple[Field, Field]:
-    """Returns the fields of a message with the positions of `count` elements of [0, length), and their values."""
+    """Returns dtype and size of a message's two fields: positions of `count` elements of [0, length), and values."""
     return (torch.uint8, int(smallest(count, length).nbytes(count, length))), (dtype, count)
 
 
 def packed_positions(packed: Tensor, most: int, length: int, count: int | None = None) -> Positions:
     """Returns the positions in `packed`, (nbytes,) uint8, which has room for `most` positions of [0, length).
 
-    `count` positions, by default `most`, are at its beginning, in the format of `most`.
+    `count` of them, by default `most`, are at its beginning, in the format that is smallest for `most`.
     """
     form, count = smallest(most, length), most if count is None else count
     return Positions(packed[: int(form.nbytes(count, length))], count, length, form)

@@ -37,7 +37,7 @@ MOST_CORRECTIONS = 3  # how often GaussianK corrects its threshold (Shi et al., 
 
 
 class Thresholded(Sparsifier):
-    """Base of sparsifiers that send the elements above a threshold: of each tensor at most the `most` largest ones."""
+    """Base class of compressors that send the elements above a threshold, of each tensor at most the `most` largest."""
 
     @abstractmethod
     def most(self, numel: int) -> int:
@@ -141,7 +141,7 @@ class Threshold(Thresholded):
 @register
 @dataclass(frozen=True)
 class GaussianK(Thresholded):
-    """Keeps about the `ratio` largest elements of each tensor, as if they were normal. (Shi et al., 2019)
+    """Keeps about the `ratio` largest elements of each tensor, by a threshold for normal data. (Shi et al., 2019)
 
     The threshold is |mean| + z * standard deviation, with z the normal quantile of 1 - ratio / 2. With k as in TopK, it
     is halved if fewer than 2k/3 elements are above it, and raised by half if more than 4k/3 are, three times at most.

@@ -69,7 +69,7 @@ class THC(Compressor[Summand]):
 
     @property
     def levels(self) -> int:
-        """The number of positive levels, and of negative ones."""
+        """The number of positive levels that a code can have, and of negative ones."""
         return min((1 << self.bits - 1) - 1, _INT8_MOST // self.summands)
 
     @cached_property
@@ -90,7 +90,7 @@ class THC(Compressor[Summand]):
 
     @torch.no_grad()
     def observe(self, x: Tensor, state: CompressorState) -> Tensor:
-        """Returns T of each chunk by this rank alone, (chunks,) float32; infinity for NaN, as maxima keep infinity."""
+        """Returns the range T of each chunk on this rank, (chunks,) float32; infinity for NaN, as maxima keep it."""
         check_tensor(x, state)
         chunks, _ = self._chunks(state.spec)
         most = torch.empty(len(chunks.lengths), device=x.device)
@@ -124,7 +124,7 @@ class THC(Compressor[Summand]):
 
     @torch.no_grad()
     def sum_into(self, out: Tensor, payloads: Sequence[Summand], scale: float = 1.0) -> None:
-        """Overwrites `out`, (numel,) floating: sums in the rotated basis and rotates back once.
+        """Overwrites `out`, (numel,) floating, by the scaled sum, made in the rotated basis and rotated back once.
 
         All payloads must be of one step.
         """
@@ -147,7 +147,7 @@ class THC(Compressor[Summand]):
 
     @property
     def _grid(self) -> Grid:
-        """The codes: levels of a T that is given, rounded at random. If 1 / T overflows, T counts as zero."""
+        """The numbers that codes stand for: multiples of T / levels, with T given, or 0 if 1 / T overflows."""
         return Grid(self.levels, scale="given", stochastic=True)
 
     def _signs(self, state: CompressorState) -> Sections:
@@ -160,7 +160,7 @@ class THC(Compressor[Summand]):
 
     @by_spec
     def _chunks(self, spec: FlatSpec) -> tuple[Sections, list[int]]:
-        """Returns the chunks as sections that draw as in their whole tensor, and the tensor's number for each."""
+        """Returns the chunks as sections, which draw random numbers as in the whole tensor, and each one's tensor."""
         lengths: list[int] = []
         starts: list[int] = []
         tensors: list[int] = []
@@ -182,7 +182,7 @@ class Tiling(NamedTuple):
 
     @property
     def down(self) -> int:
-        """The rectangles along the rows' dimension."""
+        """The number of rectangles from the top of the matrix to the bottom."""
         return -(-self.rows // self.height)
 
     @property
@@ -195,13 +195,13 @@ class Tiling(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The elements of a rectangle."""
+        """The number of elements in a rectangle."""
         return self.height * self.width
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """The rectangles of all tensors of one shape, tensor by tensor."""
+    """The rectangles into which all tensors of one shape are cut, tensor by tensor."""
 
     tiling: Tiling  # the same for each tensor
     places: tuple[int, ...]  # the tensors' numbers among the segments
@@ -213,7 +213,7 @@ class Tiles:
         return len(self.places) * self.tiling.tiles
 
     def starts(self, device: torch.device) -> Tensor:
-        """Returns the index of each rectangle's first coefficient, (count, 1) int64."""
+        """Returns the index of each rectangle's first coefficient among those of all tensors, (count, 1) int64."""
         size = self.tiling.size
         return torch.arange(self.elements.start, self.elements.stop, size, device=device)[:, None]
 
@@ -242,7 +242,7 @@ class DCTTopK(Compressor[Message]):
             raise ValueError(f"DCTTopK.k must be at most chunk^2 = {self.chunk**2}, got {self.k}")
 
     def tiling(self, shape: tuple[int, ...]) -> Tiling:
-        """Returns the rectangles of a tensor of this shape."""
+        """Returns how a tensor of this shape is cut into rectangles."""
         numel = math.prod(shape)
         if len(shape) >= 2:
             rows, columns = shape[0], numel // max(1, shape[0])
@@ -288,7 +288,7 @@ class DCTTopK(Compressor[Message]):
         return out
 
     def sum_into(self, out: Tensor, payloads: Sequence[Message], scale: float = 1.0) -> None:
-        """Overwrites `out`, (numel,) floating: adds up the coefficients, and transforms their sum back."""
+        """Overwrites `out`, (numel,) floating, by the scaled sum: adds coefficients and transforms them back once."""
         if not payloads:
             out.zero_()
             return
@@ -330,7 +330,7 @@ class DCTTopK(Compressor[Message]):
 
     @by_spec
     def _rectangles(self, spec: FlatSpec) -> tuple[Sections, tuple[int, ...]]:
-        """Returns the rectangles as sections of all coefficients, and how many coefficients of each are sent."""
+        """Returns each rectangle as a section of the flat coefficients, and how many coefficients of each are sent."""
         lengths: list[int] = []
         counts: list[int] = []
         for tiles in self._tiles(spec):
@@ -359,7 +359,7 @@ def cosines(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _coefficients(x: Tensor, tiling: Tiling) -> Tensor:
-    """Returns the coefficients of tensors, the rows of `x` (tensors, numel): (tensors, tiles, height * width)."""
+    """Returns the cosine transforms of the rectangles of `x`, (tensors, numel): (tensors, tiles, height * width)."""
     rows, columns, height, width = tiling
     tensors, numel = x.shape
     padded = x.new_zeros(tensors, tiling.down * height, tiling.across * width)
@@ -374,7 +374,7 @@ def _coefficients(x: Tensor, tiling: Tiling) -> Tensor:
 
 
 def _elements(coefficients: Tensor, tiling: Tiling) -> Tensor:
-    """Returns the tensors of these coefficients, (tensors, rows * columns): the inverse of `_coefficients`.
+    """Returns the tensors that have these coefficients, (tensors, rows * columns): the inverse of `_coefficients`.
 
     `coefficients`: (tensors, tiles * height * width). Zeros follow the elements of a vector whose last row is not full.
     """

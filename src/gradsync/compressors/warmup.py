@@ -52,7 +52,7 @@ class Warmup(Compressor[P]):
             )
 
     def at(self, step: int) -> Compressor[P]:
-        """Returns the compressor of a step."""
+        """Returns the compressor that is used at step `step`, from 0."""
         return self.compressors[bisect_right(self.starts, step) - 1]
 
     @property

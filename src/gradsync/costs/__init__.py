@@ -1,1 +1,1 @@
-"""Costs of a step: transfers and computations, the cluster, the cost model, the predicted timeline; without torch."""
+"""Costs of a training step: computations and transfers, cluster, cost model, predicted timeline; without torch."""

@@ -67,7 +67,7 @@ class Link:
 
     @classmethod
     def parse(cls, text: str, latency: str = "0s") -> Link:
-        """Returns the link of a rate and a latency: `Link.parse("1gbit", "50us")`.
+        """Returns a link with this rate and latency: `Link.parse("1gbit", "50us")`.
 
         Raises:
             ValueError: for other spellings, see `parse_rate_bytes_per_s` and `parse_duration_s`.
@@ -77,7 +77,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Placement:
-    """The nodes of a group's members: `nodes[i]` is the node of the i-th member."""
+    """The node of each member of a process group: `nodes[i]` is the node of the i-th member."""
 
     nodes: tuple[int, ...]
 
@@ -87,7 +87,7 @@ class Placement:
 
     @classmethod
     def regular(cls, nodes: int, ranks_per_node: int) -> Placement:
-        """Returns the placement of as many ranks on every node, numbered node by node, as torchrun numbers them."""
+        """Returns the placement of equally many ranks on each node, numbered node by node as by torchrun."""
         return cls(tuple(rank // ranks_per_node for rank in range(nodes * ranks_per_node)))
 
     @property
@@ -106,15 +106,15 @@ class Placement:
 
     @property
     def is_hierarchy(self) -> bool:
-        """Whether there are several nodes, with the same number of members on each, and more than one."""
+        """Whether there are several nodes, each with the same number of members, and more than one on each."""
         return self.num_nodes > 1 and (self.ranks_per_node or 0) > 1
 
     def within(self, member: int) -> tuple[int, ...]:
-        """Returns the members on the node of `member`, in order."""
+        """Returns the members on the same node as `member`, itself included, in order."""
         return self._members[self.nodes[member]]
 
     def across(self, member: int) -> tuple[int, ...]:
-        """Returns one member a node: those that have the place of `member` among the members of their node.
+        """Returns one member of each node: the one with the same index within its node as `member` has in its own.
 
         Raises:
             ValueError: where nodes have different numbers of members.
@@ -126,12 +126,12 @@ class Placement:
         return tuple(sorted(members[place] for members in self._members.values()))
 
     def of(self, members: Sequence[int]) -> Placement:
-        """Returns the placement of some of the members."""
+        """Returns the placement of these members alone, in this order, numbered from 0."""
         return Placement(tuple(self.nodes[member] for member in members))
 
     @cached_property
     def _members(self) -> dict[int, tuple[int, ...]]:
-        """The members on each node, by node, in the order of the nodes' first members."""
+        """The members on each node, keyed by node, in the order of the nodes' first members."""
         found: dict[int, list[int]] = {}
         for member, node in enumerate(self.nodes):
             found.setdefault(node, []).append(member)
@@ -143,8 +143,8 @@ class Cluster:
     """Nodes with `ranks_per_node` ranks each, joined by `link`; ranks of one node are joined by `intra`.
 
     Attributes:
-        slow: the link of single nodes, by node, in place of `link`.
-        rack_size: nodes that share a rack; None: there are no racks.
+        slow: the links of single nodes, by node, that differ from `link`.
+        rack_size: number of consecutive nodes that share a rack; None: there are no racks.
         trunk: the link of each rack to the others.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The latency-bandwidth (alpha-beta) model: seconds of a step, by costs fitted to measurements."""
+"""The latency-bandwidth (alpha-beta) model: seconds of computations and transfers, by costs fitted to measurements."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ MOST_KNOWN = 100_000  # transfers whose price a cost model remembers
 
 @dataclass(frozen=True)
 class KernelCost:
-    """The seconds of a kernel: `call_s` a call, `byte_s` a byte beyond those that a call reads or writes for free."""
+    """The time of a kernel: `call_s` per call, plus `byte_s` per byte beyond the first `knee_bytes` of each call."""
 
     call_s: float
     byte_s: float
     knee_bytes: float = 0.0  # of a call: up to so many bytes, more take no longer
 
     def seconds(self, nbytes: float, calls: float) -> float:
-        """Returns the seconds of `calls` calls that read and write `nbytes` together."""
+        """Returns the seconds of `calls` calls that read and write `nbytes` in all."""
         return calls * self.call_s + max(nbytes - calls * self.knee_bytes, 0.0) * self.byte_s
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """The costs of a scheme's steps in seconds.
+    """A model of the seconds that the steps of a scheme, its computations and transfers, take.
 
-    A transfer takes `stage_s + rounds * alpha_s + busiest bytes / bandwidth`; a computation takes what its kernel was
-    measured to take, else `bytes / memory bandwidth`. Latency and bandwidth are those of a node's link, which all of
-    its ranks share; ranks of one node have an `intra` link each, or without one a link like the node's.
+    A transfer takes `stage_s + rounds * alpha_s + bytes on the busiest link / bandwidth`; a computation takes the
+    measured time of its kernel, else `bytes / memory bandwidth`. Latency and bandwidth are those of a node's link,
+    which all of its ranks share; ranks of one node have an `intra` link each, or without one a link like the node's.
 
     Attributes:
         alpha_s: latency of a message.
@@ -43,7 +43,7 @@ class CostModel:
         memory_bytes_per_s: rate of kernels that were not measured.
         kernels: measured kernels, by name.
         intra: the link between ranks of one node.
-        stage_s: seconds of any transfer, be it one message: to wake threads, and to wait for the slowest rank.
+        stage_s: fixed seconds of any transfer: to wake threads, and to wait for the slowest rank.
         transport: the messages and rounds of a transfer. It matters for an all-gather where nodes have several ranks:
             bytes that go round a ring cross between nodes fewer times. (Among the ranks of one node, and among one rank
             a node, ring and direct messages load the links alike.)
@@ -58,10 +58,10 @@ class CostModel:
     transport: Transport = DEFAULT_TRANSPORT
 
     def seconds(self, step: Step, placement: Placement | None = None) -> float:
-        """Returns the seconds of a step.
+        """Returns the seconds of one step of a scheme, a computation or a transfer.
 
         Args:
-            step: a computation or a transfer.
+            step: the computation or transfer.
             placement: the node of each rank of the transfer; None: each on a node of its own.
 
         Raises:
@@ -78,16 +78,16 @@ class CostModel:
         return known
 
     def latency_s(self, transfer: Transfer, placement: Placement | None = None) -> float:
-        """Returns the part of a transfer's seconds in which it leaves the links free."""
+        """Returns the seconds of a transfer in which it sends no bytes, so that others can use the links."""
         if placement is None or placement.num_nodes == placement.size:
             return self.stage_s + transfer.carried_by(self.transport).rounds * self.alpha_s
         self._require_of(transfer, placement)
         return self.stage_s + self._waits_s(transfer, placement)
 
     def unmeasured(self, steps: Iterable[Step]) -> list[str]:
-        """Returns the kernels of these steps that were not measured; none where no kernel was.
+        """Returns the names of kernels in these steps that were not measured; none if no kernel at all was.
 
-        Such kernels are priced by the rate of memory.
+        The time of unmeasured kernels is estimated by the rate of memory.
         """
         if not self.kernels:
             return []
@@ -100,11 +100,11 @@ class CostModel:
 
     @cached_property
     def _known(self) -> dict[tuple[Transfer, Placement | None], float]:
-        """The seconds of transfers that were priced before: a search asks for the same ones over and over."""
+        """A cache of the seconds of transfers, as a search asks for the same ones over and over."""
         return {}
 
     def _bytes_s(self, transfer: Transfer, placement: Placement | None) -> float:
-        """Returns the seconds of a transfer's bytes: the slower of those between nodes and those within a node."""
+        """Returns the seconds that a transfer's bytes take: the longer of those between nodes and inside nodes."""
         if placement is None or placement.num_nodes == placement.size:
             return transfer.carried_by(self.transport).busiest_bytes / self.bandwidth_bytes_per_s
         self._require_of(transfer, placement)
@@ -124,10 +124,10 @@ class CostModel:
         return self.intra or Link(self.bandwidth_bytes_per_s, self.alpha_s)
 
     def _waits_s(self, transfer: Transfer, placement: Placement) -> float:
-        """Returns the latencies of a transfer's messages.
+        """Returns the seconds of latency of a transfer, those of the member that waits longest.
 
-        Each round of a ring waits for the slowest link; other messages of a member follow one another, each with its
-        own.
+        Each round of a ring waits for the slowest link; other messages of a member follow one another, each with the
+        latency of its own link.
         """
         nodes, intra = placement.nodes, self._within
         traffic = transfer.carried_by(self.transport)
@@ -141,7 +141,7 @@ class CostModel:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> CostModel:
-        """Returns the cost model from which `dataclasses.asdict` made these values.
+        """Returns the cost model that `dataclasses.asdict` turned into these values.
 
         Its transport must be a `RingOrDirect`.
         """
@@ -152,11 +152,11 @@ class CostModel:
 
     @classmethod
     def fit(cls, samples: Sequence[tuple[int, float, float]], **known: Any) -> CostModel:
-        """Returns the cost model that least squares of the relative errors fit to measured transfers.
+        """Fits latency and bandwidth to measured transfers, by least squares of relative errors; returns the model.
 
         Args:
-            samples: (rounds, busiest bytes, measured seconds) of each transfer.
-            known: the other fields, `stage_s` among them.
+            samples: (rounds, bytes on the busiest link, measured seconds) of each transfer.
+            known: the other fields of the model, `stage_s` among them.
 
         Raises:
             ValueError: with fewer than two samples, or when the samples do not tell latency from bandwidth.
@@ -173,7 +173,7 @@ class CostModel:
 
 
 def node_link_bytes(traffic: Traffic, placement: Placement) -> float:
-    """Returns the most bytes that leave one node, or reach one, of all of its ranks together."""
+    """Returns the bytes on the busiest node's link: the most that all ranks of one node send, or receive, together."""
     nodes = placement.nodes
     crossing = ((nodes[source], nodes[to], nbytes) for source, to, nbytes in traffic.messages())
     return busiest(message for message in crossing if message[0] != message[1])

@@ -1,7 +1,7 @@
-"""A step's timeline as predicted: the plan's order played on one issuing thread and one link.
+"""Predicts the timeline of a training step: simulates a plan's turns on one issuing thread and one link.
 
 It mirrors `comm/issue.py`: at a bucket's turn the thread waits for what the bucket awaits, computes up to its next
-transfer, hands the transfer over and goes on; transfers in flight share the link. Awaited work is done on its device,
+transfer, hands the transfer over and goes on; transfers in flight share the link. Awaited work is computed on a device,
 in the order in which it comes: work that a bucket awaits first of all when the bucket is ready, other work at the
 bucket's turn. Backward's thread does its work when the next bucket is ready; after backward it is the issuing thread,
 which does the work when the bucket's next turn needs it.
@@ -34,11 +34,11 @@ def forecast(
     *,
     backward_s: float | None = None,
 ) -> list[Task]:
-    """Returns the predicted tasks of a step on "kernel", "link" and devices, named `bucket:stage` as the engine's.
+    """Returns the predicted tasks of a training step, named `bucket:stage`, on "kernel", "link" and the devices.
 
     Args:
         order: the turns, (bucket, stage).
-        steps: the steps of each bucket.
+        steps: the computations and transfers of each bucket.
         ready_s: when each bucket's gradients are ready.
         cost: prices the steps.
         placement: the node of each rank; None: each on a node of its own.
@@ -58,9 +58,9 @@ def turns_as_they_come(
     finish_last: bool,
     backward_s: float | None = None,
 ) -> list[tuple[str, str]]:
-    """Returns an order of turns in which the issuing thread never waits while a bucket's turn could begin.
+    """Returns an order of (bucket, stage) turns in which the issuing thread never waits while a turn could begin.
 
-    The turn that could have begun earliest is first, then the turn of the bucket that was ready earliest.
+    The next turn is the one that could have begun earliest; among several, that of the bucket that was ready earliest.
 
     Args:
         stages: the stages of each bucket; the other arguments are those of `forecast`.
@@ -121,7 +121,7 @@ class _Player:
         return self._tasks
 
     def could_begin_s(self, bucket: str) -> float:
-        """Returns when the bucket's next turn could begin if the thread were free."""
+        """Returns when the bucket's next turn could begin if the issuing thread were free."""
         ready_s = self._ready_s[bucket]
         for device, waiting in self._prepared.items():
             self._begin_prepared(device, self.thread_s)
@@ -168,7 +168,7 @@ class _Player:
             self._for_thread[bucket] = stage, following
 
     def _work(self, bucket: str, stage: str, work: Compute, from_s: float) -> float:
-        """Does awaited work on its device, to which it is given at `from_s`; returns when it ends."""
+        """Simulates awaited work on its device, which gets it at `from_s`; returns when the work ends."""
         self._begin_prepared(work.device, from_s)
         began_s = max(from_s, self._devices_s.get(work.device, 0.0))
         ended_s = began_s + self._lasting(work.device, began_s, self._cost.seconds(work))
@@ -177,7 +177,7 @@ class _Player:
         return ended_s
 
     def _begin_prepared(self, device: str, until_s: float) -> None:
-        """Begins the work on this device that prepared buckets, ready by `until_s`, await first of all."""
+        """Simulates the first work on this device of buckets that begin with such work and are ready by `until_s`."""
         waiting = self._prepared.get(device)
         while waiting and self._ready_s[waiting[0]] <= until_s:
             bucket = waiting.popleft()
@@ -188,7 +188,7 @@ class _Player:
 
 
 class _Flow(NamedTuple):
-    """A transfer on the link: the seconds left that it would take alone, and the share of the link that it wants."""
+    """A transfer on the link: the seconds that it would still take alone, and the share of the link that it wants."""
 
     bucket: str
     left_s: float
@@ -196,9 +196,9 @@ class _Flow(NamedTuple):
 
 
 class _Link:
-    """The busiest node's link: latencies of one transfer leave it to the others, bytes are sent in equal shares.
+    """A simulation of the busiest node's link: transfers share its rate equally, and leave it free in their latencies.
 
-    Each queue of the transport carries so many transfers at a time, in the order in which they are issued.
+    Each queue of the transport carries a fixed number of transfers at a time, in the order in which they are issued.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -209,21 +209,21 @@ class _Link:
         self._expected_s: dict[str, float] = {}  # the ends of all transfers, if no other one is issued
 
     def add(self, bucket: str, now_s: float, lasts_s: float, share: float, pattern: Pattern) -> None:
-        """Adds a transfer that lasts `lasts_s` alone, issued after all others."""
+        """Adds a transfer that would last `lasts_s` alone, issued at `now_s` after all others."""
         self._run(self._queues, self._now_s, now_s, self._ended_s)
         self._now_s = now_s
         self._queues[self._transport.queue_of(pattern)].append(_Flow(bucket, lasts_s, share))
         self._expected_s.clear()
 
     def end_s(self, bucket: str) -> float:
-        """Returns when the bucket's last transfer ends, if no other one is issued before."""
+        """Returns when the bucket's last transfer ends if no other transfer is issued before."""
         if not self._expected_s:
             self._expected_s = dict(self._ended_s)
             self._run(tuple(map(deque, self._queues)), self._now_s, inf, self._expected_s)
         return self._expected_s[bucket]
 
     def _run(self, queues: tuple[deque[_Flow], ...], now_s: float, until_s: float, ended_s: dict[str, float]) -> None:
-        """Takes transfers off the queues as far as they end by `until_s`, and notes in `ended_s` when."""
+        """Simulates the queues from `now_s` to `until_s`; removes transfers that end, and notes when in `ended_s`."""
         while True:
             heads = [list(islice(queue, most)) for queue, most in zip(queues, self._transport.queues, strict=True)]
             rates = self._rates([flow.share for flows in heads for flow in flows])
@@ -246,7 +246,7 @@ class _Link:
 
     @staticmethod
     def _rates(shares: Sequence[float]) -> list[float]:
-        """Returns the speed of each transfer, at most 1, where transfers want these shares."""
+        """Returns the speed of each transfer, 1 if it gets the share of the link that it wants, else less."""
         rates, free = [1.0] * len(shares), 1.0
         rising = sorted(range(len(shares)), key=lambda place: shares[place])
         for number, place in enumerate(rising):

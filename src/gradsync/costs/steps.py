@@ -1,4 +1,4 @@
-"""The steps of a scheme as data: the second interpreter beside `Scheme.synchronize`.
+"""The steps of a scheme as data: its computations and transfers with their bytes, beside `Scheme.synchronize`.
 
 A scheme lists its `Compute` and `Transfer` steps in order; cost model, planner, simulator, documentation and the byte
 contract read the same list. Bytes are payload bytes handed to the transport, without its headers.
@@ -20,7 +20,7 @@ COMPUTE, OFFLOAD = "compute", "offload"  # devices of `Compute`: backward's own 
 
 @dataclass(frozen=True)
 class Compute:
-    """Local work: `nbytes` are the bytes the algorithm must read plus the bytes it must write, in so many `calls`.
+    """A computation on one rank, in `calls` kernel calls that together must read and write `nbytes`.
 
     `awaited`: the scheme awaits it as `Work`, which has a turn of its own and runs on `device`; else the thread that
     issues collectives computes it.
@@ -35,16 +35,16 @@ class Compute:
 
 @dataclass(frozen=True)
 class Transfer:
-    """One collective of a stage. `part_bytes` has one entry a member:
+    """One collective, or several at once, of a stage. `part_bytes` has one entry per member:
 
     - `ALL_REDUCE`: the size of the whole buffer, the same for every member;
     - `ALL_GATHER`: the bytes that each member contributes; `BROADCAST`: entry 0 is the buffer;
     - `ALL_TO_ALL`: the bytes that each member receives from each other member;
     - `MESSAGES`: the bytes that each member sends in all; `messages` says to whom.
 
-    With `groups` it is as many collectives at once, each among the members of one group, as in all nodes of a cluster;
-    members of no group take no part. `rounds`, `sent_bytes` and `busiest_bytes` are those of the default transport;
-    `carried_by` has them for any other.
+    With `groups` there are as many collectives at once, each among the members of one group, as inside each node of a
+    cluster; members of no group take no part. `rounds`, `sent_bytes` and `busiest_bytes` are those of the default
+    transport; `carried_by` has them for any other.
     """
 
     stage: str
@@ -61,9 +61,9 @@ class Transfer:
 
     @classmethod
     def at_once(cls, stage: str, size: int, groups: Sequence[tuple[int, ...]], each: Sequence[Transfer]) -> Transfer:
-        """Merges transfers of one pattern, each within its own group of the `size` members, into one.
+        """Merges transfers of one pattern that happen at once, each within its own group of members, into one.
 
-        Groups of a transfer in `each` are numbered within the group that it belongs to.
+        A transfer in `each` numbers the members of its own group from 0; the result numbers all `size` members.
         """
         (pattern,) = {transfer.pattern for transfer in each}
         part_bytes = [0.0] * size
@@ -78,7 +78,7 @@ class Transfer:
 
     @property
     def size(self) -> int:
-        """The number of members, of all groups together."""
+        """The number of members, including those that take no part in the transfer."""
         return len(self.part_bytes)
 
     def collectives(self) -> Iterator[tuple[tuple[int, ...], tuple[float, ...]]]:
@@ -94,29 +94,29 @@ class Transfer:
 
     @property
     def rounds(self) -> int:
-        """The number of messages that follow one another on a member's link, see `Traffic.rounds`."""
+        """The number of messages one after another on a member's link, by the default transport."""
         return self.carried_by(DEFAULT_TRANSPORT).rounds
 
     @property
     def busiest_bytes(self) -> float:
-        """The bytes on the busiest link direction, see `Traffic.busiest_bytes`."""
+        """The most bytes that one member sends or receives, by the default transport."""
         return self.carried_by(DEFAULT_TRANSPORT).busiest_bytes
 
     def sent_bytes(self, member: int) -> float:
-        """Returns the bytes that the member sends, see `Traffic.sent_bytes`."""
+        """Returns the bytes that the member sends, by the default transport."""
         return self.carried_by(DEFAULT_TRANSPORT).sent_bytes(member)
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """The messages and rounds of a transfer on a transport."""
+    """The messages and rounds in which a transport, such as gloo's, carries one transfer."""
 
     transfer: Transfer
     transport: Transport
 
     @property
     def rounds(self) -> int:
-        """The number of messages that follow one another on a member's link: the factor of the latency."""
+        """The number of messages one after another on a member's link, by which the latency is multiplied."""
         if self.transfer.pattern is Pattern.MESSAGES:
             ends = [place for message in self.transfer.messages for place in (("from", message[0]), ("to", message[1]))]
             return max(Counter(ends).values(), default=0)
@@ -124,7 +124,7 @@ class Traffic:
 
     @property
     def passed_on(self) -> bool:
-        """Whether members pass on what they receive, in rounds that wait for one another."""
+        """Whether members pass on what they receive, in rounds that wait for one another, as in a ring."""
         pattern = self.transfer.pattern
         if pattern is Pattern.MESSAGES:
             return False
@@ -141,7 +141,7 @@ class Traffic:
                     yield member, group[peer], nbytes
 
     def sent_bytes(self, member: int) -> float:
-        """Returns the bytes that the member sends."""
+        """Returns the bytes that `member` sends in the transfer."""
         if self.transfer.pattern is Pattern.MESSAGES:
             return sum(nbytes for source, _, nbytes in self.transfer.messages if source == member)
         for group, parts in self.transfer.collectives():
@@ -152,12 +152,12 @@ class Traffic:
 
     @property
     def busiest_bytes(self) -> float:
-        """The bytes on the busiest link direction, if every member has a link of its own."""
+        """The most bytes that one member sends or receives, if every member has a link of its own."""
         return busiest(self.messages())
 
 
 def busiest(messages: Iterable[tuple[int, int, float]]) -> float:
-    """Returns the most bytes that leave one place, or reach one; `messages` are (source, destination, bytes)."""
+    """Returns the most bytes that one source sends or one destination receives, of (source, destination, bytes)."""
     sent: dict[int, float] = defaultdict(float)
     received: dict[int, float] = defaultdict(float)
     for source, to, nbytes in messages:

@@ -27,7 +27,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Activity:
-    """Work to be done on a stream at a time that `schedule` finds."""
+    """Work with a known duration on a stream, which begins when `schedule` finds time for it."""
 
     name: str
     stream: str
@@ -43,7 +43,7 @@ class Activity:
 
 
 def schedule(activities: Sequence[Activity]) -> list[Task]:
-    """Returns when each activity runs, by these rules.
+    """Schedules activities on their streams, and returns the resulting tasks, by these rules.
 
     - A stream serves one activity at a time. An activity waits from the moment when all activities in `after` have
       ended.
@@ -51,7 +51,7 @@ def schedule(activities: Sequence[Activity]) -> list[Task]:
       Any other activity that runs on the stream stops, and goes on, before anything else, once no interrupting activity
       waits there.
     - Among other activities a free stream serves the one that waited longest, but none of a queue before the activities
-      of the queue that are earlier in the list have begun, though the stream idle meanwhile.
+      of the queue that are earlier in the list have begun, even if the stream is idle meanwhile.
     - Among several interrupting activities, too, the one that waited longest is first. Between activities that waited
       equally long, the one that is earlier in the list.
     - At one moment activities first end, then begin one at a time: on all streams together interrupting ones first,
@@ -81,7 +81,7 @@ def _task(activity: Activity, start_s: float, end_s: float) -> Task:
 
 
 class _Stream:
-    """The activities that wait, run and were stopped on one stream."""
+    """The state of one stream while `schedule` runs: the activities on it that wait, run or were interrupted."""
 
     def __init__(self) -> None:
         self.urgent: list[tuple[float, int]] = []  # heaps of (waiting since, place)
@@ -90,7 +90,7 @@ class _Stream:
         self.stopped: int | None = None
 
     def first(self, activities: Sequence[Activity]) -> tuple[int, float, int] | None:
-        """Returns the activity that begins next here, as (rank, waiting since, place); None: none can begin."""
+        """Returns the next activity to begin, as (priority, waiting since, index in the list); None if none can."""
         if self.running is not None and activities[self.running].interrupts:
             return None
         if self.urgent:
@@ -120,7 +120,7 @@ class _Scheduling:
         self._ends: list[tuple[float, int]] = []  # a heap; entries of activities that were stopped are stale
 
     def run(self) -> Iterator[tuple[int, float, float]]:
-        """Yields pieces of activities: place, start, end."""
+        """Yields pieces of activities, as they end or are interrupted: (index in the list, start, end)."""
         now_s = 0.0
         for place, missing in enumerate(self._missing):
             if not missing:
@@ -150,7 +150,7 @@ class _Scheduling:
         heappush(heap, (self._waiting_since[place], place))
 
     def _begin(self, now_s: float) -> Iterator[tuple[int, float, float]]:
-        """Begins the activities that can begin, and ends at once those that take no time."""
+        """Begins all activities that can begin; yields pieces that they interrupt, and those that take no time."""
         while True:
             offers = [
                 offer for stream in self._streams.values() if (offer := stream.first(self._activities)) is not None

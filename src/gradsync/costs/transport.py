@@ -17,7 +17,7 @@ DIRECT_BYTES = 256 << 10  # a collective in which a member sends no more goes st
 
 
 class Pattern(StrEnum):
-    """The collectives, by who sends to whom."""
+    """The kinds of collectives, told apart by which member sends what to which."""
 
     ALL_REDUCE = "all_reduce"  # every member ends with the sum of all buffers, which have one size
     ALL_GATHER = "all_gather"  # member i's part reaches every other member
@@ -38,7 +38,7 @@ class Transport(ABC):
     """How many transfers each queue of the backend carries at the same time, in the order in which they are issued."""
 
     def queue_of(self, pattern: Pattern) -> int:
-        """Returns the place in `queues` of the queue that carries transfers of this pattern."""
+        """Returns the index in `queues` of the backend's queue that carries transfers of this pattern."""
         return 0
 
     @abstractmethod
@@ -47,7 +47,7 @@ class Transport(ABC):
 
     @abstractmethod
     def rounds(self, pattern: Pattern, part_bytes: Sequence[float]) -> int:
-        """Returns the number of messages that follow one another on a member's link: the factor of the latency."""
+        """Returns the number of messages one after another on a member's link, by which the latency is multiplied."""
 
     @abstractmethod
     def sends(self, pattern: Pattern, part_bytes: Sequence[float], member: int) -> Iterator[tuple[int, float]]:
@@ -56,7 +56,7 @@ class Transport(ABC):
 
 @dataclass(frozen=True)
 class RingOrDirect(Transport):
-    """Small collectives go straight from each member to every other one, large ones round a ring.
+    """A transport with direct messages between all members for small collectives, and a ring for large ones.
 
     gloo carries collectives like this (docs/collectives.md). Backends without a transport of their own are priced the
     same way.

@@ -1,1 +1,1 @@
-"""The engine of one model: it runs a plan, bucket by bucket, and settles on one of several plans."""
+"""The engine of one model runs a plan (buckets of gradients and a scheme for each) and picks the fastest of several."""

@@ -1,4 +1,4 @@
-"""A bucket at run time: its scheme, memory and state, and the bytes and times that it has cost so far."""
+"""One bucket of gradients while it is trained: its scheme, memory and state, and the bytes and seconds spent so far."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from ..tensors.gradients import FlatGradients, Gradients, all_finite, gradients_
 
 @dataclass(frozen=True)
 class BucketStatistics:
-    """Bytes and times of one bucket, summed since attach or since the plan changed."""
+    """The bytes sent and the communication times of one bucket, summed since attach or since the plan changed."""
 
     id: str
     names: tuple[str, ...]
@@ -55,7 +55,7 @@ class BucketStatistics:
 
 @dataclass
 class BucketRun:
-    """One bucket at run time on this rank."""
+    """One bucket of gradients at run time on this rank: its scheme, memory, state and statistics."""
 
     bucket: Bucket
     scheme: Scheme[Any]
@@ -82,7 +82,7 @@ class BucketRun:
     def make(
         cls, bucket: Bucket, scheme: Scheme[Any], templates: Mapping[str, Tensor], device: torch.device, group: Group
     ) -> BucketRun:
-        """Allocates the memory of a bucket and the first state of its scheme.
+        """Returns a bucket run with newly allocated memory for gradients and the first state of its scheme.
 
         `templates`: tensors with the shapes and strides of the parameters, by name, on any device, `meta` too.
         """
@@ -96,16 +96,18 @@ class BucketRun:
 
     @property
     def carries_marks(self) -> bool:
-        """Whether the synchronised bucket shows all ranks' marks (`StepMarks`)."""
+        """Whether `StepMarks` are summed with this bucket: numbers that reveal that ranks are late or out of step."""
         return self.bucket.layout is Layout.FLAT or self.flags_apart
 
     def begin(self) -> None:
-        """Starts a step, in which no gradient of the bucket is loaded yet."""
+        """Starts a training step, in which no gradient of the bucket is loaded yet."""
         self.gradients.begin()
         self.waiting = set(self.bucket.names)
 
     def load(self, name: str, gradient: Tensor | None, *, used: bool) -> bool:
-        """Takes a parameter's gradient as `Engine.load` does; returns whether the bucket has all of its gradients.
+        """Puts a parameter's gradient into the bucket; returns whether the bucket has all of its gradients now.
+
+        `gradient`: of the parameter's shape, None: zero; `used`: whether this rank used the parameter in this step.
 
         Raises:
             RuntimeError: for another dtype than the bucket's, or a parameter that was loaded in this step already.
@@ -125,7 +127,7 @@ class BucketRun:
         return not self.waiting
 
     async def synchronize(self, *, check_finite: bool, marks: StepMarks, step: int) -> Any:
-        """Runs the bucket's scheme for one step; keeps the next state beside the present one until `commit`."""
+        """Runs the scheme on the loaded gradients and returns its result; `commit` later adopts the new state."""
         self.total = None
         x = self.gradients.take(check_finite=check_finite and not self._shows, marks=marks)
         if self.carried_residual is not None:
@@ -140,7 +142,7 @@ class BucketRun:
         return result
 
     def accept(self, result: Any, step: int) -> None:
-        """Takes the synchronised bucket `result`; leaves the state of parameters that no rank used unchanged."""
+        """Stores the scheme's `result` in the bucket; parameters that no rank used keep their former scheme state."""
         self.gradients.accept(result)
         self.steps += 1
         self.unpredicted[self.scheme.unchanged_since(step)] += 1
@@ -159,7 +161,7 @@ class BucketRun:
 
     @property
     def arrival(self) -> Arrival:
-        """The sections of the bucket that the accepted step brought; known until the step's state is committed."""
+        """The element ranges of the bucket that the accepted step synchronised; known until `commit`."""
         return Arrival(self.bucket, arrived(self.next_state or {}, self.bucket), self.scheme.traits.freezes)
 
     def spoil(self) -> None:
@@ -174,24 +176,24 @@ class BucketRun:
 
     @property
     def _shows(self) -> bool:
-        """Whether NaN and infinity of any rank show in a flat bucket's result, as in a sum of everything."""
+        """Whether this is a flat bucket whose result shows any rank's NaN or infinity, so that inputs need no check."""
         exact = self.scheme.traits.exact and not self.state
         return self.bucket.layout is Layout.FLAT and (exact or self.scheme.traits.shows_infinity)
 
     @property
     def broken(self) -> bool:
-        """Whether the result has NaN or infinity, even from finite gradients; the same on all ranks."""
+        """Whether a flat bucket's result has NaN or infinity, even from finite gradients; the same on all ranks."""
         return isinstance(self.gradients, FlatGradients) and not all_finite(self.gradients.values, self.total)
 
     def commit(self, *, keep: bool) -> None:
-        """Replaces the state by the next state if the step is kept, else drops the next state."""
+        """Replaces the scheme's state by the last step's next state if `keep`, else drops that next state."""
         if self.next_state is not None and keep:
             self.state, self.carried_residual = self.next_state, self.next_carried_residual
             self.took_over = self.still_carries
         self.next_state = self.next_carried_residual = None
 
     def rescale(self, factor: float) -> None:
-        """Multiplies what is left to be sent, as gradients are `factor` times as large from now on (loss scaling)."""
+        """Multiplies residuals by `factor`, as a new loss scale makes all coming gradients `factor` times as large."""
         self.state = rescaled(self.state, factor)
         self.carried_residual = None if self.carried_residual is None else self.carried_residual * factor
 
@@ -201,19 +203,19 @@ class BucketRun:
         self.state = self.scheme.init(self.bucket, self.group)
 
     def state_slices(self) -> Iterator[StateSlice]:
-        """Yields copies of the state, one for each segment and compress point."""
+        """Yields copies of the scheme's state, a slice for each segment and each point where the scheme compresses."""
         yield from slices(self.bucket, self.state)
         if self.carried_residual is not None:
             yield from carried_slices(self.bucket, self.carried_residual)
 
     def take_over(self, saved: Sequence[StateSlice]) -> None:
-        """Copies the elements of saved slices that this bucket holds into its state; other plans may cut elsewhere."""
+        """Copies the saved state of this bucket's elements into its state, also from a plan with other buckets."""
         self.state = with_slices(self.bucket, self.state, saved)
         if self.bucket.layout is Layout.FLAT:
             self.carried_residual = carried_residual(self.bucket, self.state, saved)
 
     def record(self, tasks: list[Task], backward_ended_s: float, ended_s: float) -> None:
-        """Adds a finished step's bytes and times to the totals."""
+        """Adds a finished training step's sent bytes and communication times to this bucket's totals."""
         flights = [t for t in tasks if t.stream == "link" and t.name.rpartition(":")[0] == self.bucket.id]
         self.sent_bytes += self.group.ledger.take_sent_bytes()
         self.communication_s += covered_s(flights, 0.0, ended_s)
@@ -236,7 +238,7 @@ class BucketRun:
         )
 
     def _densities(self, profiles: Mapping[str, ParameterProfile]) -> tuple[DensityProfile, ...] | None:
-        """Returns the densities that `Scheme.steps` takes, one a tensor; None while some are unknown."""
+        """Returns the gradients' densities: one per table, or one in all for a flat bucket; None if any is unknown."""
         of_rows = self.bucket.layout is Layout.ROWS
         known = [profiles[n].density if of_rows else profiles[n].elements for n in self.bucket.names]
         found = [density for density in known if density is not None]
@@ -245,7 +247,7 @@ class BucketRun:
         return tuple(found) if of_rows else (joined(found),)
 
     def close_prediction(self, profiles: Mapping[str, ParameterProfile]) -> None:
-        """Adds the predicted bytes of the steps so far, by these profiles, before newer profiles replace them."""
+        """Adds the bytes predicted by these profiles for the steps so far, before newer profiles replace them."""
         predicted = self._predicted_bytes(profiles)
         if predicted is not None:
             self.predicted_bytes = predicted
@@ -262,7 +264,7 @@ class BucketRun:
         return predicted
 
     def expected_steps(self, profiles: Mapping[str, ParameterProfile], step: int) -> list[Step] | None:
-        """Returns the steps of the scheme in training step `step`; None while densities of tables are unknown."""
+        """Returns the scheme's work and transfers in training step `step`; None while a table's density is unknown."""
         densities = self._densities(profiles)
         if densities is None and self.bucket.layout is Layout.ROWS:
             return None
@@ -295,43 +297,43 @@ class BucketRuns:
         return self._by_bucket[bucket]
 
     def of(self, name: str) -> list[BucketRun]:
-        """Returns the buckets that hold the parameter, or slices of the parameter."""
+        """Returns the runs of all buckets that hold the parameter or slices of it."""
         return self._of[name]
 
     @property
     def prepared(self) -> frozenset[str]:
-        """Ids of buckets whose schemes begin with `Work`, which starts as soon as the bucket is ready."""
+        """Ids of buckets whose schemes begin with a computation (`Work`), to start when the bucket is complete."""
         return frozenset(run.bucket.id for run in self if run.scheme.traits.prepares)
 
     @property
     def offload(self) -> bool:
-        """Whether some scheme offloads `Work` to another core."""
+        """Whether some scheme runs computations (`Work`) on another core, for which a thread is needed."""
         return any(run.scheme.traits.offloads for run in self)
 
     @property
     def have_state(self) -> bool:
-        """Whether some bucket has state, which a step that is not kept must leave unchanged; the same on all ranks."""
+        """Whether some bucket's scheme has state, which a step with NaN must leave unchanged; the same on all ranks."""
         return any(run.state or run.took_over for run in self)
 
     @property
     def keep_values(self) -> bool:
-        """Whether state differs between ranks, as residuals do."""
+        """Whether some state differs between ranks, as residuals do, so that a checkpoint needs every rank's."""
         return any(keeps_values(run.state) or run.took_over for run in self)
 
     def state_slices(self) -> Iterator[StateSlice]:
-        """Yields copies of all buckets' state."""
+        """Yields copies of all buckets' scheme state, as slices of parameters."""
         return (part for run in self for part in run.state_slices())
 
     def commit(self, *, keep: bool) -> None:
-        """Replaces all states by the next states if the step is kept, else drops the next states."""
+        """Replaces all buckets' states by the last step's next states if `keep`, else drops these next states."""
         for run in self:
             run.commit(keep=keep)
 
     def restore(self, state: Sequence[StateSlice], gather: Callable[[bytes], list[bytes]]) -> None:
-        """Replaces all state by the saved slices; `gather` hands bytes to all ranks and returns theirs, by rank.
+        """Replaces all state by the saved slices; `gather` sends bytes to all ranks and returns all ranks', by rank.
 
-        State of whole tensors, as the scores of chunks, must be the same on all ranks: a bucket whose ranks were given
-        different numbers begins with new state.
+        State of a whole tensor, such as the scores of chunks, must be the same on all ranks; where saved values differ
+        between ranks, the bucket's state of this kind begins anew.
         """
         for run in self:
             run.reset_state()
@@ -347,12 +349,12 @@ class BucketRuns:
             self[bucket].take_over([part for part in state if not part.whole])
 
     def inherit(self, state: Iterable[StateSlice]) -> None:
-        """Takes over the state of another plan's schemes; residuals that no scheme keeps go with the next gradients.
+        """Loads the former plan's scheme state; residuals that no scheme here keeps are sent with the next gradients.
 
-        State of whole matrices is dropped where no scheme keeps it: it was a good start only (PowerSGD).
+        State of a whole matrix (PowerSGD's factors) is dropped where no scheme keeps it: it was only a good start.
 
         Raises:
-            ValueError: when some of the state has no place in these buckets.
+            ValueError: if no scheme here keeps some other state, which would be lost.
         """
         saved = [part for part in state if not part.whole or self._keeps(part)]
         self.require_place(
@@ -364,7 +366,10 @@ class BucketRuns:
             run.take_over(saved)
 
     def agree_on_carried(self, gather: Callable[[Tensor], list[Tensor]]) -> None:
-        """Tells all ranks in which buckets some rank carries a residual; `gather` hands a tensor to all, by rank."""
+        """Sets `took_over`, on all ranks, for buckets in which some rank has a former plan's residual. Collective.
+
+        `gather` sends a tensor, (buckets,) uint8, to all ranks and returns all ranks' tensors, by rank.
+        """
         if len(self):
             mine = torch.tensor([run.carried_residual is not None for run in self], dtype=torch.uint8)
             carrying = torch.stack([part.cpu() for part in gather(mine)]).amax(dim=0).tolist()
@@ -372,9 +377,10 @@ class BucketRuns:
                 run.took_over = bool(carries)
 
     def require_place(self, state: Iterable[StateSlice], advice: str) -> None:
-        """
+        """Checks that these buckets' schemes can keep all of the state, or send it with the next gradients.
+
         Raises:
-            ValueError: with this advice, when some of the state has no place here.
+            ValueError: naming the state that would be lost, followed by `advice`.
         """
         for part in state:
             runs = self.of(part.name)
@@ -388,9 +394,10 @@ class BucketRuns:
                 )
 
     def require_dtypes(self, state: Iterable[StateSlice]) -> None:
-        """
+        """Checks that the state has the element types in which these buckets keep it.
+
         Raises:
-            ValueError: for state of another element type than what is kept in its place.
+            ValueError: naming the state that has another element type.
         """
         for part in state:
             runs = self.of(part.name)
@@ -407,10 +414,10 @@ class BucketRuns:
         return has_place([run.state for run in self.of(part.name)], part)
 
     def marks(self) -> tuple[bool, bool]:
-        """Returns what all ranks' marks of the accepted step say, see `marks_of_ranks`."""
+        """Returns (some rank joined the last step late, the ranks have made differing numbers of optimiser steps)."""
         return marks_of_ranks(next(run for run in self if run.carries_marks).gradients)
 
     def expected_steps(self, profiles: Mapping[str, ParameterProfile], step: int) -> dict[str, list[Step]]:
-        """Returns the steps of the training step number `step` by bucket id, for buckets whose densities are known."""
+        """Returns, by bucket id, schemes' work and transfers in training step `step`, for buckets of known density."""
         steps = {run.bucket.id: run.expected_steps(profiles, step) for run in self}
         return {bucket: expected for bucket, expected in steps.items() if expected is not None}

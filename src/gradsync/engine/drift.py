@@ -12,7 +12,7 @@ LOOK_STEPS = 499  # between two looks; a prime: what alternates from step to ste
 
 
 class Drift:
-    """Watches the times of one rank's steps; all ranks give `judge` the same time, so they decide alike."""
+    """Detects a lasting change of training step times; all ranks give `judge` the same time, so they decide alike."""
 
     def __init__(self, usual_s: float | None = None) -> None:
         self.usual_s = usual_s  # what steps took when they were looked at first, here or before a checkpoint
@@ -21,20 +21,20 @@ class Drift:
         self._suspected = False
 
     def step_ended(self, seconds: float) -> bool:
-        """Counts a step; returns whether the ranks are to compare their median times now."""
+        """Records a training step's time; returns whether the ranks must now compare their median step times."""
         self._recent_s.append(seconds)
         self._steps_to_look -= 1
         return self._steps_to_look <= 0
 
     @property
     def median_s(self) -> float:
-        """The median time of this rank's recent steps, in seconds."""
+        """The median time of this rank's last 50 training steps, in seconds."""
         return statistics.median(self._recent_s)
 
     def judge(self, slowest_s: float) -> bool:
-        """Returns whether the job has changed; `slowest_s` is the highest median of all ranks.
+        """Returns whether step times have changed for good; `slowest_s` is the highest median step time of all ranks.
 
-        The first look says what is usual. One that finds a change is followed by another soon: what passes is none.
+        The first call sets the usual time. A change counts only if the next call, which comes soon, finds it again.
         """
         self._steps_to_look = LOOK_STEPS
         if self.usual_s is None:

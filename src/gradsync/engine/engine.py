@@ -1,7 +1,7 @@
-"""The engine runs a plan, step by step; frontends (`frontends/`) tell the engine when gradients are ready.
+"""The engine exchanges gradients as a plan says; frontends (`frontends/`) tell the engine when gradients are ready.
 
-A step is `begin`, a `load` for every gradient as it becomes ready, `finish`, then `unload` of the results. State of
-schemes is committed at the next `begin`: a step that failed, or in which some rank saw non-finite values, leaves none.
+A step is `begin`, a `load` for every gradient as it becomes ready, `finish`, then `unload` of the results. Schemes'
+new state is adopted at the next `begin`, and dropped if the step failed or some rank saw non-finite values.
 `plan_control.py` decides between steps which plan runs.
 """
 
@@ -45,9 +45,9 @@ LOADING = "loading of state"
 
 
 class Engine:
-    """Runs a plan for `parameters` over `group`; buckets that are ready early go out on a communication thread.
+    """Runs a plan: synchronises gradients (or parameters) over `group`, on a communication thread during backward.
 
-    `plan` is a `Plan`, or a planner: a function that the controller calls for plans.
+    `plan` is a `Plan`, or a planner: a function of (profiles, world size) that returns one plan or several to try.
     """
 
     def __init__(
@@ -106,7 +106,10 @@ class Engine:
     # The step, in the order in which a frontend calls.
 
     def begin(self, *, late: bool = False, rounds: int = 0) -> None:
-        """Starts a step. `late`: this rank joins with zeros at its optimiser step; `rounds`: optimiser steps so far.
+        """Starts a training step.
+
+        `late`: this rank joins only at its optimiser's step, with zeros; `rounds`: its optimiser steps so far, which
+        ranks compare.
 
         Raises:
             RuntimeError: when an earlier step failed or was left unfinished on this rank.
@@ -148,12 +151,12 @@ class Engine:
 
     @property
     def replanning(self) -> bool:
-        """Whether the next `begin` changes the plan; views into the buckets' memory must be dropped before."""
+        """Whether the next `begin` changes the plan; gradients must leave the present buckets' memory before."""
         return self._controller.plan is not self.plan
 
     @property
     def settled(self) -> bool:
-        """Whether trials and measurements are over and the plan stays."""
+        """Whether trials of plans and measurements are over, so that the plan stays."""
         return self._closed or not self.parameters or (self._controller.settled and not self.replanning)
 
     @property
@@ -163,14 +166,14 @@ class Engine:
 
     @property
     def due(self) -> Sized:
-        """Work of schemes that the next `load` runs, on the thread of backward."""
+        """Computations of schemes that the next `load` will run, on the thread of backward; `len` is their number."""
         return self._require_step().due
 
     def load(self, name: str, gradient: Tensor | None, *, used: bool = True) -> None:
-        """Takes the ready gradient of a parameter.
+        """Puts a parameter's gradient into its buckets; complete buckets are exchanged, in the plan's order.
 
         Args:
-            name: the parameter.
+            name: the parameter's name.
             gradient: with the shape and dtype of the parameter, dense or sparse COO; None: zero.
             used: whether this rank used the parameter in this step; a gradient without use is from an earlier backward.
 
@@ -190,7 +193,7 @@ class Engine:
         running.do_work()
 
     def missing(self) -> list[str]:
-        """Returns parameters that were not loaded in this step yet, in model order."""
+        """Returns the names of parameters whose gradients were not loaded in this step yet, in model order."""
         waiting: set[str] = set().union(*(run.waiting for run in self.bucket_runs))
         return [name for name in self.parameters if name in waiting] if waiting else []
 
@@ -205,7 +208,7 @@ class Engine:
         self._require_step().go_on()
 
     def collect(self, name: str) -> None:
-        """Waits until the buckets of this parameter are synchronised, for `unload`; after `go_on`.
+        """Waits, after `go_on`, until the buckets of this parameter are synchronised, so that `unload` can follow.
 
         Raises:
             GroupError: as `finish` does.
@@ -269,13 +272,13 @@ class Engine:
             listener.step_ended(self, self.parameters)  # may end the script
 
     def stepped(self) -> None:
-        """Tells the guard that an optimiser has stepped; user code may change parameters before the next backward."""
+        """Records an optimiser's step, and takes digests of the parameters if ranks are about to compare parameters."""
         self._sees_steps = True
         if self.step > 0 and self._controller.settled and self.plan.what is What.GRADIENT:
             self._guard.look()
 
     def follow(self) -> None:
-        """Lets a `ProposingPlanner` measure the job; called on all ranks at once, between two steps."""
+        """Lets a planner that measures jobs (`ProposingPlanner`) measure this one. Collective, between two steps."""
         self._controller.follow(self)
 
     @property
@@ -284,7 +287,7 @@ class Engine:
         return self._controller.profile_of(self)
 
     def propose(self, plans: Sequence[Plan]) -> None:
-        """Changes to the first of these plans, or tries them all (`PlanController.propose`); on all ranks at once."""
+        """Runs several plans in turns on coming steps and keeps the fastest, or changes to a single one. Collective."""
         try:
             self._controller.propose(plans)
         except Exception as error:
@@ -296,10 +299,10 @@ class Engine:
     def replan(self, plan: Plan) -> None:
         """Changes to another plan at once, between two steps; results of the last step must be unloaded.
 
-        Collective. State of schemes is taken over.
+        Collective. The schemes' state, such as residuals, moves into the new plan's buckets.
 
         Raises:
-            ValueError: for a plan that is not for this model, or has no place for the state.
+            ValueError: for a plan that is not for this model, or whose schemes cannot keep the state.
             RuntimeError: on all ranks, when they have different plans.
         """
         assert not self.in_step
@@ -334,14 +337,14 @@ class Engine:
         return self._observer.profiles
 
     def layout_is_sparse(self, name: str) -> bool:
-        """Returns whether `unload` gives a sparse tensor: the layout that came, else the agreed one."""
+        """Returns whether the gradient is sparse: by its layout in this step on this rank, else as the ranks agreed."""
         return self._observer.layout_is_sparse(name)
 
     def unload(self, name: str, out: Tensor | None, *, sparse: bool) -> Tensor:
         """Returns the synchronised gradient of a parameter, with the parameter's shape and dtype.
 
         Args:
-            name: the parameter.
+            name: the parameter's name.
             out: a dense tensor with the parameter's shape and dtype, which may be overwritten and returned where the
                 gradient has no view in a bucket; None: allocate.
             sparse: whether to return a sparse COO tensor.
@@ -371,8 +374,9 @@ class Engine:
     def aside(self, job: Callable[[Group], T]) -> Future[T]:
         """Runs `job(group)` on the communication thread before the exchange of the step under way.
 
-        It has the group to itself; so all ranks must give a job, and one that says the same to the group, before any
-        gradient of the step is loaded, unless the step is set apart. `finish` waits for it, and raises its errors.
+        Nothing else uses the group meanwhile, so all ranks must give a job with the same collectives, before any
+        gradient of the step is loaded, or later where a step listener delays the exchange to the end of backward.
+        `finish` waits for the job, and raises its errors.
         """
         done: Future[T] = Future()
 
@@ -388,9 +392,9 @@ class Engine:
         return done
 
     def agree(self, what: str, problem: Exception | None, alike: str = "") -> None:
-        """Raises on every rank if some rank has a problem, this rank's own, else that of the first rank that has one.
+        """Raises on every rank if some rank has a problem, or if `alike` differs between ranks. Collective.
 
-        Or if `alike` is not the same on all ranks. Nothing else is the matter: the engine goes on.
+        It raises this rank's own problem, else that of the first rank with one. The engine can go on afterwards.
         """
         text = "" if problem is None else str(problem) or repr(problem)
         message = f"{alike}\0{text}".encode()
@@ -406,7 +410,7 @@ class Engine:
             raise ValueError(f"{what}: the ranks differ: {by_rank}")
 
     def verify(self, names: Iterable[str]) -> None:
-        """Compares parameters that all ranks are to have alike now, between two steps. Collective.
+        """Checks that these parameters are alike on all ranks now, between two steps. Collective.
 
         Raises:
             RuntimeError: on all ranks, where they differ by more than the tolerance.
@@ -415,9 +419,10 @@ class Engine:
 
     @contextmanager
     def at_barrier(self, what: str) -> Iterator[None]:
-        """Enters the block once all ranks have come to `what`, between two steps; sends no message of a step.
+        """Waits until all ranks have come here for the same purpose `what`, between two steps, then runs the block.
 
-        Errors inside are told to all by whoever raises them. Interruptions are told here: others wait for this rank.
+        Code in the block must tell the other ranks of its errors itself; interruptions, as by the keyboard, are told
+        here.
 
         Raises:
             RuntimeError: inside a step.
@@ -443,7 +448,7 @@ class Engine:
     # What is kept and told.
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the plan and all scheme state by (parameter, slice, compress point); tensors, numbers, text."""
+        """Returns step, plan, and scheme state by (parameter, slice, compress point), as tensors, numbers and text."""
         if self._closed:
             raise RuntimeError("gradsync was detached from this model, and its state is gone: call state_dict() before")
         if self._is_torn:
@@ -468,7 +473,7 @@ class Engine:
         return state if planned is None else {**state, "planned": planned}
 
     def load_state_dict(self, state: object, *, strict: bool = True) -> None:
-        """Takes over a `state_dict`, see `Attachment.load_state_dict`; behind a barrier."""
+        """Loads what `state_dict` returned, behind a barrier of all ranks, see `Attachment.load_state_dict`."""
         saved, resumption = self._examined(state, strict=strict)
         runs = self.bucket_runs
         problem: Exception | None = None
@@ -486,7 +491,7 @@ class Engine:
 
     @contextmanager
     def all_or_none(self, what: str) -> Iterator[None]:
-        """Guards a change that all ranks make: an error inside stops all synchronisation."""
+        """Runs a block that changes state on all ranks; an error inside stops all synchronisation."""
         try:
             yield
         except BaseException as error:  # an interruption, too
@@ -495,7 +500,7 @@ class Engine:
             raise
 
     def _examined(self, state: object, *, strict: bool) -> tuple[Saved, Resumption | None]:
-        """Returns what the state holds; raises on all ranks where it is not a state for this rank of these ranks."""
+        """Returns the checked state, and its plan if training can go on with it; raises on all ranks if one cannot."""
         saved: Saved | None = None
         resumption: Resumption | None = None
         problem: Exception | None = None
@@ -537,22 +542,25 @@ class Engine:
         self._agree_on_carried()
 
     def _parameters_digest(self) -> str:
-        """Returns the SHA-256 of the parameters' names, shapes and dtypes, in any order of registration.
+        """Returns the SHA-256 of the parameters' names, shapes and dtypes, whatever the order of registration.
 
-        Buffers and momentum that a plan names are left out.
+        Buffers and optimiser states that a plan averages are left out.
         """
         names = sorted(n for n, p in self.parameters.items() if isinstance(p, nn.Parameter) and OF not in n)
         return model_digest({name: self.specs[name] for name in names})
 
     def statistics(self) -> list[BucketStatistics]:
-        """Returns the totals of each bucket; a closed engine returns those at its end."""
+        """Returns each bucket's bytes and times so far; a closed engine returns the totals when it was closed."""
         if self._closed:
             return self._final_statistics
         return [run.statistics(self._observer.profiles) for run in self.bucket_runs]
 
     def timeline(self) -> list[Task]:
-        """Returns the tasks of the last step: "compute" (backward, and schemes' work on the thread of backward),
-        "offload" (work on another core), "kernel" (other work), "link" (operations in flight), "wait"."""
+        """Returns the tasks of the last step, each on one of five streams.
+
+        Streams are "compute" (backward, and schemes' work on the thread of backward), "offload" (work on another core),
+        "kernel" (other work), "link" (operations in flight) and "wait".
+        """
         return list(self._timeline)
 
     def predicted_timeline(self) -> list[Task]:
@@ -568,7 +576,7 @@ class Engine:
         return forecast(self.plan.order, known, self._ready_s, cost, self.group.placement)
 
     def words(self) -> list[str]:
-        """Returns the plan in words, a line a bucket."""
+        """Returns a description of the plan in words, one line per bucket."""
         known = {p.name: p.density.density for p in self._observer.profiles.values() if p.density}
         return describe(self.plan, self.specs, known)
 
@@ -616,7 +624,7 @@ class Engine:
         self._guarded(lambda: self._guard.end(self.step))
 
     def _guarded(self, compare: Callable[[], T]) -> T:
-        """Returns `compare()` and keeps the error of a comparison, which all ranks see alike, as the failure."""
+        """Returns `compare()`; its RuntimeError, which all ranks raise alike, also stops all synchronisation."""
         try:
             return compare()
         except RuntimeError as error:
@@ -630,7 +638,7 @@ class Engine:
         return self._running
 
     def _check_marks(self) -> None:
-        """Raises on all ranks when the finished step averaged gradients of different steps."""
+        """Raises on all ranks if the finished step's marks show that ranks averaged gradients of different steps."""
         if self._marks_checked or not self.bucket_runs:
             return
         self._marks_checked = True
@@ -659,7 +667,7 @@ class Engine:
         self._scale = scale
 
     def _plan_on(self) -> None:
-        """Lets the controller decide the plan of the next step."""
+        """Lets the controller choose the next step's plan; has the job measured again if step times have changed."""
         was_settled = self.settled
         try:
             self._controller.step_ended(self.bucket_runs)
@@ -675,7 +683,7 @@ class Engine:
             self._announce()
 
     def _change_plan(self, plan: Plan) -> None:
-        """Changes to a plan and takes state over; an error stops all synchronisation."""
+        """Replaces the buckets by those of `plan` and moves state into them; an error stops all synchronisation."""
         kept, state = self.bucket_runs.have_state, list(self.bucket_runs.state_slices())
         try:
             self._adopt(plan)
@@ -705,7 +713,7 @@ class Engine:
         self.bucket_runs = self._runs_of(plan)
 
     def _runs_of(self, plan: Plan) -> BucketRuns:
-        """Returns the plan's buckets at run time; called on all ranks at once, as schemes may make groups."""
+        """Allocates and returns the plan's buckets; called on all ranks at once, as schemes may make process groups."""
         runs = BucketRuns(
             BucketRun.make(bucket.bucket(self.specs), bucket.scheme, self._templates, self.device, self.group)
             for bucket in plan.buckets

@@ -1,9 +1,9 @@
-"""The guard compares the ranks' parameters now and then, so that ranks never drift apart unseen.
+"""The guard compares the ranks' parameters at intervals, so that a difference between ranks is noticed.
 
-Gradients that are averaged keep equal models equal. What breaks that on one rank (a write to its parameters, a step of
-its optimiser alone, noise from its own seed) is seen by no exchange of gradients. So every some steps each rank takes a
-digest of its parameters, 8 bytes, and the ranks exchange them beside the step's gradients. Only where digests differ do
-further exchanges find the parameter, the ranks and by how much.
+Averaged gradients keep equal models equal. A write to one rank's parameters, a step of its optimiser alone, or noise
+from its own seed makes models differ, and no exchange of gradients shows that. So at intervals each rank computes a
+digest (hash) of its parameters, 8 bytes, and the ranks exchange digests beside the step's gradients. Only where digests
+differ, further exchanges find the parameter, the ranks and the difference.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Aside = Callable[[Callable[[Group], Any]], Future[Any]]  # `Engine.aside`
 
 @dataclass(frozen=True)
 class Verification:
-    """Settings of the guard: how often ranks compare parameters, and how far parameters may be apart.
+    """Settings of the guard: how often ranks compare their parameters, and which difference is an error.
 
     Args:
         every: steps from one comparison to the next; 0: never.
@@ -53,7 +53,7 @@ class Verification:
 
     @property
     def refusal(self) -> str:
-        """Says what is wrong with the settings, or is empty."""
+        """The error text for invalid settings; empty if they are valid."""
         every, given = self.every, self.tolerance
         if not isinstance(every, int) or isinstance(every, bool) or every < 0:
             return f"verify_every must be a number of steps, 0 for never, got {every!r}"
@@ -73,7 +73,7 @@ class Verification:
 
 @dataclass(frozen=True)
 class Divergence:
-    """A difference between the ranks' parameters; the same object on all ranks."""
+    """A difference that was found between the ranks' parameters; all ranks have an equal object."""
 
     first: str  # parameter, in the order of the model
     sides: tuple[tuple[int, ...], ...]  # ranks that have the same of it
@@ -104,10 +104,10 @@ class Divergence:
 
 
 class ParameterGuard:
-    """Compares digests of parameters over the ranks.
+    """Compares digests (hashes) of the parameters over the ranks at intervals; warns or raises if they differ.
 
     Args:
-        parameters: what all ranks have alike, by name, in one order on all ranks.
+        parameters: tensors that should be equal on all ranks, by name, in the same order on all ranks.
         call: runs a collective operation between two steps, see `Engine.call`.
     """
 
@@ -125,7 +125,7 @@ class ParameterGuard:
         self._warned = -1.0  # difference of the last warning
 
     def is_due(self) -> bool:
-        """Returns whether the step that begins compares; called once for each step that may."""
+        """Counts a training step that may compare parameters, and returns whether it must."""
         if not self._verification.every or not self._parameters:
             return False
         self._steps_left -= 1
@@ -140,19 +140,19 @@ class ParameterGuard:
         return self._told is not None
 
     def look(self) -> None:
-        """Takes the digests of the parameters as an optimiser's step left them, if the next step may compare."""
+        """Stores digests of the parameters just after an optimiser's step, if the next training step may compare."""
         if self._verification.every and self._parameters and self._steps_left <= 1:
             self._settled = digests_of(self._parameters.values())
 
     def begin(self, aside: Aside, *, alone: bool, sees_steps: bool) -> None:
-        """Starts the exchange of digests: of the present parameters, and of those that the last optimiser step left.
+        """Starts the exchange of digests: of the parameters now, and as they were after the last optimiser step.
 
         The two differ where parameters were written since, or are perturbed for this backward (SAM, noise).
 
         Args:
             aside: runs the exchange on the communication thread.
-            alone: this rank's optimiser has stepped by gradients of its own since the comparison before.
-            sees_steps: optimisers are seen to step, else parameters are taken to be settled now.
+            alone: this rank's optimiser has stepped by its own gradients since the last comparison.
+            sees_steps: `look` is called after optimiser steps; a rank without its digests then counts as `alone`.
         """
         now = digests_of(self._parameters.values())
         if self._settled is None:
@@ -171,9 +171,9 @@ class ParameterGuard:
         self._told = aside(issue)
 
     def end(self, step: int) -> None:
-        """Compares the ranks' digests; collective where models differed at `begin`.
+        """Compares the digests that `begin` exchanged; if they differ, finds the parameters and warns or raises.
 
-        They may differ where some rank has stepped alone.
+        Collective where models differed at `begin`. They may differ if some rank's optimiser has stepped alone.
 
         Raises:
             RuntimeError: on all ranks, where parameters differ by more than the tolerance.
@@ -193,7 +193,7 @@ class ParameterGuard:
             self._is_suspicious, self._steps_left = True, 1
 
     def compare(self, names: Iterable[str]) -> None:
-        """Compares these parameters at once, whatever was compared before. Collective.
+        """Compares these parameters over the ranks at once, between two steps. Collective.
 
         Raises:
             RuntimeError: as `end`.
@@ -218,7 +218,7 @@ class ParameterGuard:
 
     @torch.no_grad()
     def _locate(self, group: Group, parameters: Mapping[str, Tensor], digests: Tensor) -> Divergence:
-        """Finds the parameter that differs, the ranks and the difference. Collective."""
+        """Returns which parameters differ, between which ranks and by how much. Collective."""
         fits = all(self._specs[name].is_of(p) for name, p in parameters.items())
         told = self._gather(group, torch.cat([digests, digests.new_tensor([int(fits)])]))
         names = [name for name, of_ranks in zip(parameters, told.T.tolist(), strict=False) if len(set(of_ranks)) > 1]
@@ -236,7 +236,7 @@ class ParameterGuard:
         return Divergence(first, tuple(map(tuple, by_digest.values())), len(names), worst, difference, most)
 
     def _differences(self, group: Group, parameters: Sequence[Tensor]) -> list[float]:
-        """Returns, for each parameter, the largest difference of any rank from member 0, relative to its magnitude."""
+        """Returns each parameter's largest difference of any rank from rank 0, relative to its largest magnitude."""
         mine = []
         for parameter in parameters:
             own = _flat(parameter)
@@ -248,13 +248,13 @@ class ParameterGuard:
         return [d if d in (0.0, math.inf) else d / m for d, m in zip(differences, magnitudes, strict=True)]
 
     def _gather(self, group: Group, mine: Tensor) -> Tensor:
-        """Returns the numbers of all ranks, (ranks, numbers)."""
+        """Returns all ranks' tensors `mine`, (numbers,) each, stacked to (ranks, numbers) on the CPU."""
         return torch.stack(list(group.all_gather(mine).wait(self._timeout_s))).cpu()
 
 
 @torch.no_grad()
 def digests_of(tensors: Iterable[Tensor]) -> Tensor:
-    """Returns a digest of each tensor's elements, (tensors,) int64 on their device, for any memory format."""
+    """Returns a 64-bit hash of each tensor's elements, (tensors,) int64 on their device, for any memory format."""
     flat = [_flat(tensor) for tensor in tensors]
     digests = torch.empty(len(flat), dtype=torch.int64, device=flat[0].device if flat else None)
     kernels.digest(flat, digests)
@@ -262,19 +262,19 @@ def digests_of(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def _joined(digests: Tensor) -> Tensor:
-    """Returns a digest of the digests, in order, (1,) int64."""
+    """Returns one 64-bit hash, (1,) int64, of all the digests, (tensors,) int64, in their order."""
     joined = digests.new_empty(1)
     kernels.digest([digests], joined)
     return joined
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Returns the elements in index order, 1-D; a copy where memory has another order (channels-last)."""
+    """Returns the tensor's elements in index order, 1-D; a copy if memory has another order (channels-last)."""
     return tensor.detach().reshape(-1).contiguous()
 
 
 def _difference(own: Tensor, theirs: Tensor) -> tuple[float, float]:
-    """Returns the largest difference of two elements (infinite for NaN) and the largest magnitude."""
+    """Returns the largest difference of two flat tensors' elements (infinite for NaN) and their largest magnitude."""
     difference = magnitude = 0.0
     for some in zip(own.split(_AT_ONCE), theirs.split(_AT_ONCE), strict=True):
         a, b = (part.double() for part in some)

@@ -1,6 +1,6 @@
 """Observation of gradients in a step: the order in which they become ready, layouts, densities of rows and elements.
 
-Every rank sees its own gradients; `Observer.share` reduces the findings, so that all ranks plan alike.
+Every rank sees its own gradients; `Observer.share` combines what all ranks found, so that all make the same plan.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LOOKS = 2  # at a dense gradient before it is taken for sparse: the first step's
 
 
 class Observer:
-    """Watches one rank's steps; `profiles` holds what all ranks know of each parameter."""
+    """Records order, layout and density of one rank's gradients; `profiles` holds what the ranks agreed on, by name."""
 
     def __init__(self, specs: Mapping[str, TensorSpec], sparse_names: Iterable[str] = ()) -> None:
         announced = set(sparse_names)
@@ -40,26 +40,26 @@ class Observer:
         self._looks = 0
 
     def begin(self) -> None:
-        """Starts a step, in which no gradient is ready yet."""
+        """Starts a training step: forgets the gradients of the step before."""
         self._arrivals.clear()
         self._samples.clear()
 
     def arrived(self, name: str, *, sparse: bool) -> None:
-        """Notes that the parameter's gradient is ready, and its layout."""
+        """Records that the parameter's gradient is ready now, and whether its layout is sparse."""
         self._arrivals[name] = sparse
 
     def look(self, name: str, gradient: Tensor) -> None:
-        """Samples rows and elements of a ready gradient, before it is exchanged."""
+        """Samples which rows and elements of a ready gradient, of any shape, are zero, before it is exchanged."""
         if gradient.layout is torch.strided and name in self._sampled_names():
             self._samples[name] = ZeroSample.of(gradient)
 
     def layout_is_sparse(self, name: str) -> bool:
-        """Returns whether the gradient came sparse in this step on this rank, else what the ranks agreed on."""
+        """Returns whether the gradient is sparse: by its layout in this step on this rank, else as the ranks agreed."""
         return self._arrivals.get(name, self.profiles[name].sparse)
 
     @property
     def complete(self) -> bool:
-        """Whether the densities of all sparse tables are known; unannounced tables travel dense at first."""
+        """Whether enough was observed: all sparse gradients' densities are known, and dense ones were sampled."""
         sampled = [self.profiles[name] for name in self._sampled_names()]
         if self._looks < LOOKS and any(p.found or p.elements is None for p in sampled):
             return False
@@ -67,14 +67,14 @@ class Observer:
 
     @property
     def sparsity_known(self) -> bool:
-        """Whether some gradients are sparse, or dense with many zeros, and their densities are known."""
+        """Whether some gradient of known density is sparse, or has the dense layout but many zeros."""
         return any(p.found or (p.sparse and p.density is not None) for p in self.profiles.values())
 
     def share(self, gradients: Callable[[str], Gradients], gather: Callable[[Tensor], list[Tensor]]) -> None:
-        """Replaces the profiles by the findings of all ranks in the finished step; collective.
+        """Updates `profiles` by what all ranks observed in the finished step. Collective.
 
-        `gradients(name)` is the memory that holds the parameter; `gather` hands a tensor to all ranks and returns
-        everybody's, by rank.
+        `gradients(name)` returns the bucket memory of the parameter's gradient; `gather` sends a tensor to all ranks
+        and returns all ranks' tensors, by rank.
         """
         if not self.profiles:
             return
@@ -104,7 +104,7 @@ class Observer:
     def _share_samples(
         self, gather: Callable[[Tensor], list[Tensor]]
     ) -> dict[str, tuple[DensityProfile | None, DensityProfile | None]]:
-        """Returns densities of rows and elements of sampled parameters, over all ranks; sends one bit a sample."""
+        """Returns, by parameter, densities of (rows, elements) over all ranks, from samples sent as one bit each."""
         names = self._sampled_names()
         if not names:
             return {}
@@ -129,9 +129,10 @@ class Observer:
     def _seen(
         self, name: str, positions: Mapping[str, int], numbers: Mapping[str, int], gradients: Gradients
     ) -> tuple[int, ...]:
-        """Returns one parameter's findings on this rank; -1: not known.
+        """Returns what this rank observed of one parameter's gradient, as five numbers; -1: not known.
 
-        They are: place in ready order, whether sparse, own rows, rows of the sum, first parameter with the same rows.
+        They are its place in the order of readiness, whether it is sparse, its number of non-zero rows, the number of
+        those in the sum over ranks, and the number of the first parameter with the same rows.
         """
         layout = int(self._arrivals[name]) if name in positions else UNKNOWN
         rows, union, first = UNKNOWN, UNKNOWN, UNKNOWN
@@ -146,7 +147,7 @@ def _latest(seen: DensityProfile | None, before: DensityProfile | None) -> Densi
 
 
 def _reduced(before: ParameterProfile, seen: Tensor) -> ParameterProfile:
-    """Returns one parameter's profile from all ranks' findings, (ranks, 5) int64, columns as in `Observer._seen`."""
+    """Returns one parameter's new profile from all ranks' observations, (ranks, 5) int64, each as `Observer._seen`."""
     layouts = set(seen[:, 1].tolist()) - {UNKNOWN}
     sparse = 1 in layouts if layouts else before.sparse
     density = None

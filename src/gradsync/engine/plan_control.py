@@ -57,21 +57,21 @@ class ProposingPlanner(Protocol):
     settings: str  # what may be proposed: the plan of a checkpoint is gone on with under the same
 
     def follow(self, engine: Any) -> Follows:
-        """Begins to measure if all ranks agree; ends with `engine.propose(plans)`, on all ranks at once."""
+        """Begins to measure the job if all ranks agree; later calls `engine.propose(plans)`, on all ranks at once."""
 
     def resume(self, engine: Any, profile: Profile) -> None:
-        """Takes note that the engine goes on with a plan made from this profile: nothing is measured for now."""
+        """Accepts that the engine runs a checkpoint's plan, made from this profile: nothing is measured for now."""
 
     def close(self, engine: Any) -> None:
         """Ends all measurement of an engine that is closed."""
 
     def profile_of(self, engine: Any) -> Profile | None:
-        """Returns the profile that the engine's plans were made from; None before the job was measured."""
+        """Returns the profile (measurements) that the engine's plans were made from; None before a measurement."""
 
 
 @runtime_checkable
 class RevisingPlanner(Protocol):
-    """A planner that measures the network and is asked again while training runs.
+    """A planner that measures the network and may revise its plan while training runs.
 
     `measure` is called where the first steps show sparse gradients, and where nodes have several ranks.
     """
@@ -84,12 +84,12 @@ class RevisingPlanner(Protocol):
         """Measures the network; called on all ranks at once, before the first plan that depends on densities."""
 
     def revise(self, plan: Plan, before: Sequence[ParameterProfile], now: Sequence[ParameterProfile]) -> Plan:
-        """Returns the plan to go on with, the same on all ranks; `plan` was made from `before`."""
+        """Returns a plan for the profiles `now`, the same on all ranks; `plan` was made from the profiles `before`."""
 
 
 @dataclass(frozen=True)
 class Resumption:
-    """The plan that a checkpoint's job had settled on, with its profile."""
+    """The plan of a checkpoint, chosen after measurements and trials, and the profile that it was made from."""
 
     plan: Plan
     profile: Profile
@@ -101,7 +101,7 @@ class Resumption:
 
 
 class PlanController:
-    """Decides after each step on `plan`, the plan of the next step, from `observer`; a given `Plan` stays."""
+    """Chooses the next step's plan, `plan`, after each step, by what `observer` recorded; a given `Plan` stays."""
 
     def __init__(
         self,
@@ -138,21 +138,21 @@ class PlanController:
 
     @property
     def looks(self) -> bool:
-        """Whether gradients are observed in this step."""
+        """Whether the observer samples the gradients of this step."""
         return self._observations_left > 0 or self._steps_to_look == 1
 
     @property
     def on_trial(self) -> list[Plan]:
-        """The plans of the trial under way, the best guess first; empty without a trial."""
+        """The plans that are tried in turns now, the best guess first; empty without a trial."""
         return [] if self._trial is None else self._trial.candidates
 
     @property
     def measured_cost(self) -> CostModel | None:
-        """The cost model of the network as the planner measured it; None before."""
+        """The cost model of the network as the planner measured it; None without a measurement."""
         return None if self._reviser is None else self._reviser.cost
 
     def step_ended(self, runs: BucketRuns) -> None:
-        """Takes note of a finished step by `plan`; collective when the ranks have something to decide.
+        """Counts a finished step, and may change `plan`; collective when the ranks have something to decide.
 
         Raises:
             ValueError: for a plan that is not for this model.
@@ -166,13 +166,13 @@ class PlanController:
             self._look_again(self._reviser, runs)
 
     def follow(self, engine: Any) -> None:
-        """Lets a `ProposingPlanner` measure the job of this engine."""
+        """Asks the planner, if it is a `ProposingPlanner`, to measure the job of this engine."""
         if self._proposer is not None:
             self._follows = self._proposer.follow(engine)
             self._steps_to_ask = ASK_AGAIN_STEPS
 
     def asks_again(self) -> bool:
-        """Counts a step; returns whether to ask a planner again that wanted to measure the job later."""
+        """Counts a step; returns whether to ask the planner again, as it has put off measuring the job."""
         if self._follows is not Follows.LATER:
             return False
         self._steps_to_ask -= 1
@@ -184,11 +184,11 @@ class PlanController:
             self._proposer.close(engine)
 
     def profile_of(self, engine: Any) -> Profile | None:
-        """Returns the profile that the plan was made from; None where the job was not measured."""
+        """Returns the profile (measurements) that the plan was made from; None if the job was not measured."""
         return None if self._proposer is None else self._proposer.profile_of(engine)
 
     def state_of(self, engine: Any) -> dict[str, Any] | None:
-        """Returns what `resumption` needs beside the plan, text and numbers; None before a plan has settled."""
+        """Returns profile, planner's settings and usual step time, for a checkpoint; None before a plan has settled."""
         profile = self.profile_of(engine)
         if self._proposer is None or profile is None or not self.settled:
             return None
@@ -196,7 +196,7 @@ class PlanController:
         return {"profile": profile.to_json(), "settings": settings, "usual_step_s": usual_step_s}
 
     def resumption(self, state: Mapping[str, Any]) -> Resumption | None:
-        """Returns the plan of an engine's `state_dict` to go on with; None where this job needs a new plan.
+        """Returns the plan of an engine's `state_dict` if this job can go on with it; None if it needs a new plan.
 
         Raises:
             ValueError: for a value that `state_dict` did not give.
@@ -242,9 +242,9 @@ class PlanController:
         self._switch_to(plans[0])
 
     def drifted(self, seconds: float) -> bool:
-        """Counts a step of `seconds` under a settled plan; returns whether the job has changed.
+        """Counts a step of `seconds` under a settled plan; returns whether step times have changed for good.
 
-        Collective when it is time for a look.
+        Collective when it is time to compare the ranks' median step times.
         """
         if self._proposer is None or not self.settled or not self._drift.step_ended(seconds):
             return False
@@ -252,7 +252,7 @@ class PlanController:
         return self._drift.judge(max(float(part) for part in medians_s))
 
     def step_passed(self) -> None:
-        """Leaves a step that was measured, and so slower than others, out of the trial."""
+        """Restarts the current plan's turn in a trial, as the last step was measured and so slower than others."""
         if self._trial is not None:
             self._trial.interrupt()
 
@@ -272,7 +272,7 @@ class PlanController:
         return ""
 
     def _observe(self, runs: BucketRuns) -> None:
-        """Shares the observations of a first step between ranks and makes plans from them."""
+        """Shares the observations of one of the first steps between ranks, and makes plans from them."""
         self._share("first observations", runs)
         self._observations_left = 0 if self._observer.complete else self._observations_left - 1
         to_measure = self._observer.sparsity_known or self._group.placement.is_hierarchy
@@ -319,7 +319,7 @@ class PlanController:
             self._switch_to(plan)
 
     def _planned(self) -> list[Plan]:
-        """Returns the planner's plans for what is known now, the best guess first."""
+        """Returns the planner's plans for the present profiles, the best guess first."""
         assert self._planner is not None
         self._known_to_plan = self._known()
         made = self._planner(self._known_to_plan, self._group.size)
@@ -339,7 +339,7 @@ class PlanController:
             raise ValueError("the planner made a plan of parameters; give such a plan itself to attach()")
 
     def _switch_to(self, plan: Plan) -> None:
-        """Takes a plan, unless it equals the present one."""
+        """Makes `plan` the plan of the next step, unless it equals the present one."""
         if plan.digest != self.plan.digest:
             self.plan = plan
 

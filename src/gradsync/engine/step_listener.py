@@ -1,4 +1,4 @@
-"""Step listeners: objects that see the steps of all engines in this process while they are active."""
+"""Step listeners: objects with methods that all engines in this process call at each training step."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ L = TypeVar("L", bound="StepListener")
 
 
 class RecordingDone(BaseException):  # no Exception, as no `except Exception` of a script may stop it
-    """Ends a script at the end of the backward of the last step that was to be recorded, on every rank alike."""
+    """An exception that ends the user's script, on all ranks, when the last step to be recorded has ended."""
 
 
 class StepListener:
-    """Sees the steps of all engines while it is active, see `recording`; called by the thread that runs backward."""
+    """An object with methods that engines call at each step inside `recording`, on the thread that runs backward."""
 
     def forward_began(self, engine: Any) -> None:
-        """Takes note that the model's forward runs, before a backward."""
+        """Is called when a forward of the model begins that a backward may follow."""
 
     def began(self, engine: Any) -> bool:
-        """Takes note that a step begins; True delays its exchange until backward has ended and keeps its plan."""
+        """Is called when a step begins; True delays its exchange to the end of backward, and the plan stays."""
         return False
 
     def take(self, engine: Any, name: str, gradient: Tensor | None, shape: tuple[int, ...]) -> None:
-        """Takes a ready gradient of this rank, of shape `shape`; None: this rank did not use the parameter."""
+        """Is called with each ready gradient of this rank, of shape `shape`; None if it did not use the parameter."""
 
     def backward_ended(self, engine: Any) -> None:
-        """Takes note that all gradients were taken."""
+        """Is called when `take` has got all gradients of the step, before the engine waits for their exchange."""
 
     def step_ended(self, engine: Any, names: Iterable[str]) -> None:
-        """Takes note that all gradients are synchronised, by parameter name; may end the script by `RecordingDone`."""
+        """Is called when the gradients of all parameters `names` are synchronised; may raise `RecordingDone`."""
 
 
 _active: StepListener | None = None
 
 
 def active() -> StepListener | None:
-    """Returns the active listener, or None."""
+    """Returns the listener of the `recording` block that is under way, or None."""
     return _active
 
 
 @contextmanager
 def recording(listener: L) -> Iterator[L]:
-    """Makes the listener active inside the block; `RecordingDone` ends the block and is not raised further.
+    """Makes engines call the listener inside the block; `RecordingDone` ends the block and is not raised further.
 
     Raises:
         RuntimeError: inside another such block.

@@ -21,7 +21,7 @@ MOST_OF_FIRST = 0.99  # of the first one's time; medians of 24 steps of one plan
 
 
 class Trial(Generic[T]):
-    """Runs `candidates`, the best guess first, in turns; `current` is the one to run, until `done`."""
+    """Says which of `candidates` (plans, best guess first) to run: `current`, in turns of a few steps, until `done`."""
 
     def __init__(self, candidates: Sequence[T]) -> None:
         self.candidates = list(candidates)
@@ -32,17 +32,17 @@ class Trial(Generic[T]):
 
     @property
     def current(self) -> T:
-        """The candidate whose turn it is."""
+        """The candidate to run now."""
         return self.candidates[self._turns[0]]
 
     @property
     def done(self) -> bool:
-        """Whether all turns are over."""
+        """Whether all turns are over, so that times can be compared."""
         return not self._turns
 
     @property
     def medians_s(self) -> list[float]:
-        """This rank's median step time of each candidate."""
+        """This rank's median step time with each candidate, in seconds."""
         return [statistics.median(times) for times in self._times_s]
 
     def run_off(self, times_s: Sequence[float]) -> bool:
@@ -55,20 +55,20 @@ class Trial(Generic[T]):
         return True
 
     def fastest(self, times_s: Sequence[float]) -> int:
-        """Returns the index of the candidate to keep by these times; after a run-off, one of the two.
+        """Returns the index of the candidate to keep, by each one's step time; after a run-off, one of its two.
 
-        The first of all candidates stays, if it may, unless another is clearly faster.
+        The first candidate is kept unless another is clearly faster, or the run-off was between others.
         """
         left = self._finalists or range(len(self.candidates))
         best = min(left, key=times_s.__getitem__)
         return 0 if 0 in left and times_s[best] >= MOST_OF_FIRST * times_s[0] else best
 
     def interrupt(self) -> None:
-        """Begins the current turn anew, after a step that another plan made."""
+        """Restarts the current candidate's turn, after a step that must not be timed."""
         self._ends_s.clear()
 
     def step_ended(self, now_s: float) -> bool:
-        """Counts a step of the current candidate that ended `now_s`; returns whether its turn is over."""
+        """Records a step of the current candidate that ended at time `now_s`; returns whether its turn is over."""
         self._ends_s.append(now_s)
         if len(self._ends_s) < TURN_STEPS:
             return False

@@ -1,1 +1,1 @@
-"""Frontends: the code between autograd and the engine, as `attach`, the class in DDP's place, and DDP's hook."""
+"""Frontends connect autograd and optimisers with the engine: `attach`, a class in DDP's place, and DDP's hook."""

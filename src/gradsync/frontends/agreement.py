@@ -53,7 +53,7 @@ def agreed_engine(
     in_backward: bool = False,
     verification: Verification,
 ) -> tuple[Engine, dict[str, nn.Parameter]]:
-    """Returns an engine for the model's parameters, and these by name, on all ranks; or raises on all. Collective.
+    """Returns a new engine and the parameters, by name, that it synchronises, or raises on all ranks. Collective.
 
     Args:
         settings: the caller's settings as text, which must be equal on all ranks.
@@ -103,7 +103,7 @@ def agreed_engine(
 
 
 def group_of(process_group: dist.ProcessGroup | None, timeout_s: float) -> Group:
-    """Returns the group of ranks to agree and communicate with.
+    """Returns the collectives (`Group`) over a process group's ranks; None: over all ranks.
 
     Raises:
         RuntimeError: if torch.distributed is not initialised, or this rank is no member of `process_group`.
@@ -143,7 +143,7 @@ def _examine(
     also: Mapping[str, Tensor],
     in_backward: bool,
 ) -> dict[str, nn.Parameter]:
-    """Returns the parameters to synchronise; raises for anything wrong on this rank."""
+    """Returns the parameters to synchronise, by name; raises if model, plan or settings are wrong on this rank."""
     if refusal:
         raise ValueError(refusal)
     if any(module in _attached for module in model.modules()):
@@ -184,7 +184,7 @@ def _examine(
 
 
 def _require_values(model: nn.Module, exclude: Sequence[str]) -> None:
-    """Raises for parameters, frozen or not, without values, or of a sparse layout."""
+    """Raises if a parameter, frozen or not, has no values (lazy, or on the meta device) or a sparse layout."""
     for name, parameter in model.named_parameters():
         if matches(name, exclude):
             continue
@@ -218,7 +218,7 @@ def buffers_of(model: nn.Module, exclude: Sequence[str]) -> dict[str, Tensor]:
 def exclusions(model: nn.Module, exclude: Sequence[str], *, has_buffers: bool = True) -> tuple[str, ...]:
     """Returns `exclude` and the names that DDP is told to ignore (by torch's own API).
 
-    With `has_buffers=False` also the names of all buffers.
+    With `has_buffers=False` the names of all buffers are added.
     """
     if isinstance(model, DistributedDataParallel):
         # DDP compares the name "." + key with those of parameters that belong to the outermost module itself.
@@ -239,7 +239,7 @@ def _texts(
     settings: str,
     parameters: dict[str, nn.Parameter],
 ) -> dict[str, str]:
-    """Returns what ranks compare before anything is built, as text by subject."""
+    """Returns texts on model, plan and settings, by subject, which ranks compare before they build an engine."""
     inner = unwrapped(model)
     others = {n: p for n, p in inner.named_parameters() if n not in parameters and not matches(n, exclude)}
     lines = describe_specs({name: TensorSpec.of(p) for name, p in parameters.items()})
@@ -252,7 +252,7 @@ def _texts(
 
 
 def _agree(group: Group, make: Callable[[], T], describe: Callable[[T], dict[str, str]], timeout_s: float) -> T:
-    """Runs `make` on every rank; returns its result if all succeed and describe it alike, else raises on all."""
+    """Runs `make` on every rank; returns its result if all succeed with equal `describe` texts, else raises on all."""
     problem: Exception | None = None
     words: dict[str, str] = {}
     try:
@@ -279,7 +279,7 @@ def gather_texts(group: Group, text: str, timeout_s: float) -> list[str]:
 
 
 def _first_difference(everyone: dict[str, list[str]]) -> str:
-    """Returns which two ranks differ first, and in what; the text is the same on every rank."""
+    """Returns an error text: the first rank whose text differs from rank 0's, and the line; the same on every rank."""
     what = next(what for what, texts in everyone.items() if len(set(texts)) > 1)
     texts = everyone[what]
     rank = next(rank for rank, text in enumerate(texts) if text != texts[0])
@@ -303,7 +303,7 @@ def _classes(model: nn.Module) -> set[type]:
 
 
 def _sparse_tables(model: nn.Module) -> frozenset[str]:
-    """Returns the names of embedding tables that announce sparse gradients."""
+    """Returns the names of embedding weights with sparse gradients, as their modules have `sparse=True`."""
     return frozenset(
         f"{prefix}.weight" if prefix else "weight"
         for prefix, module in model.named_modules()

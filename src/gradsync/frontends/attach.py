@@ -1,4 +1,4 @@
-"""`attach`: checks a model, makes all ranks agree on the settings, and puts the right frontend on the model."""
+"""`attach`: checks a model, makes all ranks agree on the settings, and installs hooks that synchronise the model."""
 
 from __future__ import annotations
 
@@ -99,17 +99,17 @@ class Attachment:
         return self._engine.profile
 
     def explain(self) -> list[str]:
-        """Returns the plan in words, one line per bucket."""
+        """Returns a description of the plan in words, one line per bucket."""
         return self._engine.words()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Lets gradients accumulate locally inside; forward *and* backward belong inside, as with DDP."""
+        """Lets gradients accumulate locally in the `with` block; forward *and* backward belong inside, as with DDP."""
         with self._switch.present.no_sync():
             yield
 
     def wait(self) -> None:
-        """Waits until averages of parameters under way are in the model; returns at once if there are none.
+        """Waits until the exchange of parameters under way, if any, has ended and averages are in the model.
 
         With a plan of parameters an exchange goes on after `optimizer.step()`. Modules wait for their own parameters
         when their forward begins; evaluation waits for all, as do `state_dict()` and `load_state_dict()` of the model,
@@ -120,11 +120,11 @@ class Attachment:
 
     @torch.inference_mode(False)  # tensors made here take part in training
     def consensus(self) -> None:
-        """Makes the ranks' models one: all parameters become their mean, bit for bit alike. Collective.
+        """Sets all ranks' parameters to their mean over the ranks, bit for bit alike. Collective.
 
         Variances of normalisation are pooled. Call it on all ranks, between two steps, if the plan averages parameters;
-        with averaged gradients the models are one already. Training goes on from there: with other groups, where an
-        `AveragingPlanner` finds that links have changed, or is to keep the ranks close together.
+        with averaged gradients the models are equal already. Training goes on from the mean, with other groups of ranks
+        if an `AveragingPlanner` finds that links have changed, or is to keep the ranks' models close together.
         """
         self._switch.consensus()
 
@@ -163,7 +163,7 @@ class Attachment:
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Loads what this rank's `state_dict` returned; call it on all ranks, between two steps.
 
-        State goes by parameter, whatever plan is in force now. With `plan="auto"` the plan is loaded, too, if it had
+        State is matched by parameter, whatever plan is in force. With `plan="auto"` the plan is loaded, too, if it had
         settled under the same constraints and for the same job: model, ranks, their nodes, torch. So is the plan of an
         `AveragingPlanner` with the same settings that may change groups, for ranks on the same nodes. State that was
         not saved begins anew. Residuals of gradients that are no longer compressed are sent with the next gradients.
@@ -189,7 +189,7 @@ class Attachment:
 
     @torch.inference_mode(False)  # tensors made here take part in training
     def _load(self, find: Callable[[], object], *, strict: bool = True, what: str = LOADING) -> None:
-        """Loads what `find` returns, behind a barrier of all ranks that compares `what`."""
+        """Loads the state that `find` returns, after a barrier at which all ranks must give the same purpose `what`."""
         self.wait()
         engine, averaging = self._engine, self._averaging
         with engine.at_barrier(what):
@@ -217,11 +217,11 @@ class Attachment:
         return None
 
     def statistics(self) -> list[BucketStatistics]:
-        """Returns bytes, seconds and overlap of each bucket since attach, or since the plan changed."""
+        """Returns each bucket's sent bytes and seconds of communication since attach, or since the plan changed."""
         return self._engine.statistics()
 
     def timeline(self) -> list[Task]:
-        """Returns the timeline of the last step: what ran when, in seconds."""
+        """Returns the tasks of the last step (backward, kernels, operations in flight) with their times in seconds."""
         return self._engine.timeline()
 
     def predicted_timeline(self) -> list[Task]:
@@ -302,7 +302,7 @@ def attach(
     Args:
         optimizer: the optimiser of the parameters, if it exists already: momentum in both the optimiser and a
             compressor is then refused at once, not only before a step.
-        plan: what to synchronise how. None: all-reduce for dense and a sparse scheme for sparse gradients, decided from
+        plan: what is sent, and how. None: all-reduce for dense and a sparse scheme for sparse gradients, decided from
             the first step's gradients on all ranks, and logged; models with some MiB of dense gradients, or sparse
             ones, then try bucket sizes, orders and schemes for 20 to 90 steps (not under
             `torch.use_deterministic_algorithms`: timing decides, and bucket sizes change rounding). A function of
@@ -398,7 +398,7 @@ def attach(
 def _behind_reducer(
     model: DistributedDataParallel, attached: Attached, plan: Plan | Planner, grad_scaler: torch.amp.GradScaler | None
 ) -> FrontendSwitch:
-    """Registers DDP's communication hook on a model that torch's DDP has wrapped."""
+    """Registers gradsync as the communication hook of a model that torch's DDP has wrapped; returns its frontend."""
     state = DDPState(
         model,
         plan=plan,
@@ -416,7 +416,7 @@ def _behind_reducer(
 def _averaging_switch(
     attached: Attached, plan: Plan | AveragingPlanner, grad_scaler: torch.amp.GradScaler | None
 ) -> FrontendSwitch:
-    """Returns the frontend of a plan of parameters."""
+    """Returns a new frontend that averages parameters; it survives lost ranks if the planner says so. Collective."""
     switch = FrontendSwitch(averaging_frontend(attached, plan, grad_scaler))
     if isinstance(plan, AveragingPlanner):
         try:
@@ -430,9 +430,9 @@ def _averaging_switch(
 
 @contextmanager
 def consensus(model: nn.Module) -> Iterator[None]:
-    """Makes the ranks' models one, to evaluate or save them inside; see `Attachment.consensus`. Collective.
+    """Sets all ranks' parameters to their mean, to evaluate or save the model in the `with` block. Collective.
 
-    The models are one from there on, not only inside.
+    The mean stays after the block, see `Attachment.consensus`.
 
     Raises:
         RuntimeError: if gradsync is not attached to the model.
@@ -449,7 +449,7 @@ def consensus(model: nn.Module) -> Iterator[None]:
 
 
 def _register(model: DistributedDataParallel, state: DDPState) -> None:
-    """Makes DDP's hook follow `state`; detaches it and raises if DDP has another hook."""
+    """Makes DDP's communication hook use `state`; detaches `state` and raises if DDP has another hook."""
     if model in _registered:
         _registered[model].successor = state
         return

@@ -1,7 +1,7 @@
 """The autograd frontend: `loss.backward()` returns with synchronised gradients.
 
 A hook on every parameter's accumulation node, which runs after all hooks of users on the parameter, tells the engine
-that the gradient is ready; a callback that autograd runs at the end of backward waits for the rest and puts the results
+that the gradient is ready; a callback that autograd runs at the end of backward waits for the exchange and puts results
 into `param.grad`. Semantics are DDP's with `find_unused_parameters=True`: a gradient that no rank produced stays as it
 is, and one that only this rank lacks counts as zero.
 """
@@ -189,7 +189,7 @@ class AutogradHooks:
         return f"{UNUSED} Parameters which did not receive grad for rank {self._engine.group.rank}: {names}"
 
     def _after_forward(self, model: nn.Module, output: Any) -> None:
-        """Makes a static graph's step begin where backward reaches the model's output, in the outermost backward."""
+        """Makes a static graph's step begin when backward reaches the model's output, before any nested backward."""
         if torch.is_grad_enabled() and not is_backward():
             for tensor in tree_leaves(output):
                 if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
@@ -203,12 +203,12 @@ class AutogradHooks:
 
     @property
     def awaits_backward(self) -> bool:
-        """Whether a forward announced a synchronised backward that has not come yet."""
+        """Whether a forward has run whose backward is to synchronise gradients and has not run yet."""
         return bool(self._armed)
 
     @property
     def rounds(self) -> int:
-        """How often this rank's optimisers have stepped; all that step after one backward count once."""
+        """The number of times that this rank's optimisers have stepped; all steps after one backward count once."""
         return self._rounds.number
 
     @rounds.setter
@@ -216,7 +216,7 @@ class AutogradHooks:
         self._rounds.number = number
 
     def state_to_level(self) -> list[Tensor]:
-        """Returns the parameters and buffers that are the same on all ranks."""
+        """Returns the parameters and buffers that must be the same on all ranks when uneven inputs end."""
         model = self._model()
         named = () if model is None else model.named_parameters()
         buffers = self._buffers.present(self._changes.generation).values()
@@ -231,14 +231,14 @@ class AutogradHooks:
         return own
 
     def put_gradients(self, own: OwnGradients) -> None:
-        """Puts back what `take_gradients` returned."""
+        """Restores this rank's own gradients, `own`, which `take_gradients` removed from the parameters."""
         gradients, self._accumulated = own
         for name, parameter in self._parameters.items():
             parameter.grad = gradients[name]
 
     @torch.no_grad()
     def shadow_step(self) -> None:
-        """Takes part in the exchanges of a step with zeros; the parameters get the synchronised gradients."""
+        """Contributes zero gradients to the other ranks' step; the parameters get the synchronised gradients."""
         self._engine.stepped_alone = True  # the other ranks step their parameters, this one does not
         for parameter in self._parameters.values():
             parameter.grad = None
@@ -246,16 +246,16 @@ class AutogradHooks:
         self._finish()
 
     def broadcast_buffers(self, source: int = 0) -> None:
-        """Broadcasts the buffers of the rank `source`."""
+        """Overwrites the model's buffers on all ranks with those of rank `source`. Collective."""
         if source == 0:
             self._buffers.broadcast(self._changes.generation)
         else:
             self._buffers.broadcast(self._changes.generation, partial(broadcast_from, source=source))
 
     def _follow_moved_parameters(self, *, anew: bool = False) -> None:
-        """Moves hooks and views to parameters whose memory was replaced, as by `Module.to`.
+        """Moves hooks and gradient views along when parameters' memory was replaced, as by `Module.to`.
 
-        `anew`: or whose modules have changed.
+        `anew`: do so in any case, as the model's modules have changed.
         """
         addresses = list(map(Tensor.data_ptr, self._parameters.values()))
         if anew or addresses != self._addresses:
@@ -308,7 +308,7 @@ class AutogradHooks:
         return self._additions_left[name] == 0
 
     def _end_additions(self, additions: Counter[str]) -> None:
-        """Hands over gradients that a static graph added to less often; the first backward sets the counts."""
+        """Loads gradients with fewer additions than in a static graph's first backward, which sets the counts."""
         given = {name: additions[name] - left for name, left in self._additions_left.items() if left < additions[name]}
         for name in given.keys() & set(self._engine.missing()):
             self._take(name)
@@ -321,7 +321,7 @@ class AutogradHooks:
             self._take(name)
 
     def _take(self, name: str, produced: Tensor | None = None) -> None:
-        """Hands the engine a gradient that backward made ready; `produced`: what autograd accumulated just now."""
+        """Loads a ready gradient into the engine; `produced`: the tensor that autograd just accumulated, if known."""
         parameter = self._parameters[name]
         gradient = parameter.grad
         if gradient is None:
@@ -345,7 +345,7 @@ class AutogradHooks:
             parameter.grad = None  # the plan cuts the tensor: averaged values come without a graph
 
     def _before_optimizer_step(self, step: OptimizerStep) -> None:
-        """Makes this rank join the step's exchange late if its backward reached no parameter, as others may wait."""
+        """Checks an optimiser's step; joins the exchange if backward reached no parameter, as other ranks may wait."""
         optimizer = step.optimizer
         if not step.concerns(self._ids):
             return
@@ -381,7 +381,7 @@ class AutogradHooks:
             self._engine.stepped()
 
     def _require_untouched(self, versions: Mapping[str, int]) -> None:
-        """Raises if gradients were changed before the step, which a rank that takes part late cannot have done."""
+        """Raises if gradients were changed after backward, as a rank that joined late cannot have changed them, too."""
         changed = [n for n, p in self._parameters.items() if p.grad is not None and p.grad._version != versions.get(n)]
         if changed:
             why = (
@@ -440,7 +440,7 @@ class AutogradHooks:
                 self._groups_of[name].append(group)
 
     def _load_leftover(self, name: str) -> None:
-        """Hands over a parameter without gradient in this backward; local gradients accumulated before count."""
+        """Loads a parameter that got no gradient in this backward; it counts as used if local backwards gave it one."""
         gradient = self._parameters[name].grad
         used = gradient is not None and name in self._accumulated
         if not used:
@@ -485,7 +485,7 @@ class AutogradHooks:
             self._versions = {n: p.grad._version for n, p in self._parameters.items() if p.grad is not None}
 
     def _deliver(self, name: str, parameter: nn.Parameter) -> None:
-        """Puts the synchronised gradient into the parameter's; a gradient that no rank used stays as it was."""
+        """Writes the synchronised gradient into `parameter.grad`, which stays the same if no rank used it."""
         engine = self._engine
         if not engine.used(name):
             self._views.restore(name)
@@ -503,7 +503,7 @@ class AutogradHooks:
 
 
 class _ReadyGroup:
-    """The gradients of one bucket that already live in its memory; the engine gets them when the last one is ready."""
+    """The ready gradients of one bucket that lie in its memory already; the engine gets them when all are ready."""
 
     __slots__ = ("ready", "waiting")
 
@@ -511,7 +511,7 @@ class _ReadyGroup:
     waiting: Set[str]  # all parameters that the bucket waits for
 
     def begin(self, waiting: Set[str]) -> None:
-        """Begins a new step."""
+        """Begins a new training step; `waiting`: all parameters whose gradients the bucket waits for."""
         self.ready, self.waiting = [], waiting
 
     @property
@@ -520,7 +520,7 @@ class _ReadyGroup:
 
 
 class _GradientHook(Hook):
-    """The hook on one parameter's accumulation node; it runs for every gradient, so it calls its owner directly."""
+    """The hook on the node that accumulates one parameter's gradient; it tells the owner that the gradient is ready."""
 
     def __init__(self, owner: AutogradHooks, name: str) -> None:
         super().__init__(owner, AutogradHooks._on_gradient)

@@ -1,13 +1,13 @@
-"""The frontend for plans of parameters: after `optimizer.step()` parameters are averaged in this round's groups.
+"""The frontend for plans of parameters: after each optimiser step parameters are averaged within groups of ranks.
 
 Each rank steps by its own gradients; then parameters are exchanged as the plan says, by `Shuffled` with other ranks in
-each round (DS-Sync). So the ranks' models differ a little: `consensus` makes them one, for evaluation, checkpoints, and
-the end of training.
+each exchange (DS-Sync). So the ranks' models differ a little: `consensus` sets them to their mean, for evaluation,
+checkpoints, and the end of training.
 
 The exchange goes on while later code runs: a module waits for its own parameters when its forward begins. With a plan
-of early parameters the exchange begins in backward, bucket by bucket, as each is stepped as soon as it has gradients. A
-plan may also name floating-point buffers, which are averaged alike (variances of normalisation are pooled), and an
-optimiser's state of a parameter, such as its momentum, by `plan.state_name`.
+of early parameters each bucket is stepped and sent within backward, as soon as it has gradients. A plan may also name
+floating-point buffers, which are averaged, too (variances of normalisation are pooled), and an optimiser's state of a
+parameter, such as its momentum, by `plan.state_name`.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ SECOND_BACKWARD = (
 def check_saved(
     engine: Engine, state: object, references: Mapping[str, TensorSpec] | None, *, strict: bool
 ) -> Mapping[str, Any]:
-    """Returns the state, if training may go on from what one rank saved. Collective.
+    """Checks what one rank's saved state says of averaged parameters, and returns the state. Collective.
 
     Args:
-        references: tensors from which differences of parameters are taken; None where gradients are averaged.
+        references: specs of the tensors from which parameters' differences are sent; None: gradients are averaged.
 
     Raises:
         TypeError, ValueError, RuntimeError: on all ranks, if it is no state; or with `strict`, if the saved models
-            differed between ranks, and the number of ranks is another, or gradients are averaged.
+            differed between ranks, and the number of ranks has changed, or gradients are averaged now.
     """
     problem: Exception | None = None
     try:
@@ -112,10 +112,10 @@ def _check_saved(size: int, state: object, references: Mapping[str, TensorSpec] 
 
 
 def companions(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
-    """Returns a tensor with the shape and dtype of each tensor that the plan names beside parameters.
+    """Returns, by name, a tensor with the shape and dtype of each buffer and optimiser state that the plan averages.
 
-    These are floating-point buffers, and optimiser states, for which the parameter stands. The order matters for a
-    plan's digest: parameters in model order, then these, sorted by name.
+    It is the floating-point buffer itself, or the parameter that has the optimiser state. The order matters for a
+    plan's digest: parameters in model order, then these tensors, sorted by name.
     """
     parameters = trainable_parameters(model)
     buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
@@ -128,7 +128,7 @@ def companions(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
 
 
 class Averaging:
-    """Runs an engine on a model's parameters after each step of their optimiser."""
+    """Averages a model's parameters over groups of ranks, by an engine, after each step of their optimiser."""
 
     def __init__(self, model: nn.Module, engine: Engine, optimizer: Optimizer, exclude: Sequence[str] = ()) -> None:
         self._model = weakref.ref(model)
@@ -189,7 +189,7 @@ class Averaging:
             ]
 
     def remove(self) -> None:
-        """Removes the hooks; parameters stay as they are, and differ between ranks."""
+        """Removes the hooks; parameters stay as they are, and may differ between ranks."""
         for handle in (*self._handles, *self._accumulations):
             handle.remove()
         self._handles.clear()
@@ -201,7 +201,7 @@ class Averaging:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keeps steps inside local; the next step outside averages what came of them."""
+        """Averages nothing after optimiser steps in the `with` block; the next step outside averages parameters."""
         before, self._sync = self._sync, False
         try:
             yield
@@ -211,7 +211,7 @@ class Averaging:
     @torch.inference_mode(False)
     @torch.no_grad()
     def land(self) -> None:
-        """Waits for the end of the exchange under way, if there is one."""
+        """Waits for the exchange under way, if there is one, and copies its averages into the model."""
         if self._sent:
             with self._giving_up():
                 self._engine.finish()
@@ -219,14 +219,14 @@ class Averaging:
                     self._put(name)
 
     def give_up(self) -> None:
-        """Makes all further steps local; averages of a round under way that have arrived are kept."""
+        """Stops averaging for good, as after a loss of ranks; averages that are in the model already stay."""
         self._sent.clear()
         self.gave_up = True
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def consensus(self) -> None:
-        """Makes all ranks' parameters their mean, bit for bit alike, and likewise buffers of normalisation. Collective.
+        """Sets all ranks' parameters to their mean, bit for bit alike, and their buffers as well. Collective.
 
         Variances are pooled, as if of the samples of all ranks together. Counters and other integer buffers become the
         maximum over ranks.
@@ -240,20 +240,20 @@ class Averaging:
         self.are_apart = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the tensors from which differences are taken, by name, and how many ranks' models differ, or 0."""
+        """Returns reference tensors (parameters are sent as differences from them), and how many models differ."""
         self.land()
         references = {name: reference.clone() for name, reference in self._references.items()}
         return {"references": references, APART: self._engine.group.size if self.are_apart else 0}
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
-        """The specs of the tensors from which differences are taken, by name."""
+        """Shapes and dtypes of the reference tensors, by name; parameters are sent as differences from them."""
         return {name: TensorSpec.of(reference) for name, reference in self._references.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads what `state_dict` returned; load the model first. Collective.
 
-        Tensors without an entry are taken from the present model. If ranks load different ones, rank 0's are used.
+        Reference tensors without an entry are copied from the present model. If ranks differ, rank 0's are used.
         """
         self.land()
         references = state.get("references", {})
@@ -295,7 +295,7 @@ class Averaging:
             self._deliver(names)
 
     def _before_states(self, *_: Any) -> None:
-        """Waits for averages before state is saved or loaded."""
+        """Waits for averages under way before the state of model or optimiser is saved or loaded."""
         if self._sent:
             self.land()
 
@@ -341,7 +341,7 @@ class Averaging:
 
     @torch.no_grad()
     def _on_gradient(self, name: str) -> None:
-        """Steps and sends a bucket of early parameters when its last gradient is ready."""
+        """Runs the optimiser's step for a bucket's parameters, and sends them, when its last gradient is ready."""
         if not self._exchanges:
             return
         early = self._early
@@ -386,7 +386,7 @@ class Averaging:
 
     @contextmanager
     def _giving_up(self) -> Iterator[None]:
-        """Gives the round up on errors of the exchange inside, if `recover` is set; else they raise."""
+        """Runs a block; if the exchange fails in it, gives up averaging where `recover` is set, else raises."""
         try:
             yield
         except GroupError:
@@ -395,7 +395,7 @@ class Averaging:
             self.give_up()
 
     def _undelivered(self) -> list[str]:
-        """Returns the parameters being averaged that no forward has waited for."""
+        """Returns the names of parameters whose averages are under way and not yet copied into the model."""
         return [name for name in self._sent if name in self._parameters]
 
     def _found_unseen_use(self, name: str) -> None:
@@ -415,7 +415,7 @@ class Averaging:
         self._early.begin()
 
     def _begin(self) -> None:
-        """Begins a round, and sends buffers, which do not change until the next forward."""
+        """Begins an exchange of averages, and loads buffers, which do not change until the next forward."""
         self._engine.begin(rounds=self.steps)
         self._is_open = True
         for name in self._buffers:
@@ -425,7 +425,7 @@ class Averaging:
             self._engine.load(name, self._outgoing(name, buffer))
 
     def _send(self, name: str) -> None:
-        """Sends a parameter that was stepped, and its optimiser state."""
+        """Loads a parameter that was stepped, and its optimiser state if that is averaged, into the exchange."""
         parameter = self._parameters[name]
         self._sent[name] = self._stamp(name, with_values=self._goes_on_behind)
         self._engine.load(name, self._outgoing(name, parameter.detach()))
@@ -435,7 +435,7 @@ class Averaging:
             self._engine.load(state, kept, used=kept is not None)
 
     def _end(self) -> None:
-        """Ends the sending of a round; waits for averages unless the exchange goes on in the background."""
+        """Ends the loading of tensors; waits for averages unless the exchange can go on in the background."""
         self._is_open = False
         if self._goes_on_behind:
             self._engine.go_on()
@@ -453,7 +453,7 @@ class Averaging:
         return stamp._replace(address=0) if name in self._moving else stamp  # RNN modules move their parameters
 
     def _buffer(self, name: str) -> Tensor:
-        """Returns the present buffer; refuses one that was removed or has another shape or dtype."""
+        """Returns the module's present buffer; raises if it is gone or has another shape or dtype than at attach."""
         table, key = self._buffers[name]
         buffer: Tensor | None = table.get(key)
         before = self._engine.specs[name]
@@ -484,7 +484,7 @@ class Averaging:
     @torch.inference_mode(False)
     @torch.no_grad()
     def _deliver(self, names: Sequence[str] | set[str]) -> None:
-        """Waits for the averages of these tensors, if under way, and copies them in."""
+        """Waits for the averages of these tensors, if under way, and copies them into the model."""
         with self._giving_up():
             for name in names:
                 if name in self._sent:
@@ -514,7 +514,7 @@ class Averaging:
             self._engine.finish()
 
     def _state(self, name: str) -> Tensor | None:
-        """Returns the optimiser's state tensor, or None if the optimiser has none yet."""
+        """Returns the optimiser's state tensor of this name, such as a momentum, or None if there is none yet."""
         parameter, key = self._states[name]
         optimizer = self._optimizer()
         kept = None if optimizer is None else optimizer.state.get(self._parameters[parameter], {}).get(key)
@@ -525,7 +525,7 @@ class Averaging:
         return kept
 
     def _put_state(self, name: str, mean: Tensor) -> None:
-        """Copies an average into the optimiser's state; begins all of the parameter's state if there is none yet."""
+        """Copies an average into the optimiser's state; initialises all state of the parameter if there is none yet."""
         optimizer, parameter = self._optimizer(), self._parameters[self._states[name][0]]
         if optimizer is not None and self._state(name) is None:
             begin_state(optimizer, parameter)
@@ -533,9 +533,9 @@ class Averaging:
             kept.copy_(mean)
 
     def _taken_references(self) -> dict[str, Tensor]:
-        """Returns copies of the tensors from which differences are taken, bit for bit alike on all ranks.
+        """Returns copies of tensors, alike on all ranks; coming values are sent as differences from these copies.
 
-        These are parameters that are sent rounded, and means beside variances, whose squares should be small.
+        Copied are parameters that lossy schemes send, and means beside variances, whose squares should be small.
         """
         rounded = {name for run in self._engine.bucket_runs if run.scheme.traits.lossy for name in run.bucket.names}
         taken = {name: p.detach().clone() for name, p in self._parameters.items() if name in rounded}
@@ -548,14 +548,14 @@ class Averaging:
         )
 
     def _refuse(self, why: str) -> NoReturn:
-        """Abandons the round under way, tells the other ranks, and raises."""
+        """Abandons the exchange under way, tells the other ranks why, and raises."""
         self._engine.abandon(why)
         self._engine.fail(why)
         raise RuntimeError(why)
 
 
 class _ForGradient:
-    """The callback for one parameter's gradient."""
+    """A callback for the hook on one parameter's gradient: tells `Averaging` that the gradient is ready."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -566,7 +566,7 @@ class _ForGradient:
 
 
 class _ForModule:
-    """The callback for one module's forward."""
+    """A callback for one module's forward: makes `Averaging` deliver the averages of the module's tensors."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self._names = names
@@ -578,13 +578,13 @@ class _ForModule:
 def _has_come(gradient: Tensor | None) -> bool:
     """Whether a backward brought the gradient; zeros do not count, as zero_grad(set_to_none=False) leaves them.
 
-    It reads the gradient on the host, which is rare.
+    The check makes the host wait for the device, but is rarely needed.
     """
     return gradient is not None and (gradient.layout is not torch.strided or bool(gradient.any()))
 
 
 def _owners(model: nn.Module, names: Mapping[int, str]) -> list[tuple[nn.Module, tuple[str, ...]]]:
-    """Returns the modules that own these tensors, given by id, with names; a tied tensor has several owners."""
+    """Returns each module with the names of its own tensors (of `names`, by id); a tied tensor has several owners."""
     found = []
     for module in model.modules():
         tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]

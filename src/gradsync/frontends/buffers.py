@@ -24,7 +24,7 @@ Send = Callable[[Group, list[Tensor], float], None]
 
 
 class Buffers:
-    """Broadcasts the buffers that a model has at each call.
+    """Broadcasts a model's buffers from rank 0; buffers may be added, removed or replaced between calls.
 
     Only values are sent while names, shapes and dtypes stay the same. When these change, ranks compare them at a
     barrier of the store first, so that no rank reads a message of another size. A model without buffers at attach is
@@ -50,7 +50,7 @@ class Buffers:
             self._is_active = bool(self._specs)
 
     def are_in_training(self) -> bool:
-        """Whether a module with buffers is in training mode, as a part of a model in evaluation mode may be."""
+        """Whether a module with buffers is in training mode, even if the whole model is in evaluation mode."""
         modules = (ref() for ref in self._modules)
         return any(module.training for module in modules if module is not None)
 
@@ -111,7 +111,7 @@ class Buffers:
         return found
 
     def _find_tables(self) -> None:
-        """Records the modules' own dicts, as modules may replace buffers; walking modules costs more than a step."""
+        """Records each module's own dict of buffers, as modules may replace buffers; walking all modules is slow."""
         model = self._model()
         modules = [] if model is None else list(model.named_modules())
         self._tables = [(name, module._buffers) for name, module in modules]
@@ -150,7 +150,7 @@ def describe_buffers(buffers: Mapping[str, Tensor]) -> list[str]:
 
 
 def _spec(name: str, buffer: Tensor) -> tuple[Any, ...]:
-    """Returns the properties that must agree on all ranks; few, as they are compared before each broadcast."""
+    """Returns the buffer's name, shape, dtype and, if sparse, layout and sizes, which all ranks must have alike."""
     if buffer.layout is torch.strided:
         return name, buffer.shape, buffer.dtype
     return name, buffer.shape, buffer.dtype, buffer.layout, *(part.shape for part in dense_parts(buffer))
@@ -168,7 +168,7 @@ def _line(
 
 
 def _require_alike(group: Group, was: str, is_now: str, lines: list[str], engine: Engine) -> None:
-    """Raises unless all ranks have equal lines; `was`, `is_now`: the first line that changed on this rank."""
+    """Raises unless all ranks describe their buffers by equal `lines`; `was` became `is_now` first on this rank."""
     remedy = REMEDY.format(name=(is_now or was).partition(":")[0])
     text = "\n".join(lines)
     change = f"{was or 'nothing'!r} became {is_now or 'nothing'!r}"

@@ -1,9 +1,9 @@
 """State of all ranks as one object for checkpointing libraries, with an entry for each rank.
 
 `torch.distributed.checkpoint` writes an entry that several ranks name only once, as if these were copies; and it reads
-only entries that the reader names, who does not know how many ranks have written. So there are entries for as many
+only entries that the reading rank names, without knowing how many ranks have written. So there are entries for as many
 ranks as there may be, each named by one rank: of n ranks, rank r names entries r, r + n, r + 2 n, and so on. If n ranks
-write, entries from n on are None; if n ranks read what more have written, these are the parts that each takes over.
+write, entries from n on are None; if n ranks read what more ranks have written, each gets the parts that it adds up.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HEAD = {"references"}  # keys that are left out for ranks that take over no part
 
 
 class Load(Protocol):
-    """A function that loads what `find` returns, which it calls behind a barrier of all ranks."""
+    """A function that waits for all ranks at a barrier, then calls `find` and loads the state that `find` returns."""
 
     def __call__(self, find: Callable[[], object], *, strict: bool = True, what: str = LOADING) -> None: ...
 
@@ -34,7 +34,7 @@ class RankBytes(bytes):
     """The state of one rank, as `gradsync.state.to_bytes` makes it, for libraries that take text, bytes and tensors.
 
     `torch.save` stores bytes as text, half as long again and slowly, so it gets a tensor of uint8, which loading
-    returns. It alone pickles by protocol 2; code that copies objects gets bytes.
+    returns. Only `torch.save` pickles by protocol 2; code that copies objects gets bytes.
     """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -89,7 +89,7 @@ class Checkpoint:
         self._load(lambda: self._own_state(state), strict=strict, what=LOADING_PARTS)
 
     def _own_state(self, saved: object) -> Mapping[str, Any]:
-        """Returns the state for this rank; raises on all ranks if parts are missing."""
+        """Returns this rank's state, of one part or the sum of several; raises on all ranks if parts are missing."""
         engine = self._engine()
         rank, size = engine.group.rank, engine.group.size
         parts: dict[int, dict[str, Any]] = {}
@@ -130,7 +130,7 @@ def _entry(rank: int) -> str:
 
 
 def _parts(saved: object, rank: int, size: int) -> dict[int, dict[str, Any]]:
-    """Returns the parts that this rank takes over, by the rank that wrote them."""
+    """Returns the saved parts that rank `rank` of `size` is to load, by the rank that wrote them."""
     if not isinstance(saved, Mapping):
         raise TypeError(f"expected the dict that checkpoint().state_dict() gave, got {type(saved).__name__}")
     parts: dict[int, dict[str, Any]] = {}

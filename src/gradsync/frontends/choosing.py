@@ -31,10 +31,10 @@ Steps = Generator[None, float, float]  # resumed after each step with the time w
 
 
 class Parameters(Protocol):
-    """Averaging of parameters, which replaces averaging of gradients from `begin` to `end`."""
+    """The interface of averaging of parameters, which replaces averaging of gradients from `begin` to `end`."""
 
     def prepare(self, most_s: float) -> int:
-        """Makes a plan, and returns its rounds per cycle; 0 if no plan is expected to exchange within `most_s` seconds.
+        """Makes a plan and returns the rounds of its cycle; 0 if its steps are expected to take more than `most_s`.
 
         Collective, and the same on all ranks.
         """
@@ -45,17 +45,17 @@ class Parameters(Protocol):
         """Waits until no exchange is under way."""
 
     def end(self) -> None:
-        """Makes the ranks' models one, and goes back to averaged gradients."""
+        """Sets all ranks' parameters to their mean, and goes back to averaging of gradients."""
 
     def keep(self) -> None:
-        """Drops the averaging of gradients for good."""
+        """Closes the averaging of gradients for good, so that parameters are averaged from now on."""
 
 
 class GradientsOrParameters:
-    """The choice between averaged gradients and averaged parameters, made over the steps of an optimiser.
+    """A trial of averaging gradients and then parameters, on an optimiser's real steps; the faster one stays.
 
-    `engine` is the engine of gradients. Changes due after a step are made when the next forward begins, as an
-    optimiser's hooks cannot add hooks to it.
+    `engine` averages the gradients. A change from one to the other waits for the next forward, as an optimiser's hooks
+    cannot add hooks to it.
     """
 
     def __init__(self, engine: Engine, model: nn.Module, optimizer: Optimizer, parameters: Parameters) -> None:
@@ -73,7 +73,7 @@ class GradientsOrParameters:
         ]
 
     def remove(self) -> None:
-        """Ends the choice: the present way stays."""
+        """Ends the trial: gradients or parameters are averaged as at present."""
         self.made = True
         for handle in self._handles:
             handle.remove()
@@ -126,7 +126,7 @@ class GradientsOrParameters:
             engine.propose([plan])
 
     def _slowest(self, seconds: float) -> float:
-        """Returns the largest value of all ranks, on all ranks."""
+        """Returns the largest `seconds` of all ranks, on all ranks. Collective."""
         mine = torch.tensor([seconds], dtype=torch.float64, device=self._engine.device)
         timeout_s = self._engine.timeout_s
         parts = self._engine.call("times of steps", lambda group: group.all_gather(mine).wait(timeout_s))
@@ -134,7 +134,7 @@ class GradientsOrParameters:
 
 
 def _timed(steps: int) -> Steps:
-    """Returns the mean seconds of a step; the mean, as rare slow steps (other traffic) count, too."""
+    """Yields once per step; returns the mean seconds of `steps` steps, so that rare slow ones (other traffic) count."""
     ends_s = []
     for _ in range(steps + 1):
         ends_s.append((yield))

@@ -71,7 +71,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             batched_grad_copy: accepted without effect on values: the plan decides on buckets, and gradients are views.
 
     Attributes:
-        attachment: what `gradsync.attach` returns: plan, statistics, state for checkpoints.
+        attachment: the result of `gradsync.attach`: plan, statistics, state for checkpoints.
 
     Raises:
         RuntimeError, ValueError: as `gradsync.attach`, and for `mixed_precision`, which torch.autocast replaces.
@@ -142,7 +142,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self._attach(init_sync=init_sync, buffers=not keeps_buffers_apart)
 
     def _attach(self, *, init_sync: bool, buffers: bool) -> None:
-        """Attaches to the module, on all ranks at once; `buffers`: buffers start as rank 0's."""
+        """Calls `gradsync.attach` on the module, on all ranks at once; `buffers`: buffers start as rank 0's."""
         if isinstance(self.module, DistributedDataParallel):  # which averages; once is enough
             self.module._require_attached()
             self._attachment = self.module._attachment
@@ -186,7 +186,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     @property
     def device_type(self) -> str:
-        """The type of the model's device, as "cuda"."""
+        """The type of the model's device, such as "cuda"."""
         return self.device.type
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -206,7 +206,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether backwards of coming forwards synchronise; False inside `no_sync`."""
+        """Whether the backward of the next forward synchronises gradients; False inside `no_sync`."""
         return self._synchronizes
 
     @require_backward_grad_sync.setter
@@ -217,7 +217,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             self._local.enter_context(self._attachment.no_sync())
 
     def _set_static_graph(self) -> None:
-        """Does as `static_graph=True` in the constructor; call it on all ranks, before the first backward."""
+        """Attaches again with `static_graph=True`; call it on all ranks, before the first backward."""
         self.static_graph = True
         self.attachment.detach()
         self._attach(init_sync=False, buffers=False)
@@ -311,7 +311,7 @@ def _group_of(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh |
 def _devices_of(
     module: nn.Module, device_ids: Sequence[int | torch.device] | None, output_device: int | torch.device | None
 ) -> tuple[list[int] | None, Any]:
-    """Returns the device that inputs are moved to, or None, and the device of the output."""
+    """Returns ([index of the device that inputs are moved to], device of the output), or (None, None)."""
     if device_ids is not None and len(device_ids) > 1:
         raise ValueError(f"device_ids can only be None or contain a single element, got {list(device_ids)}")
     kinds = {parameter.device.type for parameter in module.parameters()}

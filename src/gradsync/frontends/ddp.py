@@ -100,7 +100,7 @@ class DDPState:
             self._exchange.detach()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Returns the DDP model's own `no_sync`."""
+        """Returns the DDP model's own `no_sync()`, or a context that does nothing while no model is known."""
         return nullcontext() if self.model is None else self.model.no_sync()
 
     @property
@@ -109,7 +109,7 @@ class DDPState:
         return None if self._exchange is None else self._exchange.model
 
     def synchronize(self, bucket: GradBucket) -> Future[Tensor]:
-        """Takes one of DDP's buckets; the future holds its buffer with averaged gradients."""
+        """Loads the gradients of one DDP bucket; returns a future of the bucket's buffer with averaged gradients."""
         if self._exchange is None:
             model = _model_with(self)
             if _is_nested(model):  # the other DDP model has gradsync; the mean of equal values is itself
@@ -132,7 +132,7 @@ class DDPState:
 
 
 class _Exchange:
-    """The part of a state that belongs to one DDP model on this rank."""
+    """The engine and the hooks of a `DDPState` for one DDP model on this rank."""
 
     def __init__(
         self,
@@ -193,7 +193,7 @@ class _Exchange:
         return self._model()
 
     def detach(self) -> None:
-        """Does as `DDPState.detach` says."""
+        """Closes the engine; DDP's hook does DDP's own all-reduce from now on."""
         self._detached = True
         self._given.clear()
         for handle in self._handles:
@@ -203,7 +203,7 @@ class _Exchange:
         forget(self._modules, self.engine.parameters.values())
 
     def synchronize(self, bucket: GradBucket) -> Future[Tensor]:
-        """Does as `DDPState.synchronize` says."""
+        """Loads the gradients of one DDP bucket; returns a future of its buffer, completed after DDP's last bucket."""
         if self._detached:
             return allreduce_hook(self._process_group, bucket)
         if not self.engine.in_step:
@@ -227,7 +227,7 @@ class _Exchange:
             at_end_of_backward(_nothing, self.engine)
 
     def _finish(self) -> None:
-        """Waits for the exchange after the last bucket, and completes all futures."""
+        """Waits for the exchange after DDP's last bucket, and completes the futures of all buckets."""
         for name in self.engine.missing():
             self.engine.load(name, None, used=False)
         self.engine.finish()
@@ -237,7 +237,7 @@ class _Exchange:
         self._given.clear()
 
     def _factor_of_uneven_inputs(self) -> float:
-        """Returns ranks / ranks with inputs, inside `join(divide_by_initial_world_size=False)`; else 1."""
+        """Returns number of ranks / number with inputs, inside `join(divide_by_initial_world_size=False)`; else 1."""
         model = self.model
         if model is None or not model._join_config.enable or model._divide_by_initial_world_size:
             return 1.0
@@ -333,7 +333,7 @@ def _model_with(state: DDPState) -> DistributedDataParallel:
 
 
 def _nothing() -> None:
-    """Does nothing: DDP's own callback ends its backward, and this one shows, when dropped, that backward raised."""
+    """Does nothing at the end of backward; if backward raises, autograd drops its callback, which abandons the step."""
 
 
 @never_compiled

@@ -1,4 +1,4 @@
-"""Replaces models that differ between ranks by their mean."""
+"""Replaces parameters and buffers that differ between ranks by their mean over the ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def take_mean(
     """Overwrites parameters and the model's buffers with their mean over the group, bit for bit alike. Collective.
 
     Variances are pooled, as if of the samples of all ranks together. Counters and other integer buffers become the
-    maximum over ranks. A `model` of None, as it was deleted, leaves only parameters.
+    maximum over ranks. `model` is None if it was deleted: then only `parameters` are averaged.
 
     Args:
         exclude: names or shell patterns of buffers that are left alone.
@@ -75,7 +75,7 @@ def _take_largest(group: Group, tensors: Sequence[Tensor], timeout_s: float) -> 
 
 
 def _pieces(tensors: Sequence[Tensor], itemsize: int) -> Iterator[list[Tensor]]:
-    """Yields the tensors in order, in lists of about MESSAGE_BYTES each."""
+    """Yields lists of consecutive tensors, of about MESSAGE_BYTES each, at `itemsize` bytes per element."""
     piece: list[Tensor] = []
     filled_bytes = 0
     for tensor in tensors:

@@ -32,9 +32,9 @@ class Additions:
         self._remember(model)
 
     def check(self, model: nn.Module) -> str:
-        """Returns what is wrong with the model, as an error text; "" if nothing is.
+        """Returns an error text if a parameter was added or unfrozen that nobody synchronises; else "".
 
-        It costs next to nothing while no module has changed.
+        It is quick while no module has changed.
         """
         for name, frozen in self._frozen:
             parameter = frozen()
@@ -55,7 +55,7 @@ class Additions:
         return ""
 
     def added(self, model: nn.Module) -> str:
-        """Returns the name of a parameter that nobody synchronises, or ""."""
+        """Returns the name of a parameter that was added after `attach`, so that nobody synchronises it; else ""."""
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and parameter not in self._known and not matches(name, self._exclude):
                 return name
@@ -74,8 +74,8 @@ class Changes:
     """Finds changes of a model's parameters and modules after `attach`.
 
     A parameter may move to another name or module, as pruning and parametrisations do, or be removed. A new parameter
-    that nobody synchronises is an error. Tensors that `functional_call` puts in their places for one call are the
-    caller's.
+    that nobody synchronises is an error. Tensors that `functional_call` puts in place of parameters for one call are
+    ignored.
     """
 
     def __init__(self, model: nn.Module, parameters: Iterable[nn.Parameter], exclude: Sequence[str]) -> None:
@@ -91,7 +91,7 @@ class Changes:
         return self._additions.generation + self._moves
 
     def check(self, model: nn.Module) -> str:
-        """Returns what is wrong with the model, as an error text; "" if nothing is."""
+        """Returns an error text if changes, or a DDP around the model, prevent synchronisation; else ""."""
         if why := self._wrapper.check():
             return why
         if self._are_in_place():

@@ -1,8 +1,8 @@
-"""Changes the groups of a plan of parameters at consensus points, where all models are equal, so nothing is lost.
+"""Changes the groups of ranks that average parameters, at consensus points, where all ranks' models are equal.
 
 Between consensus points each rank records how long its exchanges take, and how much averages change its values. At a
 consensus point all ranks exchange these figures. If they show that links have changed, rates are measured again; rank 0
-decides on the new groups (`planner.regroup`). Rounds are still counted by steps, so a checkpoint's plan says it all.
+decides on the new groups (`planner.regroup`). Rounds are still counted by steps, so a checkpoint needs only the plan.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SavedGroups:
-    """The groups of a checkpoint, to go on with."""
+    """The plan of a checkpoint, with its groups of ranks, and the time of its first rounds."""
 
     plan: Plan
     young_s: float | None  # seconds of this rank's rounds when the plan was new
@@ -44,7 +44,7 @@ class SavedGroups:
 
 
 class Regrouping:
-    """Watches the rounds of an engine whose plan a planner made for the links of this cluster."""
+    """Times an engine's rounds of averaging, and changes the groups of ranks when links of the cluster have changed."""
 
     def __init__(
         self,
@@ -67,11 +67,11 @@ class Regrouping:
             averaging.watch = self._watch
 
     def remove(self) -> None:
-        """Stops watching."""
+        """Stops timing rounds."""
         self._handle.remove()
 
     def consider(self) -> None:
-        """Changes the groups if others are clearly better now; called at a consensus point. Collective."""
+        """Changes the groups of ranks if others are clearly better now; called at a consensus point. Collective."""
         engine, placement = self._engine, self._engine.group.placement
         figures = [self._rounds.young_s or 0.0, self._rounds.now_s or 0.0, self._removed, self._removed_rounds]
         mine = torch.tensor(figures, dtype=torch.float64, device=engine.device)
@@ -93,11 +93,11 @@ class Regrouping:
             self._rounds.plan_stays()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what `saved` needs beside the plan."""
+        """Returns planner's settings, nodes and the seconds of first rounds, which `saved` reads from a checkpoint."""
         return {**self._same_job, "young_s": self._rounds.young_s}
 
     def saved(self, state: Mapping[str, Any]) -> SavedGroups | None:
-        """Returns the groups of an attachment's `state_dict`, or None if it is of other settings or nodes. Collective.
+        """Returns the plan with groups in an attachment's `state_dict`; None for other settings or nodes. Collective.
 
         Raises:
             ValueError, RuntimeError: on all ranks, for a plan that does not fit, or other plans on other ranks.
@@ -117,7 +117,7 @@ class Regrouping:
         return found
 
     def go_on(self, saved: SavedGroups | None) -> None:
-        """Goes on with the plan of a loaded checkpoint, or with the present one. Collective."""
+        """Changes to the plan of a loaded checkpoint, or keeps the present one; times rounds anew. Collective."""
         if saved is not None and saved.plan.digest != self._engine.plan.digest:
             self._engine.replan(saved.plan)
         self._begin(None if saved is None else saved.young_s)
@@ -128,7 +128,7 @@ class Regrouping:
         return {"settings": repr(self._planner), "nodes": list(self._engine.group.placement.nodes)}
 
     def _begin(self, young_s: float | None = None) -> None:
-        """Begins to watch the engine's present plan; `young_s`: seconds of its rounds, if known."""
+        """Begins to time rounds of the engine's present plan; `young_s`: seconds of its first rounds, if known."""
         self._schedule = schedule_of(self._engine.plan)
         self._cycle = self._planner.cycle(self._schedule)
         self._rounds = Rounds(self._cycle, young_s)
@@ -136,23 +136,23 @@ class Regrouping:
         self._count_removed_anew()
 
     def _count_removed_anew(self) -> None:
-        """Begins to count what rounds remove after a consensus, without the first cycle, which has less to remove."""
+        """Restarts the sum of differences that rounds remove; leaves out the first cycle after a consensus."""
         self._removed_from = self._engine.step + self._cycle
         self._removed, self._removed_rounds = 0.0, 0  # sums over whole cycles
         self._under_way: list[float] = []  # rounds of the unfinished cycle
         self._squares = torch.zeros(2, dtype=torch.float64, device=self._engine.device)
 
     def _communication_s(self) -> float:
-        """Returns the seconds of communication since the plan changed."""
+        """Returns the seconds of communication of all buckets since the plan changed."""
         return sum(run.communication_s for run in self._engine.bucket_runs)
 
     def _watch(self, own: Tensor, average: Tensor) -> None:
-        """Adds the squared distance and norm of a bucket in the round that is ending."""
+        """Adds a parameter's squared distance to its average, and the average's squared norm, to this round's sums."""
         norms = torch.stack([torch.linalg.vector_norm(own - average), torch.linalg.vector_norm(average)])
         self._squares += norms.double().square()
 
     def _after_optimizer_step(self, step: OptimizerStep) -> None:
-        """Records the time of the round before; this step begins a new one."""
+        """Records the communication time of the round that ended before this optimiser step."""
         before, before_s = self._seen
         self._seen = rounds, total_s = self._engine.step, self._communication_s()
         for _ in range(before, rounds):
@@ -161,7 +161,7 @@ class Regrouping:
             self._count_removed(rounds - 1)
 
     def _count_removed(self, round: int) -> None:
-        """Adds what a finished round removed."""
+        """Adds the share of this rank's squared distance to the mean that the finished round removed."""
         if round >= self._removed_from:
             placement = self._engine.group.placement
             rank = placement.nodes[self._engine.group.rank]

@@ -61,7 +61,7 @@ class Frontend:
     joinable: Callable[[], Joinable | None] = lambda: None  # stands for the model in torch's `Join`
 
     def consensus(self) -> None:
-        """Does as `Attachment.consensus` says."""
+        """Sets all ranks' parameters to their mean, if parameters are averaged, and may change groups. Collective."""
         if self.averaging is not None:
             self.averaging.consensus()
         if self.regrouping is not None:
@@ -80,8 +80,8 @@ class FrontendSwitch:
 
     Attributes:
         present: the frontend in force.
-        resting: while two are tried, the other one.
-        choice: the trial of the two, if there is one.
+        resting: the frontend that pauses while another one is tried, if there is one.
+        choice: the trial of averaged gradients against averaged parameters, if there is one.
         surviving: builds a new frontend when ranks are lost, if the planner says so.
     """
 
@@ -91,7 +91,7 @@ class FrontendSwitch:
     surviving: Surviving | None = None
 
     def consensus(self) -> None:
-        """Does as `Attachment.consensus` says."""
+        """Sets the parameters of all surviving ranks to their mean, if parameters are averaged. Collective."""
         if self.surviving is None:
             self.present.consensus()
         else:
@@ -142,7 +142,7 @@ class Attached:
         return None if self._optimizer is None else self._optimizer()
 
     def within(self, process_group: dist.ProcessGroup) -> Attached:
-        """Returns the same arguments for the ranks of another group."""
+        """Returns the same arguments for the ranks of another process group."""
         return Attached(self.model, self.optimizer, process_group, self.timeout_s, self.exclude, self.verification)
 
 
@@ -210,8 +210,8 @@ class ParametersBeside:
 class Surviving:
     """Gives the surviving ranks a new frontend when ranks are lost, for models trained by averages of parameters.
 
-    The new frontend begins between two steps, when all survivors have made as many; ranks that are behind catch up by
-    local steps while the others wait.
+    The new frontend begins between two steps, when all survivors have made the same number of steps; ranks that have
+    made fewer catch up by local steps while the others wait.
     """
 
     def __init__(self, switch: FrontendSwitch, planner: AveragingPlanner, attached: Attached) -> None:
@@ -231,7 +231,7 @@ class Surviving:
         self._survivors.close()
 
     def consensus(self) -> None:
-        """Makes the models of all ranks, or of the survivors, one."""
+        """Sets the parameters of all ranks, or of the survivors if ranks were lost, to their mean. Collective."""
         averaging = self._present
         averaging.land()
         if not self._is_over:
@@ -251,7 +251,7 @@ class Surviving:
 
     @property
     def _is_over(self) -> bool:
-        """Whether this rank knows of lost ranks."""
+        """Whether this rank knows that ranks were lost, so that the present frontend must be replaced."""
         return self._present.gave_up or self._survivors.called
 
     def _follow(self) -> None:
@@ -262,7 +262,7 @@ class Surviving:
             self._go_on()
 
     def _agree(self) -> Survival:
-        """Returns who survives; collective over the survivors, after which the present frontend is not used again."""
+        """Stops the present frontend; returns the surviving ranks with their steps. Collective over the survivors."""
         if self._survival is None:
             self._present.land()
             self._switch.present.engine.fail("ranks were lost; the surviving ranks go on without them")
@@ -279,7 +279,7 @@ class Surviving:
 
     @torch.inference_mode(False)
     def _go_on(self) -> None:
-        """Builds the survivors' frontend. Collective over the survivors."""
+        """Replaces the present frontend by one of the surviving ranks. Collective over the survivors."""
         before = self._switch.present
         assert self._survival is not None
         before.engine.close()
@@ -368,7 +368,7 @@ def averaging_frontend(
 def _frontend_of(
     engine: Engine, attached: Attached, regroups: tuple[AveragingPlanner, Cluster] | None, *, apart: bool
 ) -> Frontend:
-    """Puts averaging on a model and an optimiser, and regrouping if groups may change; see `averaging_frontend`."""
+    """Returns `averaging_frontend`'s result for an engine: averaging hooks, and regrouping if groups may change."""
     model, optimizer, exclude = attached.model, attached.optimizer, attached.exclude
     assert optimizer is not None
     if not apart:
@@ -417,7 +417,7 @@ def _planned(planner: AveragingPlanner, attached: Attached, refusal: str) -> tup
 
 
 def level(engine: Engine, tensors: list[Tensor]) -> None:
-    """Broadcasts rank 0's tensors, or raises on all ranks."""
+    """Overwrites the tensors on all ranks with rank 0's, or raises on all ranks. Collective."""
     what = "broadcast of the model"
 
     def broadcast(group: Group) -> Exception | None:

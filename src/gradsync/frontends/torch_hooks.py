@@ -65,7 +65,7 @@ class OptimizerStep(NamedTuple):
 
     @property
     def is_watched(self) -> bool:
-        """Whether the optimiser has step hooks of other code."""
+        """Whether the optimiser has step hooks other than gradsync's."""
         hooks = (self.optimizer._optimizer_step_pre_hooks, self.optimizer._optimizer_step_post_hooks)
         return any(not isinstance(hook, Hook) for each in hooks for hook in each.values())
 
@@ -158,9 +158,9 @@ class AccumulationHook:
         self._register(parameter)
 
     def follow(self) -> None:
-        """Moves to the parameter's new node, if torch has made one.
+        """Moves the hook to the parameter's new accumulation node, if torch has made one.
 
-        Torch does when dtype or device change, and on `set_` and `resize_`, by which parametrisations are registered.
+        Torch makes one when dtype or device change, and on `set_` and `resize_`, which register parametrisations.
         """
         parameter = self._parameter()
         if parameter is None or not parameter.requires_grad:
@@ -189,7 +189,7 @@ class ModelHook(Hook):
 
 @cache
 def _step_code() -> CodeType:
-    """Returns the code of torch's wrapper that calls hooks around a step, for any optimiser."""
+    """Returns the code object of torch's wrapper around `Optimizer.step`, which calls hooks, for any optimiser."""
     return Optimizer.profile_hook_step(lambda optimizer: None).__code__
 
 
@@ -203,7 +203,7 @@ def _frames() -> Iterator[FrameType]:
 
 @cache
 def uncompiled(hook: type[Hook]) -> type[Hook]:
-    """Returns the kind of hook such that `torch.compile` does not trace it; called late, as it imports the compiler."""
+    """Returns a subclass of `hook` that `torch.compile` does not trace; called late, as it imports the compiler."""
     return type(f"{hook.__name__}Uncompiled", (hook,), {"__call__": torch.compiler.disable(hook.__call__)})
 
 
@@ -220,7 +220,7 @@ def never_compiled(function: F) -> F:
 
 
 def _nothing(*args: Any) -> None:
-    """Replaces the hook in a copy of an attached model."""
+    """Does nothing: stands for the hook in a copy of an attached model."""
 
 
 def _get_nothing() -> Callable[..., None]:

@@ -1,8 +1,8 @@
 """Uneven inputs: ranks without further inputs take part in the other ranks' steps with zero gradients.
 
 `torch.distributed.algorithms.join.Join` finds out, at each forward, which ranks still have inputs; while some do, the
-others call the hook of this module. It makes the exchanges of a step, buffers and gradients. Gradients are exchanged on
-a thread of their own, as with several models in one `Join` all their forwards come before the first backward.
+other ranks call the hook of this module, which takes part in a step's exchanges of buffers and gradients. Gradients are
+exchanged on their own thread, as with several models in one `Join` all their forwards come before the first backward.
 """
 
 from __future__ import annotations
@@ -34,33 +34,33 @@ _open: weakref.WeakSet[_Shadow] = weakref.WeakSet()
 
 
 class Shadowed(Protocol):
-    """The work of a model's frontend on ranks without further inputs."""
+    """The interface of a model's frontend for steps of other ranks, when this rank has no further inputs."""
 
     factor: float  # scales the mean over all ranks, to get the mean over ranks with inputs
     rounds: int  # number of rounds of backward and optimiser step
 
     @property
     def awaits_backward(self) -> bool:
-        """Whether a forward announced a synchronised backward that has not come yet."""
+        """Whether a forward has run whose backward is to synchronise gradients and has not run yet."""
 
     def broadcast_buffers(self, source: int) -> None:
-        """Broadcasts the buffers of the rank `source`."""
+        """Overwrites the model's buffers on all ranks with those of rank `source`. Collective."""
 
     def take_gradients(self) -> Any:
         """Removes this rank's own gradients from the parameters and returns them, for `put_gradients`."""
 
     def put_gradients(self, own: Any) -> None:
-        """Puts back what `take_gradients` returned."""
+        """Restores this rank's own gradients, `own`, which `take_gradients` removed from the parameters."""
 
     def shadow_step(self) -> None:
-        """Takes part in the exchanges of a step with zeros; the parameters get the synchronised gradients."""
+        """Contributes zero gradients to the other ranks' step; the parameters get the synchronised gradients."""
 
     def state_to_level(self) -> list[Tensor]:
-        """Returns the parameters and buffers that are the same on all ranks."""
+        """Returns the parameters and buffers that must be the same on all ranks when uneven inputs end."""
 
 
 class UnevenInputs(Joinable):
-    """An attached model as a `Joinable`, held by a weak reference."""
+    """An attached model as a `Joinable` for torch's `Join` (uneven inputs); it holds the model weakly."""
 
     def __init__(
         self, model: nn.Module, frontend: Shadowed, engine: Engine, process_group: dist.ProcessGroup | None
@@ -77,7 +77,7 @@ class UnevenInputs(Joinable):
         return self.hook_of(self, **settings)
 
     def hook_of(self, joinable: Joinable, **settings: Any) -> JoinHook:
-        """Returns the hook for a `joinable` that stands for the model in `Join`, whose settings are read."""
+        """Returns the hook by which `joinable` takes part in `Join` for the model; `settings`: arguments of `join`."""
         self._joinable = weakref.ref(joinable)
         self._divide_by_all = settings.get("divide_by_initial_world_size", True)
         shadow = _Shadow(self)
@@ -93,7 +93,7 @@ class UnevenInputs(Joinable):
         return dist.group.WORLD if self._process_group is None else self._process_group
 
     def forward_begins(self, *, synchronizes: bool, broadcasts: bool) -> int:
-        """Tells ranks without inputs what comes; returns the rank whose buffers are broadcast.
+        """Tells ranks without inputs which exchanges come; returns the rank whose buffers are broadcast.
 
         Raises:
             RuntimeError: on all ranks, if `Join` is to end with the first rank without inputs, or a forward had no
@@ -114,7 +114,7 @@ class UnevenInputs(Joinable):
         self._notify()
 
     def _notify(self) -> bool:
-        """Announces a forward to `Join`; returns whether one is under way, as ranks without inputs then expect more."""
+        """Announces a forward to `Join`; returns whether a `join` is under way, so that other ranks expect messages."""
         joinable = self._joinable()
         is_under_way = self._context is not None and self._context() is not None
         if joinable is None or not is_under_way or not joinable._join_config.enable:
@@ -123,7 +123,7 @@ class UnevenInputs(Joinable):
         return True
 
     def _last_with_inputs(self, told: list[int]) -> int:
-        """Returns the last rank that still has inputs, and sets the factor for sums of the coming step."""
+        """Returns the last rank that still has inputs, and sets the factor that scales the coming step's gradients."""
         have_inputs = [rank for rank, theirs in enumerate(told) if theirs]
         self.frontend.factor = 1.0 if self._divide_by_all else len(told) / len(have_inputs)
         return have_inputs[-1]
@@ -137,7 +137,7 @@ class UnevenInputs(Joinable):
         return [theirs[0] for theirs in told]
 
     def shadow(self) -> Callable[[], None] | None:
-        """Takes part in the other ranks' next forward; returns a function for their backward if it synchronises."""
+        """Takes part in the other ranks' next forward; returns a function to run in their backward, or None."""
         told = self.tell(0)
         source = self._last_with_inputs(told)
         if any(theirs & BROADCASTS for theirs in told):
@@ -145,7 +145,7 @@ class UnevenInputs(Joinable):
         return self.frontend.shadow_step if any(theirs & SYNCHRONIZES for theirs in told) else None
 
     def level(self, *, is_last: bool) -> None:
-        """Ends a `join`: all ranks get the model of a rank that was last."""
+        """Ends a `join`: overwrites all ranks' models with that of a rank that had inputs to the end."""
         self._context, self.frontend.factor = None, 1.0
         source = max(rank for rank, was_last in enumerate(self.tell(int(is_last))) if was_last)
         rounds = torch.tensor([self.frontend.rounds], device=self._engine.device)

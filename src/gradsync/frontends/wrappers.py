@@ -60,7 +60,7 @@ def why_not_alone(model: nn.Module, parameters: Mapping[str, Tensor]) -> str:
 
 
 class ActiveWrapper:
-    """Notices DDP that was put around a model after `attach`, when its forward runs.
+    """Finds out, when a forward runs, whether DDP was put around the model after `attach`.
 
     Args:
         ours: ids of the parameters that gradsync synchronises.
@@ -71,7 +71,7 @@ class ActiveWrapper:
         self._harmless: weakref.ref[nn.Module] | None = None  # the last wrapper that averages none of `ours`
 
     def check(self) -> str:
-        """Returns what is wrong, as an error text; "" if nothing is."""
+        """Returns an error text if the DDP whose forward runs averages some of the parameters `ours`; else ""."""
         active = DistributedDataParallel._active_ddp_module
         if active is None or (self._harmless is not None and self._harmless() is active):
             return ""

@@ -1,9 +1,9 @@
-"""Kernels: the inner loops of gradsync, each one function with three implementations, chosen for the process.
+"""Kernels: the inner loops of gradsync, each a function with three implementations, chosen for the whole process.
 
 `reference` (plain torch) defines what a kernel does; `native` (C++, CPU) and `triton` (CUDA) give the same bits faster.
-The functions here are the definitions, decorated by `choice.dispatched`; `sum_rows.reference` is one without.
-`auto`, the default, takes triton for tensors on a CUDA device and native for tensors on the CPU, if the implementation
-can be loaded and knows the dtypes; one log line says what cannot be loaded.
+A call of a function here runs one of them; `sum_rows.reference` is the definition of `sum_rows` itself.
+`auto`, the default, uses triton for tensors on a CUDA device and native for tensors on the CPU, if the implementation
+can be loaded and supports the dtypes; one log line says what cannot be loaded.
 
 The caller owns every output. Where its size is known only after a look at the input, a kernel has two phases: the
 function counts and returns an object with `count`; its methods then write into buffers of that size. The object keeps

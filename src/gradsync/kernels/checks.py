@@ -28,10 +28,10 @@ _MOST_ELEMENTS = 1 << 62  # of a tensor: places and sums of lengths fit 64 bits
 
 @dataclass(frozen=True)
 class Sections:
-    """The lengths, places and seeds of tensors, or slices of tensors, that lie end to end in one flat tensor.
+    """The lengths, offsets and random seeds of sections: tensors, or slices of them, concatenated in one flat tensor.
 
-    Each section has its own scales and its own number of selected elements. Random draws for an element depend on the
-    seed of its section and on its place in the whole tensor, not on the other sections.
+    Kernels give each section its own scales and its own number of selected elements. The random bits of an element
+    depend on its section's seed and on its index in the tensor that the section is a slice of, not on other sections.
     """
 
     lengths: tuple[int, ...]  # elements of each section; their sum is the length of the flat tensor
@@ -40,7 +40,7 @@ class Sections:
 
     @property
     def places(self) -> tuple[int, ...]:
-        """The place of each section's first element in its tensor."""
+        """The index of each section's first element in the tensor that the section is a slice of; 0 by default."""
         return self.starts or (0,) * len(self.lengths)
 
     def __post_init__(self) -> None:
@@ -57,7 +57,7 @@ class Sections:
 
 @dataclass(frozen=True)
 class PackedPositions:
-    """Ascending positions without duplicates in one part of a tensor, as packed bytes of a message."""
+    """Ascending distinct positions of elements in one part of a tensor, packed into bytes in one of several formats."""
 
     packed: Tensor  # (packed_nbytes(count, size, bits),) uint8; some padding may follow
     count: int
@@ -65,7 +65,7 @@ class PackedPositions:
 
 
 def describe(tensor: Tensor) -> str:
-    """Returns dtype, shape and device of a tensor of any shape, for error messages."""
+    """Returns a text with dtype, shape and device of a tensor of any shape, for error messages."""
     return f"{tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"
 
 
@@ -77,26 +77,26 @@ def check_dtype(name: str, tensor: Tensor, *dtypes: torch.dtype) -> None:
 
 
 def check_indices(name: str, indices: Tensor) -> None:
-    """Raises unless `indices` is a 1-D int64 or int32 tensor."""
+    """Raises ValueError unless `indices` is 1-D, and TypeError unless it is int64 or int32."""
     check_dtype(name, indices, torch.int64, torch.int32)
     check_flat(name, indices)
 
 
 def check_some(kernel: str, parts: Sequence[object]) -> None:
-    """Raises ValueError if there is no part."""
+    """Raises ValueError if `parts`, the input tensors of a kernel that sums or unites them, is empty."""
     if not parts:
         raise ValueError(f"{kernel} needs at least one part (it may be empty), got none")
 
 
 def check_range(kernel: str, indices: Tensor, bound: int, bound_name: str, part: int = 0) -> None:
-    """Raises ValueError with the first of `indices`, 1-D, outside [0, bound). Waits for the device."""
+    """Raises ValueError, naming the first, if some of `indices`, 1-D, is outside [0, bound). Waits for the device."""
     outside = indices[(indices < 0) | (indices.long() >= bound)]  # int32 cannot be compared with a larger bound
     if len(outside) > 0:
         raise ValueError(f"{kernel}: index {outside[0]} of part {part} is outside [0, {bound_name}={bound})")
 
 
 def check_size(name: str, size: int) -> None:
-    """Raises ValueError for a negative number of rows or elements."""
+    """Raises ValueError if `size`, a number of rows or elements, is negative."""
     if size < 0:
         raise ValueError(f"{name} must not be negative, got {size}")
 
@@ -122,14 +122,14 @@ def check_flat(name: str, tensor: Tensor) -> None:
 
 
 def check_matrix(name: str, tensor: Tensor) -> None:
-    """Raises unless the tensor is 2-D and floating point."""
+    """Raises ValueError unless the tensor is 2-D, and TypeError unless it is floating point."""
     check_floating(name, tensor)
     if tensor.ndim != 2:
         raise ValueError(f"{name} must be 2-D, got {describe(tensor)}")
 
 
 def section_lengths(x: Tensor, sections: Sections | None) -> tuple[int, ...]:
-    """Returns the lengths of the sections of `x`, (numel,); without sections `x` is one.
+    """Returns the lengths of the sections that `x`, (numel,), consists of; with None, all of `x` is one section.
 
     Raises:
         ValueError: if the lengths do not add up to the elements of `x`.
@@ -141,10 +141,10 @@ def section_lengths(x: Tensor, sections: Sections | None) -> tuple[int, ...]:
 
 
 def section_counts(indices: Tensor, lengths: tuple[int, ...], counts: Sequence[int] | None) -> tuple[int, ...]:
-    """Returns how many elements to select of each section: `counts`, or for one section the length of `indices`, 1-D.
+    """Returns how many elements to select of each section: `counts`, or, if None, the length of `indices`, 1-D.
 
     Raises:
-        ValueError: if a section has fewer elements, or the number of counts is not that of sections.
+        ValueError: if a section has fewer elements than its count, or there is not one count for each section.
     """
     if counts is None:
         if len(lengths) != 1:
@@ -161,7 +161,7 @@ def section_counts(indices: Tensor, lengths: tuple[int, ...], counts: Sequence[i
 
 
 def check_index_out(name: str, out: Tensor, count: int, bound: int) -> None:
-    """Raises unless `out` has the shape (count,) and an integer dtype that holds indices below `bound`."""
+    """Raises unless `out`, an output for indices, is (count,) and of an integer dtype that holds indices < `bound`."""
     check_indices(name, out)
     check_shape(name, out, count)
     if out.dtype == torch.int32 and bound > INT32_INDICES:
@@ -169,13 +169,13 @@ def check_index_out(name: str, out: Tensor, count: int, bound: int) -> None:
 
 
 def check_sections(name: str, tensor: Tensor, sections: Sections) -> None:
-    """Raises unless the tensor is floating point and flat, (numel,), with the elements of all sections."""
+    """Raises unless the tensor is floating point and (numel,), with numel the sum of the sections' lengths."""
     check_floating(name, tensor)
     check_shape(name, tensor, sum(sections.lengths))
 
 
 def check_stripes(name: str, tensors: Sequence[Tensor], stripes: Stripes, rows: int, dim: int) -> None:
-    """Raises ValueError unless each stripe lies in `dim` columns and its tensor is (rows, columns of the stripe)."""
+    """Raises ValueError unless each stripe of columns lies in [0, dim) and its tensor is (rows, stop - start)."""
     if len(tensors) != len(stripes):
         raise ValueError(f"one stripe per array is needed, got {len(stripes)} stripes and {len(tensors)} arrays")
     for tensor, (start, stop) in zip(tensors, stripes, strict=True):
@@ -185,22 +185,22 @@ def check_stripes(name: str, tensors: Sequence[Tensor], stripes: Stripes, rows: 
 
 
 def check_owners(n: int) -> None:
-    """Raises ValueError unless the number of owners is in [1, MAX_OWNERS]."""
+    """Raises ValueError unless `n`, the number of owners (ranks that each sum one part), is in [1, MAX_OWNERS]."""
     if not 1 <= n <= MAX_OWNERS:
         raise ValueError(f"the number of owners must be in [1, {MAX_OWNERS}], got {n}")
 
 
 def check_owner(owner: int, n: int) -> None:
-    """Raises ValueError unless `owner` is in [0, n)."""
+    """Raises ValueError unless `owner`, the number of one of n owners (ranks that each sum one part), is in [0, n)."""
     check_owners(n)
     if not 0 <= owner < n:
         raise ValueError(f"owner must be in [0, {n}), got {owner}")
 
 
 def check_ascending(kernel: str, name: str, indices: Tensor, *, strictly: bool = False) -> None:
-    """Raises ValueError with the first pair of `indices`, 1-D, that descends or (`strictly`) is equal.
+    """Raises ValueError unless `indices`, 1-D, ascend; with `strictly`, equal neighbours are refused too.
 
-    Waits for the device.
+    The message names the first wrong pair. Waits for the device.
     """
     before, after = indices[:-1], indices[1:]
     descents = (after <= before if strictly else after < before).nonzero().flatten()
@@ -210,10 +210,10 @@ def check_ascending(kernel: str, name: str, indices: Tensor, *, strictly: bool =
 
 
 def num_blocks(size: int, bits: int) -> int:
-    """Returns the number of blocks of 2^bits indices in [0, size), for block offsets of 8 or 16 bits.
+    """Returns how many blocks of 2^bits consecutive indices cover [0, size), in the format of `encode_offsets`.
 
     Raises:
-        ValueError: for other bits.
+        ValueError: if `bits` is not 8 or 16.
     """
     if bits not in OFFSET_BITS:
         raise ValueError(f"bits must be 8 or 16, got {bits}")
@@ -221,22 +221,22 @@ def num_blocks(size: int, bits: int) -> int:
 
 
 def unary_nbytes(count: Count, blocks: int) -> Count:
-    """Returns the bytes of unary counts: one bit for each of `count` indices and one for each block."""
+    """Returns the size in bytes of unary counts: a bit for each of `count` indices and one for each of `blocks`."""
     return -(-(count + blocks) // 8)
 
 
 def counts_nbytes(count: Count, blocks: int, bits: int) -> Count:
-    """Returns the bytes of the counts of indices of all blocks, which stand before the offsets."""
+    """Returns the size in bytes of all blocks' numbers of indices, the first part of a message of `encode_offsets`."""
     return 4 * blocks if bits == 16 else min(blocks, unary_nbytes(count, blocks))
 
 
 def offsets_nbytes(count: Count, size: int, bits: int) -> Count:
-    """Returns the bytes of `count` indices in [0, size) as block offsets of 8 or 16 bits; see `encode_offsets`."""
+    """Returns the size in bytes of `count` indices in [0, size) that `encode_offsets` encodes with 8 or 16 bits."""
     return counts_nbytes(count, num_blocks(size, bits), bits) + count * (bits // 8)
 
 
 def packed_nbytes(count: Count, size: int, bits: int) -> Count:
-    """Returns the bytes of `count` positions in [0, size); see `PackedPositions`."""
+    """Returns the size in bytes of `count` positions in [0, size), in the format `bits` of `PackedPositions`."""
     if bits in OFFSET_BITS:
         return offsets_nbytes(count, size, bits)
     if bits not in (1, 32, 64):
@@ -245,13 +245,13 @@ def packed_nbytes(count: Count, size: int, bits: int) -> Count:
 
 
 def check_each(name: str, items: Sequence[object], parts: int) -> None:
-    """Raises ValueError unless there is one item for each part."""
+    """Raises ValueError unless `items` has one item for each of `parts` parts; `name` is for the message."""
     if len(items) != parts:
         raise ValueError(f"one of {name} for each part is needed, got {len(items)} for {parts}")
 
 
 def check_packed(positions: PackedPositions, size: int) -> None:
-    """Raises unless the packed bytes have the size of `count` positions in [0, size)."""
+    """Raises unless `positions.packed` has the dtype and size of `positions.count` positions in [0, size)."""
     packed, count, bits = positions.packed, positions.count, positions.bits
     check_dtype("packed", packed, torch.uint8)
     if not 0 <= count <= size:
@@ -262,26 +262,26 @@ def check_packed(positions: PackedPositions, size: int) -> None:
 
 
 def check_message(name: str, message: Tensor, count: int, size: int, bits: int) -> None:
-    """Raises unless `message` is uint8 of the shape (offsets_nbytes(count, size, bits),)."""
+    """Raises unless `message`, from `encode_offsets`, is uint8 of the shape (offsets_nbytes(count, size, bits),)."""
     check_dtype(name, message, torch.uint8)
     check_shape(name, message, offsets_nbytes(count, size, bits))
 
 
 def check_positions(positions: Tensor) -> None:
-    """Raises unless the positions in an owner's part are 1-D int32."""
+    """Raises unless `positions`, of elements in the part of a tensor that one rank sums, are 1-D int32."""
     check_dtype("positions", positions, torch.int32)
     check_flat("positions", positions)
 
 
 def check_rotated_size(size: int, n: int) -> None:
-    """Raises ValueError if a position in one of `n` owners' parts of [0, size) does not fit int32."""
+    """Raises ValueError if int32 cannot number the elements of one part, when n owners share `size` elements evenly."""
     check_size("size", size)
     if size > n * INT32_INDICES:
         raise ValueError(f"size must be at most {n} * 2^31, for local positions to fit int32, got {size}: split it")
 
 
 def check_parts(parts: Sequence[RowsPart], num_rows: int) -> None:
-    """Checks the arguments of `sum_rows`, except the range of the indices.
+    """Checks the row-sparse parts given to `sum_rows`, except that their indices are in [0, num_rows).
 
     Raises:
         ValueError: no part, shapes that do not fit together, more than one device, a negative `num_rows`.
@@ -307,17 +307,17 @@ def check_parts(parts: Sequence[RowsPart], num_rows: int) -> None:
 def check_union_sum(
     lengths: Sequence[int], values: Sequence[Tensor], outs: Sequence[Tensor], stripes: Stripes | None, count: int
 ) -> Stripes:
-    """Checks the arguments of `RowUnion.sum` for a union of `count` rows.
+    """Checks the arguments of `RowUnion.sum`, which sums row-sparse parts whose union has `count` rows.
 
     Args:
-        lengths: the rows of each part.
+        lengths: the number of rows of each part.
         values: (length, dim) for each part, floating, of one dtype.
         outs: (count, columns of its stripe) for each stripe, in that dtype.
         stripes: the columns [start, stop) of each output; None: one stripe of all columns.
         count: rows of the union.
 
     Returns:
-        The stripes.
+        The stripes; one of all columns for None.
 
     Raises:
         ValueError: shapes that do not fit, stripes outside the columns.
@@ -339,7 +339,7 @@ def check_union_sum(
 def check_gathered(outs: Sequence[Tensor], stripes: Stripes | None, count: int, values: Tensor) -> Stripes:
     """Checks that each of `outs` is (count, columns of its stripe), in the dtype of `values`, (rows, dim).
 
-    Returns and raises as `check_union_sum`.
+    Returns the stripes, one of all columns for None; raises ValueError for shapes, TypeError for dtypes.
     """
     stripes = [(0, values.shape[1])] if stripes is None else stripes
     check_stripes("outs", outs, stripes, count, values.shape[1])
@@ -349,7 +349,7 @@ def check_gathered(outs: Sequence[Tensor], stripes: Stripes | None, count: int, 
 
 
 def check_join(parts: Sequence[Tensor], stripes: Stripes, out: Tensor) -> None:
-    """Checks the arguments of `join_columns`; raises as this does."""
+    """Checks the arguments of `join_columns`, which joins stripes of columns, and raises its errors."""
     check_matrix("out", out)
     check_stripes("parts", parts, stripes, *out.shape)
     for part in parts:
@@ -357,7 +357,7 @@ def check_join(parts: Sequence[Tensor], stripes: Stripes, out: Tensor) -> None:
 
 
 def check_scatter(indices: Tensor, values: Tensor, dense: Tensor) -> None:
-    """Checks the shapes and dtypes of the arguments of `scatter_rows`, not the range of indices; raises likewise."""
+    """Checks shapes and dtypes of the arguments of `scatter_rows`, not the indices' range, and raises its errors."""
     check_indices("indices", indices)
     check_matrix("dense", dense)
     check_floating("values", values, dense.dtype)
@@ -365,9 +365,9 @@ def check_scatter(indices: Tensor, values: Tensor, dense: Tensor) -> None:
 
 
 def rows_buffers(out: RowsPart | None, count: int, first: Tensor) -> RowsPart:
-    """Returns room for `count` rows: indices, (count,), and values, (count, dim) with dtype and dim of `first`.
+    """Returns buffers for `count` rows of a table: indices, (count,), and values, (count, dim).
 
-    These are the first rows of the caller's buffers `out`, or new tensors.
+    They are views of the first rows of `out`; if None, new tensors with dtype and dim of `first`, (n, dim).
 
     Raises:
         ValueError: if `out` has fewer rows.
@@ -384,13 +384,13 @@ def rows_buffers(out: RowsPart | None, count: int, first: Tensor) -> RowsPart:
 
 
 def check_block(block: int) -> None:
-    """Raises ValueError unless a block has between 0 and 2^62 elements."""
+    """Raises ValueError unless `block`, the number of elements that share a scale, is in [0, 2^62)."""
     if not 0 <= block < _MOST_ELEMENTS:
         raise ValueError(f"block must be in [0, 2^62), got {block} (0: a section is one block)")
 
 
 def section_blocks(sections: Sections, block: int) -> int:
-    """Returns the number of blocks of `block` elements in all sections (0: a section is one block).
+    """Returns how many blocks of `block` elements all sections have; with 0, a section is one block.
 
     The last block of a section may be shorter.
     """
@@ -399,7 +399,7 @@ def section_blocks(sections: Sections, block: int) -> int:
 
 
 def sign_scales_shape(sections: Sections, *, block: int, scale: SignScale) -> tuple[int, ...]:
-    """Returns the shape of the scales of `pack_signs`: (blocks,), for "two" (blocks, 2), for "one" (0,).
+    """Returns the shape of the scales that `pack_signs` writes: (blocks,), for "two" (blocks, 2), for "one" (0,).
 
     Raises:
         ValueError: for an unknown `scale`, or a negative block.
@@ -413,7 +413,7 @@ def sign_scales_shape(sections: Sections, *, block: int, scale: SignScale) -> tu
 
 
 def check_signs(words: Tensor, scales: Tensor, sections: Sections, block: int, scale: SignScale) -> None:
-    """Raises unless `words`, (ceil(numel / 8),) uint8, and `scales`, float32, have the shapes of `pack_signs`."""
+    """Raises unless `words`, (ceil(numel / 8),) uint8, and `scales`, float32, are as `pack_signs` writes them."""
     check_dtype("words", words, torch.uint8)
     check_shape("words", words, -(-sum(sections.lengths) // 8))
     check_floating("scales", scales, torch.float32)
@@ -421,7 +421,7 @@ def check_signs(words: Tensor, scales: Tensor, sections: Sections, block: int, s
 
 
 def check_residuals(x: Tensor, residual: Tensor | None, next_residual: Tensor | None, dtype: torch.dtype) -> None:
-    """Raises unless both residuals are None, or both have the shape of `x`, (numel,), and `dtype`."""
+    """Raises unless `residual` and `next_residual` are both None, or both of `dtype` and `x`'s shape, (numel,)."""
     if (residual is None) != (next_residual is None):
         raise ValueError("residual and next_residual belong together, got one of them")
     for name, tensor in (("residual", residual), ("next_residual", next_residual)):

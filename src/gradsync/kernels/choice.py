@@ -1,4 +1,4 @@
-"""The choice of a kernel's version: the implementation asked for, else by device, dtypes and what can be loaded."""
+"""Chooses which implementation of a kernel runs: the requested one, or one by device, dtypes and what can be loaded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _fallback_logged = False
 
 
 class Kernel(Protocol[P, R]):
-    """A kernel as callers see it: a call runs the version that `use` chose, or that fits the arguments."""
+    """A kernel as callers see it: a call runs the implementation that `use` chose, or the best for its tensors."""
 
     reference: Callable[P, R]  # the definition, in torch operations
     __name__: str
@@ -38,14 +38,14 @@ KERNELS: dict[str, Kernel[..., Any]] = {}  # all functions decorated by `dispatc
 
 
 def dispatched(*tensors: str, entries: str | None = None) -> Callable[[Callable[P, R]], Kernel[P, R]]:
-    """Turns the definition of a kernel, in `reference/`, into a function that runs one of its versions.
+    """Returns a decorator that turns a kernel's definition in torch into a function that runs one of its versions.
 
-    The other versions have the same name, in the file with the same name in `cpu/` and in `triton/`.
+    The other versions, in C++ and Triton, have the same name, in the file of the same name in `cpu/` and `triton/`.
 
     Args:
-        tensors: the parameters whose tensors decide by device, dtype and layout. They may be lists, or None.
-        entries: the parameter with the number of rows or elements that the native version makes a bitmap of: an int,
-            or a tensor with this many rows or elements.
+        tensors: names of the parameters whose tensors (or lists of them, or None) decide by device, dtype and layout.
+        entries: name of the parameter with the number of rows or elements that the native version makes a bitmap of:
+            an int, or a tensor with this many rows or elements.
     """
 
     def decorate(definition: Callable[P, R]) -> Kernel[P, R]:
@@ -79,7 +79,7 @@ def dispatched(*tensors: str, entries: str | None = None) -> Callable[[Callable[
 
 
 def _tensors_in(value: Any) -> list[Tensor]:
-    """Returns all tensors of an argument; for a device, an empty tensor on it."""
+    """Returns all tensors in a kernel's argument, also in nested lists; for a `torch.device`, an empty tensor on it."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, PackedPositions):
@@ -98,7 +98,7 @@ def _entries_of(value: Any) -> int:
 
 
 def use(implementation: Implementation) -> ExitStack:
-    """Chooses the implementation of every kernel for the whole process; in a `with` statement, until its end.
+    """Chooses the implementation of all kernels for the whole process; in a `with` statement, only until its end.
 
     Raises:
         ImportError: for `native` if it is not built, for `triton` if Triton cannot be imported.
@@ -117,9 +117,9 @@ def use(implementation: Implementation) -> ExitStack:
 
 
 def active() -> str:
-    """Returns the implementation that `use` chose; under `auto`, the one for tensors on the CPU.
+    """Returns the name of the implementation that `use` chose; under `auto`, of the one for tensors on the CPU.
 
-    A call may still run another one, by its tensors (see `gradsync.kernels`) or if a kernel lacks this version.
+    A call may run another one because of its tensors (see `gradsync.kernels`), or if the kernel lacks this one.
     """
     if _requested != "auto":
         return _requested
@@ -132,12 +132,12 @@ def active() -> str:
 
 
 def pick(kernel: str, tensors: Sequence[Tensor], entries: int = 0) -> Callable[..., Any]:
-    """Returns the version of a kernel that runs for these tensors.
+    """Returns the function (torch, C++ or Triton) that runs a kernel for these tensors.
 
     Args:
-        kernel: the name.
-        tensors: in any shapes and dtypes.
-        entries: rows or elements that the native version would make a bitmap of.
+        kernel: the kernel's name.
+        tensors: the kernel's tensors, in any shapes and dtypes.
+        entries: the number of rows or elements that the native version would make a bitmap of.
     """
     if _requested == "triton" or (_requested == "auto" and device.supports(tensors)):
         return _on_device(kernel)
@@ -148,7 +148,7 @@ def pick(kernel: str, tensors: Sequence[Tensor], entries: int = 0) -> Callable[.
 
 @functools.cache
 def version(package: str, kernel: str) -> Callable[..., Any]:
-    """Returns the version of a kernel in the package `cpu` or `triton`, or the definition if there is none.
+    """Returns a kernel's function in the package `cpu` or `triton`, or its torch definition if the package lacks it.
 
     Raises:
         AttributeError: if there is no such kernel.
@@ -164,7 +164,7 @@ def version(package: str, kernel: str) -> Callable[..., Any]:
 
 
 def _on_device(kernel: str) -> Callable[..., Any]:
-    """Returns Triton's version of a kernel; without Triton, the definition, whose torch operations run on CUDA too."""
+    """Returns a kernel's Triton function; without Triton, its definition, whose torch operations run on CUDA too."""
     try:
         device.load()
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Loading of the Triton kernels for CUDA at first use. Torch for CUDA brings Triton."""
+"""Loads the Triton kernels for CUDA at their first use. PyTorch for CUDA brings Triton."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradsync.kernels.native import DTYPES
 
 @functools.cache
 def load() -> ModuleType:
-    """Returns the package of Triton kernels.
+    """Imports and returns the package of Triton kernels.
 
     Raises:
         ImportError: if there is no Triton; the message says what to do.
@@ -29,7 +29,7 @@ def load() -> ModuleType:
 
 
 def supports(tensors: Sequence[Tensor]) -> bool:
-    """Whether there are tensors, in any shapes, all on CUDA, in dtypes and layouts that the Triton kernels take."""
+    """Whether all tensors, in any shapes, are on CUDA in dtypes and layouts of the Triton kernels; False for none."""
     for t in tensors:
         if not (t.is_cuda and t.dtype in DTYPES and t.layout is torch.strided and not t.is_neg()):
             return False

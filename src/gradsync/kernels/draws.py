@@ -1,4 +1,4 @@
-"""Random draws for whole sections, which all implementations make in Python before they start."""
+"""Random parameters of whole sections (tensors in a flat tensor), drawn in Python for all kernel implementations."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
 
 
 def mixed(h: int) -> int:
-    """Returns 32 bits, each of which depends on all bits of `h` (Wellons' lowbias32)."""
+    """Returns a 32-bit hash of the 32-bit number `h`, in which every bit depends on all of `h` (Wellons' lowbias32)."""
     h = (h ^ h >> 16) * MULTIPLIERS[0] & _WORD
     h = (h ^ h >> 15) * MULTIPLIERS[1] & _WORD
     return h ^ h >> 16
 
 
 def draw(place: int, seed: int) -> int:
-    """Returns the 32 random bits of the element at `place`; see `gradsync.kernels.reference.draws`."""
+    """Returns 32 random bits for the element at index `place` of a tensor with this seed, as `reference.draws` does."""
     first = mixed((place ^ seed) & _WORD)
     return mixed(first + (seed >> 32) + (place >> 32) * GOLDEN & _WORD)
 
 
 class RunDraw(NamedTuple):
-    """The parameters of the draws of `random_k` in one section: runs by a permutation of [0, a) x [0, b)."""
+    """The parameters by which `random_k` draws runs of neighbours in a section: a permutation of [0, a) x [0, b)."""
 
     offset: int  # the place of the section in the flat tensor
     length: int  # elements of the section
@@ -43,10 +43,10 @@ class RunDraw(NamedTuple):
 
 
 def run_draws(sections: Sections, counts: Sequence[int], block: int) -> list[RunDraw]:
-    """Returns the parameters of the draws of `random_k` for each section.
+    """Returns for each section the parameters by which `random_k` draws `counts` runs of `block` neighbours.
 
     Raises:
-        ValueError: without seeds, for more runs than there are, or for a block that is not positive.
+        ValueError: without seeds, for more runs than a section has, or for a block that is not positive.
     """
     if block < 1:
         raise ValueError(f"block must be at least 1, got {block}")
@@ -69,7 +69,7 @@ def run_draws(sections: Sections, counts: Sequence[int], block: int) -> list[Run
 
 
 class Rotation(NamedTuple):
-    """A number of adjacent chunks of 2^bits elements, each of which `hadamard` rotates as a whole."""
+    """Adjacent chunks of 2^bits elements, each of which `hadamard` multiplies by one random orthogonal matrix."""
 
     begin: int  # the first element's index in the flat tensor
     place: int  # the first element's index in its own tensor
@@ -79,7 +79,7 @@ class Rotation(NamedTuple):
 
 
 def rotations(sections: Sections, chunk: int) -> Iterator[Rotation]:
-    """Yields the chunks of each section: whole ones of `chunk` elements, then powers of two in descending order."""
+    """Yields the chunks that `hadamard` rotates in each section: of `chunk` elements, then of falling powers of two."""
     begin = 0
     for length, start, seed in zip(sections.lengths, sections.places, sections.seeds, strict=True):
         done = 0
@@ -92,7 +92,7 @@ def rotations(sections: Sections, chunk: int) -> Iterator[Rotation]:
 
 
 def rotation_sizes(lengths: Sequence[int], chunk: int) -> list[int]:
-    """Returns the elements of each chunk that `hadamard` rotates, for tensors of these lengths.
+    """Returns the number of elements of each chunk that `hadamard` rotates, for tensors of these lengths.
 
     Raises:
         ValueError: if `chunk` is not a power of two in [1, MAX_ROTATED].
@@ -113,15 +113,16 @@ def check_rotation(sections: Sections, chunk: int) -> None:
 
 
 def most_lanes(columns: int) -> int:
-    """Returns the largest power of two that is at most 32 and the square root of `columns`, the counters of a row.
+    """Returns the most neighbours that may share a draw in a count sketch with `columns` counters in a row.
 
-    So a row has at least as many windows as a window has lanes, see `count_sketch`.
+    This is the largest power of two up to 32 and the square root of `columns`, so that a row has at least as many
+    windows of counters as a window has counters; see `count_sketch`.
     """
     return min(MOST_LANES, 1 << max(math.isqrt(columns).bit_length() - 1, 0))
 
 
 def sketch_lanes(columns: int) -> int:
-    """Returns how many neighbours share a draw of a count sketch with `columns` counters in a row.
+    """Returns how many neighbouring elements share a draw in a count sketch with `columns` counters in a row.
 
     This is the largest power of two up to `most_lanes` that divides `columns`.
     """
@@ -129,14 +130,14 @@ def sketch_lanes(columns: int) -> int:
 
 
 def sketch_keys(seed: int, row: int) -> tuple[int, int]:
-    """Returns the keys of a row of a count sketch: of the draws of its counters, and of its signs."""
+    """Returns two 64-bit keys of a row of a count sketch: one to draw elements' counters, one to draw their signs."""
     return (seed + 2 * row * _ROW_KEY) % 2**64, (seed + (2 * row + 1) * _ROW_KEY) % 2**64
 
 
 def check_sketch(sections: Sections, columns: Sequence[int], rows: int) -> None:
-    """Raises ValueError unless `rows` is positive and each section has a seed and, if not empty, counters.
+    """Raises ValueError if a count sketch has no rows, or a section of it no seed, or elements and no counters.
 
-    A row has fewer than 2^31 counters of a section, as many as a draw of 32 bits can tell apart.
+    A row must have fewer than 2^31 counters for a section, as many as a draw of 32 bits can tell apart.
     """
     if rows < 1:
         raise ValueError(f"rows must be positive, got {rows}")
@@ -150,6 +151,6 @@ def check_sketch(sections: Sections, columns: Sequence[int], rows: int) -> None:
 
 
 def check_median(rows: int) -> None:
-    """Raises ValueError for an even number of rows, as their median is no row's value."""
+    """Raises ValueError if a count sketch has an even number of rows, as the median is then no row's value."""
     if rows % 2 == 0:
         raise ValueError(f"rows must be odd, for a median, got {rows}")

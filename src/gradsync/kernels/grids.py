@@ -20,7 +20,7 @@ Scale = Literal["max", "norm", "given", "none"]
 
 @dataclass(frozen=True)
 class Grid:
-    """An even grid: an element x is rounded to one of 2 s + 1 levels, round(s x / scale) * scale / s."""
+    """An even grid for quantising: x becomes round(s x / scale) * scale / s, one of 2 s + 1 numbers; s is `levels`."""
 
     levels: int  # s
     bits: int = 8  # bits of a code: 8, 4 (s up to 7) or 2 (s = 1)
@@ -41,7 +41,7 @@ class Grid:
 
     @property
     def top(self) -> float:
-        """The level of an element that equals the scale."""
+        """The largest level (whole number that is stored for an element), which means the scale itself."""
         return float(self.levels)
 
     @property
@@ -51,7 +51,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class FloatGrid:
-    """A grid of 8-bit floats times the scale of a block, which maps its largest magnitude to the largest float.
+    """A grid for quantising to 8-bit floats times a scale, which maps a block's largest magnitude to the largest float.
 
     `e4m3` (no infinity, up to 448) and `e5m2` (up to 57344) follow the OCP specification, rounded to nearest, ties to
     even. `exponent` is a sign and a power of two, 2^-109 to 2^16, without a scale: rounded to one of the neighbouring
@@ -86,7 +86,7 @@ AnyGrid = Grid | FloatGrid
 
 @dataclass(frozen=True)
 class Run:
-    """Adjacent blocks of one length in a section, with the places of their elements, codes and scales."""
+    """Adjacent blocks of equal length in a section, with the offsets of their elements, quantised codes and scales."""
 
     begin: int  # index of the first element in the flat tensor
     place: int  # index of the first element in its own tensor
@@ -111,7 +111,7 @@ class Run:
 
 
 def runs(sections: Sections, grid: AnyGrid) -> Iterator[Run]:
-    """Yields all blocks in order: for each section the whole blocks, then the shorter last one."""
+    """Yields the blocks that get a scale each, in order: each section's whole blocks, then its shorter last one."""
     begin = codes = scale = 0
     for number, numel in enumerate(sections.lengths):
         place = sections.starts[number] if sections.starts else 0
@@ -126,7 +126,7 @@ def runs(sections: Sections, grid: AnyGrid) -> Iterator[Run]:
 
 
 def draws(grid: AnyGrid) -> bool:
-    """Whether codes are rounded at random."""
+    """Whether quantising to this grid rounds at random, so that sections need seeds."""
     return grid.rounding in ("stochastic", "exponent")
 
 
@@ -137,18 +137,18 @@ def check_drawn(sections: Sections, grid: AnyGrid) -> None:
 
 
 def codes_nbytes(sections: Sections, grid: AnyGrid) -> int:
-    """Returns the bytes of the codes of all sections."""
+    """Returns the size in bytes of the codes to which `quantize` quantises all sections."""
     return _counts(sections.lengths, grid)[0]
 
 
 def num_scales(sections: Sections, grid: AnyGrid) -> int:
-    """Returns the number of scales: one for each block, 0 for a grid without scales."""
+    """Returns the number of scales that `quantize` writes: one for each block, 0 for a grid without scales."""
     return 0 if grid.scale == "none" else _counts(sections.lengths, grid)[1]
 
 
 @lru_cache(maxsize=1024)
 def _counts(lengths: tuple[int, ...], grid: AnyGrid) -> tuple[int, int]:
-    """Returns the bytes of codes, and the number of blocks."""
+    """Returns the size in bytes of the quantised codes, and the number of blocks, of sections of these lengths."""
     found = list(runs(Sections(lengths), grid))
     return sum(run.blocks * run.nbytes for run in found), sum(run.blocks for run in found)
 

@@ -1,4 +1,4 @@
-"""The fixed-size memory of hierarchical hashing, and its result (Zen, OSDI 2025, algorithm 1)."""
+"""The fixed-size hash tables of hierarchical hashing, and its result (Zen, OSDI 2025, algorithm 1)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gradsync.kernels.checks import INT32_INDICES, check_owners
 
 @dataclass(frozen=True)
 class HashedIndices:
-    """The result of `hierarchical_hash`: indices by owner, in the order of the owners' memory."""
+    """The result of `hierarchical_hash`: the indices of each owner, as they lie in its hash table, and the overflow."""
 
     owned: list[Tensor]  # (count,) for each owner, in the dtype of the indices, in any order
     overflow: Tensor  # the indices of all owners that found no place, 1-D, in any order
@@ -21,14 +21,14 @@ class HashedIndices:
 
 @dataclass(frozen=True)
 class HashMemory:
-    """The memory of one owner in slots: a parallel part (`slots`), and a serial part for what finds no slot there."""
+    """The size of one owner's hash table: `slots` filled in parallel, `serial` more for indices that find no slot."""
 
     slots: int
     serial: int
 
     @classmethod
     def split(cls, n: int, *, slots: int, serial: int, rehashes: int) -> HashMemory:
-        """Returns the memory of one of n owners, given the slots of all owners together.
+        """Returns the size of one of n owners' hash tables; `slots` and `serial` are those of all owners together.
 
         Raises:
             ValueError: for no slot, rehashes outside [1, 64], a negative serial part, or 2^31 slots or more an owner.

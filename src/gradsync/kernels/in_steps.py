@@ -1,6 +1,6 @@
-"""Kernels that are composed of simpler kernels: the sum of rows, and kernels on messages of elements.
+"""Kernels that are composed of simpler kernels: the sum of rows, and kernels on messages of packed positions.
 
-Messages are summed by way of lists of all indices, which the native versions do without.
+Messages are unpacked into lists of indices to be summed; the native kernels need no lists.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from gradsync.kernels.phases import RowUnion
 def sum_rows(
     unite_rows: Callable[..., RowUnion], parts: Sequence[RowsPart], num_rows: int, scale: float, out: RowsPart | None
 ) -> RowsPart:
-    """See `gradsync.kernels.sum_rows`. Copies inputs (not outputs) with strided indices or strided rows."""
+    """See `gradsync.kernels.sum_rows`. Sums by `unite_rows` and its result; copies inputs that are not contiguous."""
     check_parts(parts, num_rows)
     union = unite_rows([indices.contiguous() for indices, _ in parts], num_rows)
     rows, total = rows_buffers(out, union.count, parts[0][1])
@@ -43,7 +43,7 @@ def sum_rows(
 
 
 class Steps(NamedTuple):
-    """The simpler kernels of one implementation, and the kernels that are composed of them."""
+    """The simpler kernels of one implementation (torch or Triton), and methods that compose larger kernels of them."""
 
     encode_bitmap: Callable[..., None]
     decode_bitmap: Callable[..., None]
@@ -55,7 +55,7 @@ class Steps(NamedTuple):
     join_rotated: Callable[..., None]
 
     def encode(self, indices: Tensor, size: int, out: PackedPositions) -> None:
-        """Writes ascending positions in [0, size), (count,) int32 or int64, into `out` in its format."""
+        """Packs ascending positions in [0, size), (count,) int32 or int64, into `out`, in the format `out.bits`."""
         check_packed(out, size)
         check_shape("indices", indices, out.count)
         packed = _without_padding(out, size)
@@ -67,7 +67,7 @@ class Steps(NamedTuple):
             packed.view(_list_dtype(out.bits)).copy_(indices)
 
     def decode(self, positions: PackedPositions, size: int, dtype: torch.dtype) -> Tensor:
-        """Returns the positions in [0, size) of a message, (count,) in `dtype`.
+        """Unpacks the positions in [0, size) of a message, and returns them as (count,) in `dtype`.
 
         Raises:
             ValueError: for a message that is damaged or of another size.
@@ -87,18 +87,18 @@ class Steps(NamedTuple):
         return indices
 
     def partition_elements(self, x: Tensor, n: int, seed: int) -> ElementPartition:
-        """See `gradsync.kernels.partition_elements`."""
+        """Splits non-zeros of `x`, (numel,), among n owners; see `gradsync.kernels.partition_elements`."""
         check_owners(n)
         check_rotated_size(x.numel(), n)
         return ElementPartition(x, n, seed, self)
 
     def unite_elements(self, parts: Sequence[PackedPositions], size: int) -> ElementUnion:
-        """See `gradsync.kernels.unite_elements`."""
+        """Finds the union of several messages' positions, (count,) each; see `gradsync.kernels.unite_elements`."""
         check_some("unite_elements", parts)
         return ElementUnion(parts, size, self)
 
     def join_elements(self, parts: Sequence[PackedPositions], values: Sequence[Tensor], seed: int, out: Tensor) -> None:
-        """See `gradsync.kernels.join_elements`."""
+        """Writes all owners' elements to `out`, (size,), at their indices; see `gradsync.kernels.join_elements`."""
         check_owners(len(parts))
         check_rotated_size(out.numel(), len(parts))
         check_each("values", values, len(parts))
@@ -107,7 +107,7 @@ class Steps(NamedTuple):
 
 
 class ElementPartition:
-    """See `gradsync.kernels.ElementPartition`."""
+    """The non-zero elements of a dense tensor, split by owner; see `gradsync.kernels.ElementPartition`."""
 
     def __init__(self, x: Tensor, n: int, seed: int, steps: Steps) -> None:
         self._steps, self._runs = steps, -(-x.numel() // n)
@@ -128,7 +128,7 @@ class ElementPartition:
 
 
 class ElementUnion:
-    """See `gradsync.kernels.ElementUnion`."""
+    """The union of the element positions in several messages; see `gradsync.kernels.ElementUnion`."""
 
     def __init__(self, parts: Sequence[PackedPositions], size: int, steps: Steps) -> None:
         self._steps, self._size = steps, size
@@ -154,6 +154,6 @@ def _list_dtype(bits: int) -> torch.dtype:
 
 
 def _check_positions(indices: Tensor, size: int) -> None:
-    """Raises ValueError unless the indices, 1-D, ascend within [0, size)."""
+    """Raises ValueError unless the indices from a message, 1-D, ascend without duplicates within [0, size)."""
     if len(indices) and (int(indices[0]) < 0 or int(indices[-1]) >= size or bool((indices.diff() <= 0).any())):
         raise ValueError(f"the message is malformed: its indices do not ascend or are outside [0, size={size})")

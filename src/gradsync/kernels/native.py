@@ -1,6 +1,6 @@
-"""Loading of the C++ module with the native kernels at first use.
+"""Loads the C++ module with the native kernels at its first use.
 
-The module is built twice from one source (csrc/), for any CPU and for AVX2; `load` takes what this machine runs.
+The module is built twice from one source (csrc/), for any CPU and for AVX2; `load` chooses by this machine's CPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
 
 @functools.cache
 def load() -> ModuleType:
-    """Returns the fastest build of the native module that this machine runs.
+    """Imports and returns the fastest build of the C++ kernels that this machine's CPU can run.
 
     Raises:
         ImportError: if gradsync was installed where it could not be compiled; the message says what to do.
@@ -34,7 +34,7 @@ def load() -> ModuleType:
 
 
 def supports(tensors: Iterable[Tensor], entries: int = 0) -> bool:
-    """Whether the native module takes the tensors' dtypes, devices and layouts (in any shapes), and `entries` rows."""
+    """Whether the C++ kernels take tensors of these dtypes, devices and layouts, in any shapes, and `entries` rows."""
     for tensor in tensors:  # not all(...): the generator would cost as much as what it does, at every call
         if tensor.dtype not in DTYPES or not is_plain(tensor):
             return False

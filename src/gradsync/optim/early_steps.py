@@ -1,4 +1,4 @@
-"""Optimiser steps inside backward: a bucket's parameters are stepped as soon as their gradients are there.
+"""Optimiser steps inside backward: a bucket's parameters are stepped as soon as their gradients are accumulated.
 
 Work on stepped parameters, such as averaging them, can then begin while backward goes on.
 """
@@ -24,7 +24,7 @@ CHANGED = (
 
 
 def why_not_in_parts(optimizer: Optimizer) -> str:
-    """Returns why the optimiser cannot step some parameters before others; "" if it can."""
+    """Returns a message that says why the optimiser cannot step some parameters before others; "" if it can."""
     if type(optimizer) in OF_ELEMENTS:
         return ""
     known = ", ".join(sorted(each.__name__ for each in OF_ELEMENTS))
@@ -35,7 +35,7 @@ def why_not_in_parts(optimizer: Optimizer) -> str:
 
 
 def begin_state(optimizer: Optimizer, parameter: nn.Parameter) -> bool:
-    """Makes the optimiser's state of a parameter, as if gradients had been zero; returns whether that is known how."""
+    """Creates the optimiser's state of a parameter by a step that changes no weights; returns False if it cannot."""
     if type(optimizer) not in OF_ELEMENTS:
         return False
     before, gradient, values = optimizer.param_groups, parameter.grad, parameter.detach().clone()
@@ -54,10 +54,10 @@ def begin_state(optimizer: Optimizer, parameter: nn.Parameter) -> bool:
 
 
 class EarlySteps:
-    """Steps an optimiser's parameters part by part; the optimiser's own `step` then has only the others left.
+    """Steps some of an optimiser's parameters during backward; the optimiser's own `step` then skips these.
 
-    It is for optimisers that treat every element by itself, see `why_not_in_parts`. Call `check` and `take_out` before
-    the optimiser's own step, and `end` after it.
+    The optimiser must treat every element by itself, see `why_not_in_parts`. Call `check` and `take_out` before the
+    optimiser's own step, and `end` after it.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -73,14 +73,14 @@ class EarlySteps:
 
     @property
     def stepped(self) -> list[nn.Parameter]:
-        """The parameters that were stepped since the last `end`."""
+        """The parameters that `step` has stepped since the last call of `end`."""
         return list(self._used)
 
     @torch.no_grad()
     def step(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Steps those of the parameters that have gradients and are the optimiser's.
+        """Steps the given parameters, as far as they have gradients and belong to the optimiser.
 
-        The optimiser's hooks and schedulers do not notice.
+        The optimiser's hooks and schedulers are not called.
         """
         if not self._used:
             self._settings = self._settings_now()
@@ -90,7 +90,7 @@ class EarlySteps:
         self._used |= {p: Stamp.of(p.grad) for p in wanted if p.grad is not None}
 
     def check(self, names: Mapping[nn.Parameter, str]) -> str:
-        """Returns what is wrong before the optimiser's own step, or ""."""
+        """Returns a message if gradients or settings have changed after parameters were stepped by them, or ""."""
         for p, stamp in self._used.items():
             if p.grad is None or Stamp.of(p.grad) != stamp:
                 return CHANGED.format(what=f"the gradient of {names.get(p, 'a parameter')!r}", such="clipping")
@@ -101,20 +101,20 @@ class EarlySteps:
         return ""
 
     def take_out(self) -> None:
-        """Takes parameters that were stepped already out of the optimiser's groups, until `put_back`."""
+        """Removes parameters that were stepped already from the optimiser's parameter groups, until `put_back`."""
         self.put_back()
         self._taken_from = [(group, group["params"]) for group in self._optimizer.param_groups]
         for group, params in self._taken_from:
             group["params"] = [p for p in params if p not in self._used]
 
     def put_back(self) -> None:
-        """Gives the optimiser its groups as they were, also where its own step has failed."""
+        """Restores the optimiser's parameter groups, also after its own step has failed."""
         for group, params in self._taken_from:
             group["params"] = params
         self._taken_from = []
 
     def end(self) -> None:
-        """Ends the round, after the optimiser's own step."""
+        """Restores the parameter groups after the optimiser's own step, and forgets which parameters were stepped."""
         self.put_back()
         self._used.clear()
 
@@ -133,7 +133,7 @@ class EarlySteps:
 
 
 class EarlyExchange:
-    """A round of a plan of early parameters: the groups that are stepped together, and the gradients that have come."""
+    """Parameters stepped inside one backward: which are stepped together, and which gradients are still missing."""
 
     def __init__(self, steps: EarlySteps, plan: Plan, parameters: Mapping[str, Tensor]) -> None:
         self.steps = steps
@@ -152,7 +152,7 @@ class EarlyExchange:
         self._waiting: list[set[str]] = []
 
     def give_up(self) -> None:
-        """Gives the optimiser all its parameters back; gradients by which parameters were stepped are used up."""
+        """Restores the optimiser's parameter groups, and sets gradients by which parameters were stepped to None."""
         self.steps.put_back()
         for parameter in self.steps.stepped:
             parameter.grad = None
@@ -161,18 +161,18 @@ class EarlyExchange:
         self._waiting = [set(names) for names in self._together]
 
     def arrived(self, name: str) -> list[list[str]]:
-        """Returns the groups that this gradient completes."""
+        """Notes that a gradient is ready; returns [names of the parameters to step now], or [] if none are."""
         place = self._place[name]
         self._waiting[place].discard(name)
         return [] if self._waiting[place] else [self._together[place]]
 
     def left(self) -> list[list[str]]:
-        """Returns the groups that did not become complete in this backward."""
+        """Returns the buckets, as lists of parameter names, of which gradients are missing at the end of backward."""
         return [names for names, waiting in zip(self._together, self._waiting, strict=True) if waiting]
 
 
 def _plain_step(optimizer: Optimizer) -> Callable[[Optimizer], object]:
-    """Returns the optimiser's `step` without hooks."""
+    """Returns the `step` method of the optimiser's class without the hooks that torch wraps around it."""
     step: Callable[[Optimizer], object] = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]  # torch wraps it
     return step
 

@@ -1,7 +1,7 @@
-"""Freezing: optimisers leave elements alone for which no gradient arrived.
+"""Freezing: optimisers leave elements unchanged whose gradients were not exchanged in a step.
 
-Where coarse-grained communication sends nothing, an optimiser would take a gradient of 0 for what happened: momentum
-goes on to move weights by gradients of long ago, Adam's averages fade, and weight decay pulls.
+Where coarse-grained communication sends nothing, an optimiser would see a gradient of 0: momentum would go on to move
+weights by gradients of long ago, Adam's averages would fade, and weight decay would shrink weights.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ OF_ELEMENTS = frozenset({ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAda
 
 
 class Freezing:
-    """Lets optimisers change only elements that arrived, of weights and of optimiser state of the same shape.
+    """Lets optimisers change only elements that arrived (their gradients were exchanged), of weights and state.
 
-    It is for optimisers that treat every element by itself; others compute their figures of a whole tensor with zeros
-    in the gradient. Numbers that an optimiser keeps for a whole tensor, as Adam's count of steps, go on, but for a
-    tensor of one number and no dimension. Call `before` and `after` around each step of an optimiser.
+    It is for optimisers that treat every element by itself; others compute norms and the like of whole gradients, with
+    zeros where nothing arrived. State of another shape, such as Adam's count of steps, is updated as usual, except for
+    0-D parameters. Call `before` and `after` around each step of an optimiser.
 
-    Optimisers of `OF_ELEMENTS` step small parameters of the elements that arrived: the less arrives, the less they
-    compute. Changes that others make elsewhere are taken back, at the price of a copy of the weights and of the state.
+    Optimisers of `OF_ELEMENTS` step smaller substitute parameters, with only the elements that arrived, which saves
+    time. After a step of other optimisers, the other elements are restored from a copy of weights and state.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], arrivals: Callable[[], Arrivals]) -> None:
@@ -37,11 +37,11 @@ class Freezing:
 
     @torch.no_grad()
     def before(self, optimizer: Optimizer, *, has_closure: bool = False, is_watched: bool = False) -> None:
-        """Prepares the optimiser for a step.
+        """Prepares a step: replaces parameters by substitutes of elements with exchanged gradients, or copies others.
 
         Args:
             has_closure: the step was called with a closure.
-            is_watched: hooks of others are to see the parameters and not their small substitutes.
+            is_watched: hooks of other code must see the parameters themselves, not substitutes.
 
         Raises:
             ValueError: for a step with a closure, which computes gradients when it is too late.
@@ -69,24 +69,24 @@ class Freezing:
             step.end()
 
     def give_up(self) -> None:
-        """Gives optimisers their parameters back, also those whose step has raised."""
+        """Restores the parameters of all optimisers whose steps began and did not end, as after an exception."""
         while self._under_way:
             self._under_way.popitem()[1].give_up()
 
 
 class _Step(ABC):
-    """An optimiser's step under way."""
+    """An optimiser's step in progress, after which elements are unchanged whose gradients were not exchanged."""
 
     @abstractmethod
     def end(self) -> None: ...
 
     @abstractmethod
     def give_up(self) -> None:
-        """Ends a step that the optimiser did not finish."""
+        """Restores the optimiser's parameters after a step that raised an exception."""
 
 
 class _OfWhatArrived(_Step):
-    """A step in which the optimiser has smaller parameters with the elements that arrived."""
+    """A step on smaller substitutes of parameters, with only the elements whose gradients were exchanged."""
 
     def __init__(self, optimizer: Optimizer, partial: Iterable[tuple[Tensor, Sections]]) -> None:
         self._optimizer = optimizer
@@ -112,7 +112,7 @@ class _OfWhatArrived(_Step):
 
 
 class _ArrivedPart:
-    """The elements of one parameter that arrived, with the optimiser's state of them."""
+    """A substitute for one parameter: its elements whose gradients arrived, with the optimiser's state of them."""
 
     def __init__(self, optimizer: Optimizer, whole: Tensor, sections: Sections) -> None:
         self.whole = whole
@@ -139,7 +139,7 @@ class _ArrivedPart:
 
 
 class _TakenBack(_Step):
-    """A step in which the optimiser has its parameters; afterwards elements that did not arrive are set back."""
+    """A step on whole parameters, after which elements whose gradients were not exchanged are restored from a copy."""
 
     def __init__(self, optimizer: Optimizer, partial: Iterable[tuple[Tensor, Sections]]) -> None:
         self._optimizer = optimizer
@@ -156,7 +156,7 @@ class _TakenBack(_Step):
                 put(state[name] if name in state else torch.zeros_like(gathered(values, still)), still, values)
 
     def give_up(self) -> None:
-        """Does nothing: others may have changed since what would be put back."""
+        """Does nothing: other code may have changed the parameters since, which restoring would undo."""
 
     def _of_elements(self, parameter: Tensor) -> dict[str, Tensor]:
         kept = self._optimizer.state.get(parameter, {})
@@ -164,7 +164,7 @@ class _TakenBack(_Step):
 
 
 def _between(sections: Sections, numel: int) -> list[tuple[int, int]]:
-    """Returns the sections between these sections, as large as possible."""
+    """Returns the non-empty ranges [start, stop) within [0, numel) between the given sections, which are ranges too."""
     starts, stops = [0, *(stop for _, stop in sections)], [*(start for start, _ in sections), numel]
     return [(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
 

@@ -22,9 +22,9 @@ class LARS(Optimizer):
     Tensors of one dimension or none, as biases and the scales of normalization, have the plain lr and no weight decay,
     and so has a tensor whose weights are all zero. A tensor whose gradient is all zero is moved by momentum alone.
 
-    Where only part of a gradient arrived, as by `CoarseGrained`, |w| and |g| are norms of the elements that arrived, or
-    the rate would grow the less arrives. Weights decay there alone, too: the elements that arrived move as if they were
-    the whole layer. All other elements are moved by momentum alone, and with `CoarseGrained(freeze=True)` by nothing.
+    Where only part of a gradient is exchanged, as by `CoarseGrained`, |w| and |g| are norms of the elements that
+    arrived, or the rate would grow the less arrives. Only their weights decay: they move as if they were the whole
+    layer. All other elements are moved by momentum alone, and with `CoarseGrained(freeze=True)` by nothing.
 
     Args:
         lr: the learning rate after warm-up.
@@ -33,8 +33,8 @@ class LARS(Optimizer):
             resumes.
         decay_steps: steps after which it has fallen to 0, by the square of the share that is left; None: it does not
             fall.
-        arrived: `Attachment.arrived`, or None where gradients arrive whole. It may be set later, and goes neither with
-            a copy of the optimiser nor into a checkpoint.
+        arrived: `Attachment.arrived`, which returns the elements of a gradient that were exchanged; None: all are. It
+            may be set later, and is neither copied with the optimiser nor saved in a checkpoint.
 
     Raises:
         ValueError: for settings out of their range, in parameter groups too.
@@ -110,13 +110,13 @@ class LARS(Optimizer):
 
 
 def _share(steps: int, warmup_steps: int, decay_steps: int | None) -> float:
-    """Returns the share of the learning rate in a step of this number, from 1."""
+    """Returns the factor in [0, 1] of the learning rate, by warm-up and decay, in step number `steps`, from 1 on."""
     left = 1.0 if decay_steps is None else max(1 - (steps - 1) / decay_steps, 0.0)
     return min(1.0, steps / max(warmup_steps, 1)) * left**2
 
 
 def _trust(weights: Tensor, gradient: Tensor, trust: float, decay: float) -> Tensor:
-    """Returns the factor of the learning rate, (), on the weights' device, so that no step waits for it."""
+    """Returns a tensor's factor of the learning rate, 0-D, on the weights' device, so that the host need not wait."""
     wide = accumulation_dtype(weights.dtype)
     weights_norm, gradient_norm = (torch.linalg.vector_norm(x, dtype=wide) for x in (weights, gradient))
     ratio = trust * weights_norm / (gradient_norm + decay * weights_norm)
@@ -132,7 +132,7 @@ def _require_dense(parameter: Tensor) -> None:
 
 
 def _check(settings: Mapping[str, Any]) -> None:
-    """Refuses settings of one parameter group that are out of their range.
+    """Raises ValueError if a setting of one parameter group of the optimiser is out of its range.
 
     Raises:
         ValueError: naming the setting.

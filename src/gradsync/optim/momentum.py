@@ -22,13 +22,13 @@ Keeper = MomentumCorrection[Any] | Signum | CoarseGrained  # compressors and sch
 
 
 def take_momentum(optimizer: Optimizer, parameters: Iterable[Tensor]) -> float:
-    """Takes the momentum of these parameters from SGD, for a compressor to have it, and returns how much it was.
+    """Sets SGD's momentum of these parameters to 0, for a compressor to apply it instead, and returns the old value.
 
     Parameters that share a parameter group with others move to a group of their own, the same but for the momentum; the
-    others keep theirs. Momentum buffers of the parameters are dropped: on the ranks momentum begins anew, and whether
-    it is Nesterov's is a setting of the compressor. A checkpoint of the optimiser has groups: take momentum before
-    loading. The result is 0 where there was none, and for other optimisers, which apply momentum to something else than
-    the gradient's sum.
+    others keep theirs. Momentum buffers of the parameters are dropped: in the compressor momentum begins anew, and its
+    settings say whether it is Nesterov's. A checkpoint of the optimiser has parameter groups: take momentum before
+    loading. The result is 0 if there was none, and for optimisers other than SGD, which are left unchanged: they apply
+    momentum to something else than the gradient's sum.
 
     Raises:
         ValueError: before anything has changed, for parameters whose groups have different momenta, for dampening, and
@@ -67,10 +67,10 @@ def take_momentum(optimizer: Optimizer, parameters: Iterable[Tensor]) -> float:
 
 
 class OneMomentum:
-    """Refuses an optimiser's momentum for parameters whose compressor has one.
+    """Checks that no parameter gets momentum twice: from its gradient's compressor and from the optimiser.
 
-    Call `check` before every step: plans change, and schedulers cycle momentum. Without such a compressor a check costs
-    nothing, else a look at each parameter group, and at the parameters of groups that have momentum.
+    Call `check` before every step: plans change, and schedulers cycle momentum. Without a compressor that has momentum
+    a check costs nothing, else a look at each parameter group, and at the parameters of groups that have momentum.
 
     Args:
         parameters: the model's parameters by name.
@@ -82,7 +82,7 @@ class OneMomentum:
         self._kept: dict[int, tuple[str, Keeper]] = {}  # by id of the parameter
 
     def check(self, plan: Plan, optimizer: Optimizer) -> None:
-        """Refuses momentum that would be applied twice.
+        """Compares the momenta of a plan's compressors and of the optimiser, before its step.
 
         Raises:
             ValueError: for a parameter to which both its compressor and the optimiser would apply momentum.
@@ -112,7 +112,7 @@ class OneMomentum:
 
 
 def momentum_of(group: Mapping[str, Any]) -> float:
-    """Returns a parameter group's momentum: its `momentum`, or the first of its betas."""
+    """Returns the momentum of an optimiser's parameter group: its `momentum`, or the first of its betas, else 0."""
     return float(group.get("momentum") or next(iter(group.get("betas") or ()), 0.0))
 
 
@@ -120,7 +120,7 @@ _WITHOUT_MOMENTUM = {"momentum": 0.0, "nesterov": False}  # SGD refuses Nesterov
 
 
 def _part(group: dict[str, Any], wanted: set[int]) -> dict[str, Any]:
-    """Takes the wanted parameters out of a group, with their names if it has names, and returns their new group."""
+    """Moves parameters with ids in `wanted` from an optimiser's parameter group to a new one without momentum."""
     apart = [id(p) in wanted for p in group["params"]]
     new = {**group, **_WITHOUT_MOMENTUM}
     for key in ("params", "param_names"):
@@ -132,7 +132,7 @@ def _part(group: dict[str, Any], wanted: set[int]) -> dict[str, Any]:
 
 
 def _momentum_in(part: object) -> Keeper | None:
-    """Returns the first compressor or scheme inside a scheme that has a momentum."""
+    """Returns the first part of a scheme (itself, or a compressor in its settings) that has a momentum, or None."""
     if isinstance(part, MomentumCorrection | Signum | CoarseGrained) and part.momentum:
         return part
     inner: Iterable[object] = ()

@@ -1,4 +1,4 @@
-"""Plans that average parameters in changing groups (after DS-Sync), made for a model, an optimiser and a network."""
+"""Plans that average parameters in changing groups of ranks (after DS-Sync), made for a model and a network."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ STATES: dict[type[Optimizer], tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class AveragingPlanner:
-    """A planner for `attach(model, optimizer, AveragingPlanner())`, which groups nodes by the rates of their links.
+    """A planner for `attach(model, optimizer, AveragingPlanner())`, to average parameters in groups of nodes.
 
-    It takes the schedule with the shortest expected step among those within the limits below; among schedules that are
-    about as quick, the one that keeps nodes closest together. Ranks of a node are averaged in every round, and each
-    rank exchanges a part of that average between nodes.
+    A schedule says which nodes average in which round. The planner takes the one with the shortest expected step by the
+    rates of links, within the limits below; among schedules that are about as quick, the one that keeps nodes closest
+    together. Ranks of a node are averaged in every round, and each rank exchanges a part of that average between nodes.
 
     Args:
         cluster: links of the nodes; None: rates between all nodes are measured when attached, with a few MiB each.
-        schedule: a schedule of nodes or ranks, if it is not to be chosen.
+        schedule: the schedule, of nodes or of ranks, to be used; None: the planner chooses one.
         largest: most nodes of a group, except a group of all; None: the square root of all, or all nodes that do not
             sit out.
         budget: most groups that may cross a rack's uplink in the same round; None: any number.
         most_spread: how far apart nodes may stay, in variances of a step's noise, see `GroupSchedule.spread`. All nodes
             that average after each fourth step are 1.5 apart at most, pairs of a hypercube 1.
-        most_left: largest share of a disagreement that may be left after a cycle.
+        most_left: largest share of the squared distances to the mean that a cycle of rounds may leave.
         most_local_steps: most steps per average, on all nodes; 1 averages after each step. The number within this limit
             follows from the links and `most_spread`.
         momentum_every: average the optimiser's momenta, too, in one of so many rounds with averages, in 16 bits; 0:
@@ -100,16 +100,16 @@ class AveragingPlanner:
             raise ValueError("most_apart lets groups change, and a schedule was given: give one of the two")
 
     def measures(self, placement: Placement) -> bool:
-        """Whether the planner needs rates of links between the nodes."""
+        """Whether link rates between nodes must be measured: nodes are several, no links or schedule were given."""
         given = self.cluster is not None or self.schedule is not None or self._must_sum(placement)
         return not given and placement.num_nodes > 1
 
     def remaps(self, placement: Placement) -> bool:
-        """Whether groups are chosen anew when links have changed."""
+        """Whether groups are chosen anew during training when the rates of links have changed."""
         return self.remap and self.measures(placement)
 
     def regroups(self, placement: Placement) -> bool:
-        """Whether groups may change at consensus points."""
+        """Whether groups may change during training, at steps where all ranks have the same parameters."""
         return self.remaps(placement) or (self.most_apart is not None and placement.num_nodes > 1)
 
     def plan(
@@ -148,11 +148,11 @@ class AveragingPlanner:
         return Plan.make(specs | dict(sorted(beside.items())), placement.size, buckets, what=what)
 
     def of_others(self) -> AveragingPlanner:
-        """Returns the same settings for other ranks, without `cluster` and `schedule`."""
+        """Returns a planner with the same settings for other ranks, without `cluster` and `schedule`."""
         return replace(self, cluster=None, schedule=None)
 
     def grouping(self, cluster: Cluster, nbytes: float) -> Grouping:
-        """Returns the schedule of nodes to use on these links, with what is expected of it.
+        """Returns the schedule of nodes to use on the cluster's links, with its expected time and accuracy.
 
         Of schedules that are about as quick as the quickest, it keeps nodes closest together.
 
@@ -183,10 +183,10 @@ class AveragingPlanner:
         *,
         removed: float | None = None,
     ) -> Plan | None:
-        """Returns a plan with other groups than `present`, or None unless they are expected to be clearly better.
+        """Returns a plan with better groups than `present`; None if no groups are expected to be clearly better.
 
         Args:
-            removed: the share of the ranks' squared distances that a round removed, see `regroup.spread_for`; None: not
+            removed: how much of the ranks' squared distances a round removed, see `regroup.share_removed`; None: not
                 known.
         """
         nbytes = _total_bytes(_parameters(model, exclude))
@@ -211,7 +211,7 @@ class AveragingPlanner:
         return step_s(schedule, cluster, nbytes, self.compute_s)
 
     def cycle(self, schedule: GroupSchedule) -> int:
-        """Returns the number of rounds after which a plan with this schedule repeats."""
+        """Returns the number of rounds of averaging after which a plan with this schedule repeats."""
         return len(schedule.rounds) * max(self.momentum_every, 1)
 
     def _schedule(self, placement: Placement, cluster: Cluster | None, nbytes: float) -> GroupSchedule:
@@ -229,11 +229,11 @@ class AveragingPlanner:
         return schedule
 
     def _must_sum(self, placement: Placement) -> bool:
-        """Whether nodes cannot form groups, as ranks were lost and nodes have different numbers of ranks left."""
+        """Whether all ranks must average together, as lost ranks left the nodes with different numbers of ranks."""
         return self.survives and self.cluster is None and placement.ranks_per_node is None
 
     def _exchange(self, schedule: GroupSchedule) -> Scheme[Any]:
-        """Returns the scheme within a group; 16-bit payloads are summed on their way from three members on."""
+        """Returns the scheme that averages in a group; in larger groups than pairs, casts become `HalfPrecision`."""
         if self.compressor is None:
             return AllReduce()
         if isinstance(self.compressor, Cast) and max(map(len, schedule.distinct), default=1) > 2:
@@ -250,7 +250,7 @@ def schedule_of(plan: Plan) -> GroupSchedule:
 
 
 def filled(names: Sequence[str], specs: Mapping[str, TensorSpec]) -> list[list[str]]:
-    """Returns buckets of one dtype each, of up to BUCKET_BYTES, in this order of names."""
+    """Splits the names, in order, into buckets of one dtype and up to `BUCKET_BYTES` each; larger tensors are alone."""
     buckets: list[list[str]] = []
     for dtype in dict.fromkeys(specs[name].dtype for name in names):
         filled_bytes = math.inf
@@ -276,7 +276,7 @@ def _total_bytes(parameters: Mapping[str, Tensor]) -> float:
 
 
 def _of_ranks(between: Scheme[Any], placement: Placement, by_node: bool) -> Scheme[Any]:
-    """Returns `between`, a scheme of nodes, as a scheme of ranks: ranks of a node sum first."""
+    """Returns a scheme for ranks made of `between`, a scheme for nodes if `by_node`: ranks of a node then sum first."""
     if not by_node:
         return between
     per_node = placement.ranks_per_node
@@ -296,5 +296,5 @@ def _states_of(optimizer: Optimizer) -> tuple[str, ...]:
 
 
 def _with_momentum(optimizer: Optimizer) -> set[int]:
-    """Returns the ids of parameters with momentum."""
+    """Returns the `id` of each parameter to which the optimiser applies momentum."""
     return {id(p) for group in optimizer.param_groups if momentum_of(group) for p in group["params"]}

@@ -29,7 +29,7 @@ Search = Callable[[Job, Constraints], Sequence[Plan]]  # returns at least one pl
 
 @dataclass(frozen=True)
 class Searched:
-    """The result of a search: the ways that it chose from, its problem and solution, and the plan made of it.
+    """The result of a search: the ways (schemes) to choose from, the problem in numbers, its solution, and the plan.
 
     `hiding` means that the search halved latencies, as one transfer's latency is hidden by another transfer.
     """
@@ -41,14 +41,14 @@ class Searched:
     hiding: bool = False
 
     def certificate(self) -> Certificate:
-        """Returns how far the solution can be from the best one in the machine model of `problem`."""
+        """Returns the solution's seconds and a lower bound on any solution's, in the machine model of `problem`."""
         return certify(self.formulation.problem, self.found)
 
 
 def searched(job: Job, constraints: Constraints | None = None) -> Searched:
-    """Returns the best plan found among the ways that the constraints allow.
+    """Returns the best plan found with the schemes that the constraints allow, and the data of the search.
 
-    The plan is the simplest of the search's solutions of equal time, then improved by what only predictions contain.
+    The plan is the simplest of the solutions with about equal time, then improved by effects that only `predict` knows.
     Measured errors of the job are used if the constraints have none.
 
     Raises:
@@ -59,10 +59,10 @@ def searched(job: Job, constraints: Constraints | None = None) -> Searched:
 
 
 def _searched(job: Job, ways: Sequence[Way]) -> Searched:
-    """Searches once as is, once with halved latencies and once with large gradients in pieces; keeps clear gains.
+    """Searches once as is, once with halved latencies and once with large gradients in pieces; keeps a clear gain.
 
-    At the end neighbouring buckets are merged, as the search does not contain all latencies and threads that they
-    share.
+    At the end neighbouring buckets are merged where this shortens the predicted step, as the search does not contain
+    all latencies and threads that they share.
     """
     best = _solved(job, ways, formulate(job, ways))
     best = _better(best, _solved(job, ways, formulate(job.with_hidden_latencies(), ways), hiding=True), job)

@@ -96,7 +96,7 @@ class CompressingPlanner:
         return Plan.make({p.name: p.tensor for p in profiles}, world_size, buckets)
 
     def compresses(self, name: str, tensor: TensorSpec) -> bool:
-        """Whether a parameter is compressed if its gradient is dense."""
+        """Whether the planner compresses a parameter with this name and shape, if its gradient is dense."""
         return (
             tensor.dtype.is_floating_point
             and tensor.numel >= self.fewest_elements
@@ -112,7 +112,7 @@ class CompressingPlanner:
                 )
 
     def _scheme_of(self, world_size: int) -> Callable[[Sequence[ParameterProfile]], Scheme[Any]]:
-        """Returns a function that chooses the scheme for the parameters of a bucket."""
+        """Returns a function from the parameters of a bucket to the scheme that the bucket gets."""
         way = self.way(world_size) if callable(self.way) else self.way
         _check_way(way)
         if isinstance(way, Scheme):
@@ -151,7 +151,7 @@ def cheapest_way(compressor: Compressor[Any], spec: FlatSpec, world_size: int) -
 
 
 def _needs_feedback(compressor: Compressor[Any], spec: FlatSpec) -> bool:
-    """Whether the compressor may lose more than half of a gradient, or any share of it, and has no error feedback.
+    """Whether the compressor has no error feedback, is biased, and may lose more than half of a gradient by its law.
 
     Exempt are signs, which are meant to lose magnitudes, casts, which lose values out of range, and TernGrad, which
     clips.
@@ -173,7 +173,7 @@ def _advise_feedback(compressor: str) -> None:
 
 
 def busiest_bytes(scheme: Scheme[Any], spec: FlatSpec, world_size: int) -> float:
-    """Returns the bytes that a flat scheme moves over the busiest link after warm-up, one rank per node."""
+    """Returns the bytes on the busiest link when the scheme sums a flat tensor after warm-up, one rank per node."""
     whole = TensorSpec((spec.numel,), spec.dtype, spec)
     steps = scheme.steps((whole,), (), Placement.one_per_node(world_size), LATE)
     return sum(transfer.busiest_bytes for transfer in transfers(steps))
@@ -189,7 +189,7 @@ def _check_way(way: object) -> None:
 
 
 def _as_dense(profile: ParameterProfile) -> ParameterProfile:
-    """Removes measured densities, so that the gradient counts as dense."""
+    """Returns the profile without measured densities, so that the gradient counts as dense."""
     return replace(profile, density=None, elements=None)
 
 

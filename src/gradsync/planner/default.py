@@ -1,7 +1,7 @@
 """The default plan: all-reduce for dense gradients, a sparse scheme for sparse ones.
 
-Sparse are gradients of the sparse layout, and dense ones that were found to be mostly zero. The cheapest scheme is
-chosen by the network's costs if these were measured, else by bytes.
+Gradients count as sparse if they have the sparse layout, or if they are dense but were found to be mostly zero. The
+cheapest scheme is chosen by the network's costs if these were measured, else by bytes.
 """
 
 from __future__ import annotations
@@ -126,12 +126,12 @@ def _by_dtype(profiles: Sequence[ParameterProfile]) -> list[tuple[str, list[Para
 
 
 def in_ready_order(profiles: Sequence[ParameterProfile]) -> list[ParameterProfile]:
-    """Returns parameters, given in model order, as they become ready; unmeasured ones in reverse model order."""
+    """Sorts parameters, given in model order, by when they become ready; unmeasured ones in reverse model order."""
     return sorted(reversed(profiles), key=lambda p: p.position)
 
 
 def dense_buckets(ready: Sequence[ParameterProfile], bucket_bytes: int) -> Iterator[list[ParameterProfile]]:
-    """Yields dense buckets of one dtype each, in ready order within a dtype."""
+    """Yields the parameters of each dense bucket: one dtype, up to `bucket_bytes`, in ready order within a dtype."""
     known, first_bytes = {p.name: p for p in ready}, min(FIRST_BUCKET_BYTES, bucket_bytes)
     for _, same in _by_dtype(ready):
         for names in cut_by_bytes([(p.name, p.tensor.nbytes) for p in same], first_bytes, bucket_bytes):
@@ -139,7 +139,7 @@ def dense_buckets(ready: Sequence[ParameterProfile], bucket_bytes: int) -> Itera
 
 
 def _table_runs(ready: Sequence[ParameterProfile]) -> list[list[ParameterProfile]]:
-    """Returns tables that become ready in a row, without a dense parameter between them."""
+    """Returns lists of tables that become ready one after another, without a dense parameter between them."""
     last = {_rows_of(p): p.position for p in ready if p.sparse}  # tables with the same rows go with the last of them
     placed = sorted(ready, key=lambda p: last[_rows_of(p)] if p.sparse else p.position)
     return [list(run) for sparse, run in groupby(placed, key=lambda p: p.sparse) if sparse]
@@ -152,7 +152,10 @@ def _rows_of(table: ParameterProfile) -> tuple[str, str]:
 
 
 def _order(plan: Plan, *, dense_between: bool) -> Iterator[tuple[str, str]]:
-    """Yields turns stage by stage, but a table before the last dense bucket takes all its turns at once."""
+    """Yields (bucket, stage) turns, first stages first; a table before the last dense bucket has all turns at once.
+
+    `dense_between` is explained at `default_plan`.
+    """
     layouts = [bucket.scheme.traits.layout for bucket in plan.buckets]
     tail = max((i for i, layout in enumerate(layouts) if layout is Layout.FLAT), default=-1) + 1
     dense: list[BucketPlan] = []
@@ -177,7 +180,7 @@ def found_schemes(
     network: Network | None = None,
     levels: Placement | None = None,
 ) -> dict[str, Scheme[Any]]:
-    """Returns the sparse scheme, by name, of each dense gradient that was found to be sparse and saves enough.
+    """Returns the sparse scheme, by parameter name, of each mostly zero dense gradient for which it saves enough.
 
     Args:
         levels: the nodes that schemes of flat buckets may use; None: the nodes of the network.
@@ -190,7 +193,7 @@ def found_schemes(
 def _scheme_of_found(
     profile: ParameterProfile, world_size: int, network: Network | None, levels: Placement
 ) -> Scheme[Any] | None:
-    """Returns the cheaper scheme, by rows or by elements; None if neither saves enough."""
+    """Returns the cheaper scheme for a mostly zero gradient, by rows or by elements; None if neither saves enough."""
     placement, spec, flat = _placement(world_size, network), profile.tensor, flat_spec([profile])
     prices: list[tuple[float, Scheme[Any]]] = []
     if profile.density is not None:
@@ -205,7 +208,7 @@ def _scheme_of_found(
 
 
 def price(steps: Sequence[Step], network: Network | None) -> float:
-    """Returns the seconds of the steps or, if the network was not measured, the busiest rank's bytes."""
+    """Returns the seconds of a scheme's steps or, if the network was not measured, the bytes on the busiest link."""
     if network is None:
         return sum(transfer.busiest_bytes for transfer in transfers(steps))
     return network.cost.total_s(steps, network.placement)
@@ -216,7 +219,7 @@ def _placement(world_size: int, network: Network | None) -> Placement:
 
 
 def timed_schemes(placement: Placement) -> tuple[Scheme[Any], ...]:
-    """Returns the schemes for tables to choose from where the network was measured."""
+    """Returns the schemes for sparse tables that compete by their expected time where the network was measured."""
     inside = BalancedParallelism(owners="table_stripe")
     hierarchies = over_nodes([(inside, between) for between in SPARSE_SCHEMES], placement)
     return (*SPARSE_SCHEMES, DOUBLING_OF_ROWS, *hierarchies)
@@ -225,10 +228,10 @@ def timed_schemes(placement: Placement) -> tuple[Scheme[Any], ...]:
 def sparse_schemes(
     tables: Sequence[ParameterProfile], world_size: int, network: Network | None = None
 ) -> list[Scheme[Any]]:
-    """Returns the schemes for tables that are worth a trial, the selected one first; one only without densities.
+    """Returns the schemes for tables that are worth a trial, the best first; a single one if densities are unknown.
 
-    If the network was not measured and several schemes move as many bytes, the one with the fewest stages wins. Schemes
-    come with the capacities that the densities fix, see `Scheme.planned_for`.
+    If the network was not measured and several schemes move as many bytes, the one with the fewest stages wins. The
+    schemes have capacities (room in messages) that fit the densities, see `Scheme.planned_for`.
     """
     densities = [p.density for p in tables]
     if any(d is None for d in densities):

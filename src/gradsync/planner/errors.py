@@ -22,12 +22,12 @@ DRIVEN_S = 60.0  # timeout; a group of one rank has nobody to wait for
 
 
 def name_of(way: SchemeOrCompressor) -> str:
-    """Returns the key under which errors are kept: the name of the scheme, or of the compressor that it carries."""
+    """Returns the key under which a scheme's or compressor's errors are stored: its name, or its compressor's name."""
     return str(way.compressor if isinstance(way, Compressed | Route) and way.compressor is not None else way)
 
 
 def sends_later(way: SchemeOrCompressor) -> bool:
-    """Whether later steps send what a step leaves out of a gradient, as error feedback does.
+    """Whether later training steps send what one step leaves out of a gradient, as error feedback does.
 
     Momentum correction counts, too: its residual is the velocity that it keeps.
     """
@@ -51,7 +51,7 @@ def delay_of(error: float) -> float:
 
 
 def alone(way: SchemeOrCompressor) -> Scheme[Any]:
-    """Returns a scheme with the same loss and state that runs in a group of one rank."""
+    """Returns a scheme that compresses with the same loss and state as `way` but runs on one rank alone."""
     if isinstance(way, Route) and way.compressor is not None:
         return ways(way.compressor)[0]
     if isinstance(way, CoarseGrained):
@@ -90,6 +90,6 @@ def relative_errors(candidates: Sequence[SchemeOrCompressor], name: str, gradien
 
 
 def highest(of_ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Returns the highest error over ranks, for each name."""
+    """Returns the highest error over ranks for each name, a scheme's or compressor's."""
     names = dict.fromkeys(name for errors in of_ranks for name in errors)
     return {name: max(errors.get(name, 0.0) for errors in of_ranks) for name in names}

@@ -28,12 +28,12 @@ from .network import Network
 
 
 def dense_schemes(placement: Placement) -> tuple[Scheme[Any], ...]:
-    """Returns the schemes for dense buckets, the transport's own all-reduce first."""
+    """Returns the schemes for dense buckets, the backend's own all-reduce first."""
     return (AllReduce(), *over_nodes([(ReduceScatter(), AllReduce())], placement))
 
 
 def element_schemes(placement: Placement) -> tuple[Scheme[Any], ...]:
-    """Returns the schemes for buckets with mostly zero elements; over nodes, either stage may be dense."""
+    """Returns the schemes for buckets with mostly zero elements; in two-level ones either level may be dense."""
     stages: list[tuple[Partitioned[Any, Any], Scheme[Any]]] = [
         (SparseReduceScatter(), BalancedElements()),
         (ReduceScatter(), BalancedElements()),
@@ -45,14 +45,14 @@ def element_schemes(placement: Placement) -> tuple[Scheme[Any], ...]:
 def over_nodes(
     stages: Sequence[tuple[Partitioned[Any, Any], Scheme[Any]]], placement: Placement
 ) -> Iterator[Scheme[Any]]:
-    """Yields hierarchical schemes for (inside, across) nodes, if several nodes have several ranks, all as many."""
+    """Yields a two-level scheme for each (inside nodes, across nodes) pair; none unless `placement.is_hierarchy`."""
     if placement.is_hierarchy and placement.ranks_per_node is not None:
         for inside, across in stages:
             yield Hierarchical(inside, across, placement.ranks_per_node)
 
 
 def is_dense(scheme: Scheme[Any]) -> bool:
-    """Whether the scheme is one of `dense_schemes`, for any number of nodes."""
+    """Whether the scheme is all-reduce, or reduce-scatter inside nodes with all-reduce across them."""
     over_nodes = isinstance(scheme, Hierarchical) and scheme.intra == ReduceScatter() and scheme.inter == AllReduce()
     return over_nodes or scheme == AllReduce()
 
@@ -65,7 +65,7 @@ def flat_spec(members: Sequence[ParameterProfile]) -> TensorSpec:
 def flat_scheme(
     schemes: Sequence[Scheme[Any]], flat: TensorSpec, profiles: tuple[DensityProfile, ...], network: Network | None
 ) -> Scheme[Any]:
-    """Returns the first scheme, unless another one saves as large a share of its time as a change of schemes must."""
+    """Returns the first scheme, unless another one is expected to be faster by enough to justify a change."""
     first, *others = (scheme.planned_for(profiles) for scheme in schemes)
     if network is None or not others:
         return first
@@ -74,10 +74,10 @@ def flat_scheme(
 
 
 def across_at_once(order: Iterable[tuple[str, str]], plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yields the plan's turns, with all but the last stage of a hierarchical dense bucket right after its first.
+    """Yields the plan's turns, but two-level dense buckets take all stages except the last right after their first.
 
-    So it travels between nodes as soon as it is ready, like an all-reduce. The last stage, back into the nodes, comes
-    after the next bucket has been sent, as links between nodes are the slow ones.
+    Such a bucket travels between nodes as soon as it is ready, like an all-reduce. The last stage, back into the nodes,
+    comes after the next bucket has been sent, as links between nodes are the slow ones.
     """
     stages = {b.id: b.scheme.stages(plan.world) for b in plan.buckets if is_dense(b.scheme)}
     back: list[tuple[str, str]] = []

@@ -1,4 +1,4 @@
-"""Schedules of groups that average parameters, chosen for a cluster with links of different rates (after DS-Sync).
+"""Schedules of node groups that average parameters, chosen by the rates of a cluster's links (after DS-Sync).
 
 The paper does not say how it groups. Here candidates compete: all nodes together, grids and other exact schedules,
 schedules in which only so many groups cross between racks at a time, schedules in which slow nodes sit out most rounds,
@@ -38,7 +38,7 @@ COOLEST = 1e-3  # last temperature of the annealing, as a share of the first cos
 
 @dataclass(frozen=True)
 class Grouping:
-    """A schedule of groups on a cluster, with its expected time and accuracy."""
+    """A schedule (which nodes average in which round) on a cluster, with its expected time and accuracy."""
 
     name: str
     schedule: GroupSchedule
@@ -60,7 +60,7 @@ def groupings(
     most_local_steps: int = 4,
     seed: int = 0,
 ) -> list[Grouping]:
-    """Returns the candidate schedules that keep to the limits, the quickest first; all nodes together is always one.
+    """Returns the candidate schedules within the limits, the quickest first; averaging all nodes together is one.
 
     Args:
         nbytes: bytes that each node averages in a step.
@@ -69,9 +69,9 @@ def groupings(
             that do not sit out.
         budget: most groups that may cross a rack's uplink in the same round; None: any number.
         most_spread: how far apart nodes may stay, as `GroupSchedule.spread` per node.
-        most_left: largest share of a disagreement that may be left after a cycle.
+        most_left: largest share of the squared distances to the mean that a cycle of rounds may leave.
         most_local_steps: most steps per average, on all nodes; 1 averages after each step.
-        seed: seed of the search for places of nodes.
+        seed: seed of the random search for the nodes' places in groups.
 
     Raises:
         ValueError: for a cluster of one node, or arguments out of their range.
@@ -107,7 +107,7 @@ def judge(name: str, schedule: GroupSchedule, cluster: Cluster, nbytes: float, c
 
 
 def _rested(judged: Grouping, every: int, cluster: Cluster, nbytes: float, compute_s: float) -> Grouping:
-    """Returns the grouping with an average only after each `every`-th step."""
+    """Returns the grouping changed so that nodes average only after each `every`-th training step."""
     schedule = resting(judged.schedule, every)
     return replace(
         judged,
@@ -119,7 +119,7 @@ def _rested(judged: Grouping, every: int, cluster: Cluster, nbytes: float, compu
 
 
 def _rested_spread(spread: float, every: int, nodes: int) -> float:
-    """Returns the spread with an average after each `every`-th step only.
+    """Returns how far nodes drift apart if they average only after each `every`-th step; `spread`: after each step.
 
     An average removes the noise of `every` steps, and each local step before it adds one step's noise.
     """
@@ -127,7 +127,7 @@ def _rested_spread(spread: float, every: int, nodes: int) -> float:
 
 
 def step_s(schedule: GroupSchedule, cluster: Cluster, nbytes: float, compute_s: float) -> float:
-    """Returns the mean seconds of a step in the long run.
+    """Simulates a schedule on the cluster, and returns the mean seconds of a training step in the long run.
 
     A group's exchange begins when its last node has arrived, and its nodes go on when it ends.
     """
@@ -154,14 +154,14 @@ class Ring(NamedTuple):
 
 @cache
 def ring_of(members: int, nbytes: float) -> Ring:
-    """Returns the cost of an all-reduce among so many members, as the scheme's own steps give it."""
+    """Returns the cost of an all-reduce of `nbytes` among `members`, taken from the steps of `AllReduce`."""
     bucket = TensorSpec((math.ceil(nbytes / 4),), torch.float32)
     (found,) = transfers(AllReduce().steps((bucket,), (), Placement.one_per_node(members)))
     return Ring(found.busiest_bytes, found.rounds)
 
 
 def round_s(each: Round, cluster: Cluster, nbytes: float) -> dict[RankGroup, float]:
-    """Returns the seconds that each group of a round takes to average `nbytes` in a ring through its racks.
+    """Returns the seconds that each group of a round takes to average `nbytes` by a ring all-reduce.
 
     Groups that cross the same uplink share its rate.
     """
@@ -181,7 +181,7 @@ def round_s(each: Round, cluster: Cluster, nbytes: float) -> dict[RankGroup, flo
 
 
 def _share(members: int) -> float:
-    """Returns what a ring of so many members sends over each link, as a share of the bytes that each averages."""
+    """Returns the bytes that a ring all-reduce among `members` sends over each link, per byte to be averaged."""
     return ring_of(members, LARGE_BYTES).busiest_bytes / LARGE_BYTES if members > 1 else 0.0
 
 
@@ -204,7 +204,7 @@ def _check_limits(
 
 
 def _candidates(cluster: Cluster, largest: int, budget: int, seed: int) -> Iterator[tuple[str, GroupSchedule]]:
-    """Yields candidate schedules by name, each also with slow nodes that sit out most rounds."""
+    """Yields candidates as (name, schedule), each also with slow nodes that take part in few rounds only."""
     slow = [node for node, link in cluster.slow.items() if _is_slow(link, cluster)]
     for name, schedule in _of_all(cluster, largest, budget, seed):
         yield name, schedule
@@ -230,7 +230,7 @@ def _of_all(cluster: Cluster, largest: int, budget: int, seed: int) -> Iterator[
 
 
 def seated(schedule: GroupSchedule, cluster: Cluster, seed: int = 0) -> GroupSchedule:
-    """Returns the schedule with nodes placed so that the busiest links carry least, found by simulated annealing."""
+    """Returns the schedule with nodes permuted, by simulated annealing, so that the busiest links carry least."""
     draw, rounds = random.Random(seed), [_RoundLoads(each, cluster) for each in schedule.rounds]
     nodes = np.arange(cluster.nodes)
     present_s = best_s = first_s = sum(each.busiest_s(nodes) for each in rounds)
@@ -250,7 +250,7 @@ def seated(schedule: GroupSchedule, cluster: Cluster, seed: int = 0) -> GroupSch
 
 
 class _RoundLoads:
-    """The load of a round's links, for many placements of the nodes."""
+    """A calculator of the load of a round's busiest link, for many permutations of the nodes."""
 
     def __init__(self, each: Round, cluster: Cluster) -> None:
         groups = [group for group in each.groups if len(group) > 1]
@@ -266,7 +266,7 @@ class _RoundLoads:
         """Returns the seconds of the busiest link if each node averages one byte.
 
         Args:
-            nodes: (n,) int64, the node in the place of each rank.
+            nodes: (n,) int64, the node that takes the place of each rank in the schedule.
         """
         seated = nodes[self._members]
         slowest = np.minimum.reduceat(self._bandwidths[seated], self._starts)
@@ -286,7 +286,7 @@ def _racks(cluster: Cluster) -> list[list[int]]:
 
 
 def _racks_of(group: RankGroup, cluster: Cluster) -> list[int]:
-    """Returns the racks whose uplinks the group's ring crosses: all of its racks, if there are several."""
+    """Returns the racks whose uplinks a node group's ring crosses: all racks of the group, if there are several."""
     racks = sorted({node // (cluster.rack_size or cluster.nodes) for node in group})
     return racks if len(racks) > 1 else []
 
@@ -300,6 +300,6 @@ def _links(group: RankGroup, cluster: Cluster) -> Iterator[tuple[object, Link]]:
 
 
 def _most_crossing(each: Round, cluster: Cluster) -> int:
-    """Returns the number of groups that cross the most crossed uplink."""
+    """Returns the largest number of groups in the round that cross the same rack's uplink."""
     racks = [rack for group in each.groups for rack in _racks_of(group, cluster)]
     return max(map(racks.count, racks), default=0)

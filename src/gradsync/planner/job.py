@@ -13,7 +13,7 @@ from .network import Network
 
 @dataclass(frozen=True)
 class Slowdown:
-    """Factors by which something takes longer while something else runs."""
+    """Factors by which backward, transfers and kernels take longer while another of the three runs."""
 
     backward_by_transfer: float = 1.0  # of backward, while a transfer is in flight
     backward_by_kernel: float = 1.0  # of backward, while the communication thread computes
@@ -61,7 +61,7 @@ class Job:
 
     @classmethod
     def of(cls, profile: Profile, cluster: Cluster | None = None) -> Job:
-        """Returns the measured job or, with a `cluster`, the same job there: links of the cluster, kernels as measured.
+        """Returns the job of a measured profile; with `cluster`, its links replace the measured ones, kernels stay.
 
         Raises:
             ValueError: for a profile of one rank, which has no measured links, without a cluster.
@@ -92,7 +92,7 @@ class Job:
     def with_hidden_latencies(self) -> Job:
         """Returns the job with half of its links' latencies, as two transfers in flight hide each other's.
 
-        Searches take transfers one after another; predictions contain both (`costs/forecast.py`).
+        The search takes transfers one after another; predictions let them overlap (`costs/forecast.py`).
         """
         cost = self.network.cost
         intra = cost.intra and replace(cost.intra, latency_s=cost.intra.latency_s / 2)

@@ -1,4 +1,4 @@
-"""Chooses cuts, options and devices together: a plan within milliseconds, and a bound on its distance from the best.
+"""Searches the cuts and options with the shortest step together, and bounds the plan's distance from the best.
 
 The search begins with plans of one option and buckets of one size, from single items to all in one. Then:
 
@@ -41,10 +41,10 @@ USUAL_SIZE = 314  # items; larger problems get budgets by the square of their si
 
 
 def search(problem: Problem, *, max_items: int | None = None, effort: float = 1.0) -> Solution:
-    """Returns the best plan found: within a few per mille of the best, in about 10 ms for 314 items, 0.2 s for 1000.
+    """Returns the best plan found, within a few per mille of the optimum: 10 ms for 314 items, 0.2 s for 1000.
 
     Args:
-        max_items: most items of a part; 1 gives every item a part of its own.
+        max_items: most items (gradients) of a part (bucket); 1 gives every item a part of its own.
         effort: factor on the amount of work, and so on time.
 
     Raises:
@@ -68,7 +68,7 @@ def search(problem: Problem, *, max_items: int | None = None, effort: float = 1.
 
 
 def best_of_all(problem: Problem, *, max_items: int | None = None) -> Solution:
-    """Returns the best of all plans by simulating each one: 5 million for 8 items and 4 options.
+    """Returns the best of all possible plans by simulating each one: 5 million for 8 items and 4 options.
 
     Args:
         max_items: most items of a part.
@@ -84,7 +84,7 @@ def best_of_all(problem: Problem, *, max_items: int | None = None) -> Solution:
 
 
 def lower_bound(problem: Problem, upper_s: float, *, max_items: int | None = None, labels: int | None = None) -> float:
-    """Returns a lower bound, in seconds, of all plans' steps; `upper_s` if no plan takes less than that.
+    """Returns a lower bound, in seconds, of the step with any plan; `upper_s` if no plan takes less than that.
 
     Exact label setting over all cuts and options on a relaxation of the machine. A label has, for a plan of the first
     parts, these coordinates, none above its value on the machine in any plan that begins with these parts:
@@ -124,7 +124,7 @@ def lower_bound(problem: Problem, upper_s: float, *, max_items: int | None = Non
 
 
 def player(problem: Problem) -> Callable[[Sequence[Part]], float]:
-    """Returns a fast `machine.step_s` for many plans of one problem."""
+    """Returns a function that simulates plans of this problem and returns their seconds: a fast `machine.step_s`."""
     if native is None:
         return functools.partial(step_s, problem)
     known = _native(problem)
@@ -147,20 +147,20 @@ class Certificate:
 def certify(
     problem: Problem, solution: Solution, *, max_items: int | None = None, labels: int | None = None
 ) -> Certificate:
-    """Returns the plan's seconds with the bound of `lower_bound`; arguments as there."""
+    """Returns the solution's seconds together with a lower bound of all plans; arguments as in `lower_bound`."""
     bound_s = lower_bound(problem, solution.seconds, max_items=max_items, labels=labels)
     return Certificate(solution.seconds, bound_s)
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """A problem whose large items are cut into pieces."""
+    """A problem with large items cut into pieces, and the number of pieces of each original item."""
 
     problem: Problem
     counts: tuple[int, ...]  # number of pieces of each item
 
     def spans(self, part: Part) -> list[tuple[int, float, float]]:
-        """Returns the items that a part of the cut problem covers: (item, from share, to share), shares in [0, 1]."""
+        """Returns the original items that a part of the cut problem covers: (item, from, to), shares in [0, 1]."""
         found = []
         first = 0
         for item, count in enumerate(self.counts):
@@ -174,8 +174,8 @@ class Pieces:
 def split_items(problem: Problem, largest_bytes: float, whole: Collection[int] = ()) -> Pieces:
     """Returns the problem with items cut into equal pieces of at most `largest_bytes`.
 
-    Pieces of an item become ready together and share its amounts. Items that must be alone stay whole, as do those in
-    `whole`.
+    Pieces of an item become ready together and share its amounts (such as bytes) equally. Items that must be alone stay
+    whole, as do those in `whole`.
 
     Raises:
         ValueError: if `largest_bytes` is not above 0.
@@ -226,7 +226,7 @@ def _solution(found: Solution) -> Solution:
 
 
 def _native(problem: Problem) -> Any:
-    """Returns the problem as the native module takes it."""
+    """Returns the problem converted to the class of the native (C++) module."""
     rows: dict[tuple[float, ...] | None, int] = {None: 0}
 
     def chain(option: Option) -> list[Any]:

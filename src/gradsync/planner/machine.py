@@ -27,14 +27,14 @@ END = len(Resource)  # when the last part is done; in level DEFERRED, seconds of
 
 
 class Level(Enum):
-    """How a recurrence treats demands that follow."""
+    """A recurrence's treatment of followers: demands in no resource's queue, such as decoding after a transfer."""
 
     CHARGED = "charged"
     DEFERRED = "deferred"
 
 
 def play(problem: Problem, parts: Sequence[Part]) -> list[Task]:
-    """Returns the timeline of a plan; streams are the resources in lower case.
+    """Simulates a plan and returns its timeline; streams are the names of resources in lower case.
 
     Backward is in pieces, as demands interrupt it. Of demands that have waited equally long, the one of the earlier
     part goes first, then the earlier one of its chain.
@@ -47,7 +47,7 @@ def play(problem: Problem, parts: Sequence[Part]) -> list[Task]:
 
 
 def step_s(problem: Problem, parts: Sequence[Part]) -> float:
-    """Returns the seconds from the begin of backward to the end of backward and the last demand."""
+    """Simulates a plan; returns the seconds from the begin of backward to the end of backward and the last demand."""
     return max((task.end_s for task in play(problem, parts)), default=0.0)
 
 
@@ -87,12 +87,12 @@ def _stream(resource: Resource) -> str:
 
 
 def deferred_s(problem: Problem, parts: Sequence[Part]) -> float:
-    """Returns the seconds of the step in MergeComp's model, where decoding waits for the last transfer."""
+    """Returns the seconds of the step in MergeComp's model, where decoding waits for the last of all transfers."""
     return recurrence_s(problem, parts, Level.DEFERRED)
 
 
 def recurrence_s(problem: Problem, parts: Sequence[Part], level: Level) -> float:
-    """Returns the seconds of a step by the recurrence of this level."""
+    """Returns the approximate seconds of a plan's step by a recurrence that treats followers as `level` says."""
     check_parts(problem, parts)
     rows = [0.0] * ROWS
     for part in parts:
@@ -108,14 +108,14 @@ def recurrence_s(problem: Problem, parts: Sequence[Part], level: Level) -> float
 
 
 def matrix(problem: Problem, part: Part, level: Level) -> Matrix:
-    """Returns the (max,+) matrix by which the part changes the state."""
+    """Returns the (max,+) matrix by which one part maps the recurrence's state, times when resources get free."""
     backward_s = sum(problem.gaps_s[part.start : part.stop])
     option, seconds = problem.options[part.option], problem.seconds(part.option, part.start, part.stop)
     return matrix_of(lambda rows: advance(rows, backward_s, option, seconds, level), ROWS)
 
 
 def follows(option: Option) -> tuple[bool, ...]:
-    """Returns which demands of the option follow, that is, do not stand in a resource's queue."""
+    """Returns, for each demand of the option, whether it is a follower, which stands in no resource's queue."""
     used: set[Resource] = set()
     found = []
     for demand in option.chain:
@@ -133,9 +133,9 @@ def advance(
     level: Level,
     larger: Callable[[Any, Any], Any] = max,
 ) -> list[Any]:
-    """Returns the state after one more part: its backward, then its demands.
+    """Returns the recurrence's state after one more part: its share of backward, then its demands.
 
-    With numpy.maximum as `larger`, entries of `rows` may be arrays, one element per state.
+    With numpy.maximum as `larger`, entries of the state `rows` may be arrays, one element per state.
     """
     after = list(rows)
     ready = after[Resource.COMPUTE] = after[Resource.COMPUTE] + backward_s
@@ -157,7 +157,7 @@ def advance(
 
 
 def finish(rows: Sequence[Any], rest_s: float, level: Level, larger: Callable[[Any, Any], Any] = max) -> Any:
-    """Returns the seconds of the step, given the state after the last part."""
+    """Returns the seconds of the whole step, given the recurrence's state `rows` after the last part."""
     if level is not Level.DEFERRED:
         return larger(rows[Resource.COMPUTE] + rest_s, rows[END])
     last = rows[Resource.COMPUTE] + rest_s

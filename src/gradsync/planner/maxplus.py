@@ -16,32 +16,32 @@ NEVER = float("-inf")  # neutral element of max
 
 
 def identity(size: int) -> Matrix:
-    """Returns the matrix that changes nothing."""
+    """Returns the (max,+) identity matrix: 0 on the diagonal, minus infinity elsewhere."""
     return tuple(tuple(0.0 if row == column else NEVER for column in range(size)) for row in range(size))
 
 
 def apply(matrix: Matrix, rows: Sequence[float]) -> Vector:
-    """Returns the state after a step: entry i is the largest of matrix[i][j] + rows[j]."""
+    """Returns the (max,+) product of matrix and vector: entry i is the largest of matrix[i][j] + rows[j]."""
     return tuple([max([entry + row for entry, row in zip(line, rows, strict=True)]) for line in matrix])
 
 
 def multiply(later: Matrix, earlier: Matrix) -> Matrix:
-    """Returns the matrix of two steps in a row."""
+    """Returns the (max,+) product of two matrices, which applies `earlier` first and then `later`."""
     columns = tuple(zip(*earlier, strict=True))
     return tuple([apply(columns, line) for line in later])
 
 
 def matrix_of(step: Callable[[list[float]], Sequence[float]], size: int) -> Matrix:
-    """Returns the matrix of a (max,+) linear step, column by column from states of one 0 and NEVER elsewhere."""
+    """Returns the matrix of a (max,+) linear function by applying it to unit vectors: one 0, else minus infinity."""
     columns = [step([0.0 if row == column else NEVER for row in range(size)]) for column in range(size)]
     return tuple(zip(*columns, strict=True))
 
 
 class Product:
-    """The product of a sequence of steps, first one first, that is updated when steps change.
+    """The (max,+) product of a sequence of matrices, the first applied first, updated when single ones change.
 
-    All operations take O(log n) matrix products: changing one step, merging neighbouring steps into one, and applying
-    the whole sequence, changed or not, to a state.
+    The matrices are steps of a recurrence. All operations take O(log n) matrix products: changing one step, merging
+    neighbouring steps into one, and applying the whole sequence, changed or not, to a state.
     """
 
     def __init__(self, steps: Sequence[Matrix]) -> None:
@@ -60,7 +60,7 @@ class Product:
         return self._count
 
     def after(self, rows: Sequence[float], start: int = 0, stop: int | None = None) -> Vector:
-        """Returns the state that the steps [start, stop) turn `rows` into."""
+        """Returns the vector that the matrices [start, stop) of the sequence make of `rows`."""
         reached = tuple(rows)
         for node in self._cover(start, self._count if stop is None else stop):
             self._wake(node)
@@ -68,7 +68,7 @@ class Product:
         return reached
 
     def replace(self, start: int, stop: int, step: Matrix) -> None:
-        """Replaces the steps [start, stop) by the single `step`; indices of later steps stay the same."""
+        """Replaces the matrices [start, stop) by the single one `step`; indices of later ones stay the same."""
         self._check(start, stop)
         changed = [self._leaves + start, *self._cover(start + 1, stop)]
         for node in changed:
@@ -89,7 +89,7 @@ class Product:
         self._nodes[node] = multiply(self._nodes[2 * node + 1], self._nodes[2 * node])
 
     def _wake(self, node: int) -> None:
-        """Passes idle marks of the nodes above down to this node."""
+        """Passes marks of idle subtrees (all steps the identity) from the ancestors of this tree node down to it."""
         for height in reversed(range(1, node.bit_length())):
             above = node >> height
             if self._idle[above]:

@@ -1,4 +1,4 @@
-"""Plans that are made by names, as on command lines: a lossy scheme or compressor for dense buckets."""
+"""Plans made from names, as on command lines: a lossy scheme or compressor for dense buckets."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SCHEMES_IN_WORDS = f"{', '.join(DENSE_SCHEMES)}, {coarse.NAMES_IN_WORDS}"
 
 
 def dense_scheme(name: str, momentum: float = 0.0) -> Scheme[Any] | None:
-    """Returns the scheme of dense buckets with this name; None for other names.
+    """Returns the lossy scheme of dense buckets with this name, such as `powersgd2`; None for other names.
 
     Raises:
         ValueError: for a name with a ratio out of its range.
@@ -48,13 +48,13 @@ def is_lossy(name: str) -> bool:
 
 
 def fewest_elements(name: str) -> int:
-    """Returns the size from which on tensors take the scheme of this name; smaller ones stay exact."""
+    """Returns the least number of elements of tensors that take the scheme of this name; smaller ones stay exact."""
     scheme = dense_scheme(name)
     return scheme.chunk if isinstance(scheme, CoarseGrained) else 0
 
 
 def lossy_planner(name: str, momentum: float = 0.0) -> CompressingPlanner:
-    """Returns a planner by name: of a scheme for dense buckets, or of a compressor (`compressors.named`).
+    """Returns a planner for the scheme of dense buckets, or the compressor (`compressors.named`), with this name.
 
     Raises:
         ValueError: for an unknown name, or a number that the compressor does not take.
@@ -79,12 +79,12 @@ def _among(name: str, momentum: float, world_size: int) -> Compressor[Any]:
 
 
 def fit_optimizer(name: str, optimizer: Optimizer) -> float:
-    """Adapts an optimiser in place to the named scheme or compressor, and returns the momentum that this one needs.
+    """Adapts an optimiser in place to the named scheme or compressor, and returns the momentum that this must apply.
 
-    A scheme that applies momentum itself takes it over from the parameters that it compresses, if the optimiser applies
-    it as SGD does; parameters that stay exact keep it, as the optimiser then does to the mean what ranks would do
-    alone. Votes are not gradients: SGD would move every element by the whole learning rate, so it gets `RATE_OF_VOTES`
-    of it. Signum has its own momentum, so optimisers keep none.
+    A scheme that applies momentum itself gets SGD's momentum of the parameters that it compresses, and the optimiser no
+    longer applies it to these; parameters that stay exact keep theirs. Signs that ranks vote with are no gradients: SGD
+    would move every element by the whole learning rate, so this is multiplied by `RATE_OF_VOTES`. Signum has its own
+    momentum, so optimisers keep none.
     """
     if name in VOTES:
         for group in optimizer.param_groups if isinstance(optimizer, SGD) else ():

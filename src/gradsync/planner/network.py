@@ -30,7 +30,7 @@ INSIDE_NODES: tuple[Scheme[Any], ...] = (ReduceScatter(), SparseReduceScatter())
 
 
 def planned_schemes(placement: Placement) -> tuple[Scheme[Any], ...]:
-    """Returns the schemes that default plans for ranks in these places are made of."""
+    """Returns the schemes that default plans use on these nodes, with stages inside nodes of several ranks."""
     return (*PLANNED, *INSIDE_NODES) if placement.is_hierarchy else PLANNED
 
 
@@ -43,5 +43,5 @@ class Network:
 
     @classmethod
     def of(cls, profile: Profile) -> Network:
-        """Returns the network of a profile."""
+        """Returns the cost model and the placement of ranks that a profile has measured."""
         return cls(profile.cost_model(), profile.placement)

@@ -1,4 +1,4 @@
-"""Turns a job into a `Problem`, with gradients as items and ways as options, and parts back into a plan.
+"""Turns a job into a `Problem` with gradients as items and schemes as options, and parts back into a plan.
 
 Demands of an option are the steps of its scheme under the job's cost model; there are no other formulas here.
 """
@@ -44,7 +44,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Formulation:
-    """A job's problem, with the gradients of its items and the scheme of each option."""
+    """A job as a planning problem, with the gradients of each item and the scheme of each option."""
 
     problem: Problem
     items: tuple[tuple[tuple[str, int, int], ...], ...]  # segments of each item: (name, start, stop)
@@ -54,7 +54,7 @@ class Formulation:
     whole: frozenset[int] = frozenset()  # indices of items that a way with `members` takes, so not to be cut
 
     def in_pieces(self, largest_bytes: float) -> Formulation:
-        """Returns the formulation with larger gradients cut into equal pieces of at most `largest_bytes`.
+        """Returns the formulation with large gradients cut into equal pieces of at most `largest_bytes`.
 
         Schemes that depend on shapes take no pieces.
         """
@@ -76,7 +76,7 @@ class Formulation:
         return replace(self, problem=replace(pieces.problem, allowed=tuple(may)), items=tuple(items), whole=frozenset())
 
     def plan(self, parts: Sequence[Part]) -> Plan:
-        """Returns the plan with these parts as buckets, and turns in the order in which transfers begin."""
+        """Returns the plan with these parts as buckets, and turns in the order in which simulated transfers begin."""
         buckets = [(list(self._segments(part)), self.schemes[part.option]) for part in parts]
         return Plan.make(self.specs, self.world_size, buckets, self._turns(parts))
 
@@ -104,7 +104,7 @@ class Formulation:
         return [(str(number), stage) for _, number, _, stage in sorted(turns)]
 
     def _segments(self, part: Part) -> Iterator[tuple[str, int, int]]:
-        """Yields the part's segments; adjoining pieces of one tensor become one segment."""
+        """Yields the part's (parameter, start, stop); adjoining pieces of one tensor become one segment."""
         pieces = [piece for item in self.items[part.start : part.stop] for piece in item]
         for name, same in groupby(pieces, key=lambda piece: piece[0]):
             of_name = list(same)
@@ -112,7 +112,7 @@ class Formulation:
 
 
 def formulate(job: Job, ways: Sequence[Way]) -> Formulation:
-    """Returns the job's problem with these ways as options.
+    """Returns the planning problem of a job, with these ways (schemes with their gradients) as options.
 
     Tables that share a way with `members` are one item, which is ready with the last of them.
 
@@ -157,7 +157,7 @@ def formulate(job: Job, ways: Sequence[Way]) -> Formulation:
 
 
 def _items(job: Job, ways: Sequence[Way]) -> list[tuple[str, ...]]:
-    """Returns the parameter names of each item, in ready order."""
+    """Returns the parameter names of each item, in the order in which items become ready."""
     together = {name: way.members for way in ways if way.members is not None for name in way.members}
     names = [p.name for p in in_ready_order(job.profiles)]
     items = dict.fromkeys(together.get(name, (name,)) for name in names)
@@ -168,7 +168,7 @@ def _items(job: Job, ways: Sequence[Way]) -> list[tuple[str, ...]]:
 def _by_dtype(
     items: Sequence[tuple[str, ...]], known: Mapping[str, ParameterProfile], way: Way
 ) -> dict[torch.dtype, set[int]]:
-    """Returns the items that may take the way, by dtype, as a bucket has one dtype only."""
+    """Returns the indices of items that may take the way, by dtype, as a bucket has one dtype only."""
     found: dict[torch.dtype, set[int]] = {}
     for number, (name, *others) in enumerate(items):
         profile = known[name]
@@ -199,7 +199,7 @@ def _option_of_members(way: Way, members: Sequence[ParameterProfile], network: N
 
 
 def _option(scheme: Scheme[Any], dtype: torch.dtype, flats: Sequence[TensorSpec | None], network: Network) -> Option:
-    """Returns the option of a scheme for any dense gradients; `flats` has None for items that may not take it."""
+    """Returns a scheme's option for any dense gradients; `flats` has None for items that may not take the scheme."""
     if scheme.traits.depends_on_shapes:
         return _option_by_shapes(scheme, flats, network)
     chains = [
@@ -218,7 +218,7 @@ def _steps(scheme: Scheme[Any], spec: TensorSpec, network: Network) -> tuple[Ste
 
 
 def _option_by_shapes(scheme: Scheme[Any], flats: Sequence[TensorSpec | None], network: Network) -> Option:
-    """Returns the option of a scheme whose steps depend on shapes; amounts are bytes of each item's step."""
+    """Returns the option of a scheme whose steps depend on shapes; amounts are each item's bytes in that step."""
     alone = [{} if flat is None else _by_name(_steps(scheme, flat, network)) for flat in flats]
     longest = max(alone, key=len)
     demands = []
@@ -257,7 +257,7 @@ def _chain(steps: Iterable[Step], network: Network) -> list[tuple[Resource, floa
 
 
 def resource_of(step: Step, network: Network) -> Resource:
-    """Returns the resource that serves the step."""
+    """Returns the machine model's resource that serves a step: backward's core, another core, or a kind of link."""
     if isinstance(step, Compute):  # the communication thread does what is not awaited, on another core
         return Resource.COMPUTE if step.awaited and step.device == COMPUTE else Resource.OFFLOAD
     nodes = network.placement.nodes

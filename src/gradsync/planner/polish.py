@@ -45,7 +45,7 @@ def merged(plan: Plan, job: Job, ways: Sequence[Way]) -> Plan:
 
 
 def coarse(plan: Plan, job: Job, ways: Sequence[Way], most_s: float) -> Plan:
-    """Returns the plan with as many neighbours merged as keep the predicted step within `most_s` seconds."""
+    """Merges neighbouring buckets while the predicted step stays within `most_s` seconds; returns the new plan."""
     place = 0
     while place + 1 < len(plan.buckets):
         found = [with_best_turns(each, job) for each in _with_neighbours_merged(plan, place, job, ways)]
@@ -58,7 +58,7 @@ def coarse(plan: Plan, job: Job, ways: Sequence[Way], most_s: float) -> Plan:
 
 
 def _with_neighbours_merged(plan: Plan, place: int, job: Job, ways: Sequence[Way]) -> Iterator[Plan]:
-    """Yields plans with the bucket at `place` merged into the next one, which keeps its id and turns."""
+    """Yields plans with the bucket at index `place` merged into the next one, which keeps its id and turns."""
     first, second = plan.buckets[place : place + 2]
     schemes = [first.scheme, second.scheme]
     dtypes = {p.tensor.dtype for p in job.profiles if p.name in {*first.names, *second.names}}

@@ -1,7 +1,7 @@
-"""Predicts a step: simulates a plan's turns as the engine takes them, with backward slowed by what it shares.
+"""Predicts a training step: simulates a plan's turns as the engine takes them, with backward slowed by the exchange.
 
-Beside the machine model of `problem`, which a search simulates thousands of times, it contains the engine's one
-communication thread, the order of turns, and shared cores and memory.
+Beside the machine model of `problem`, which a search simulates thousands of times, the prediction contains the
+engine's one communication thread, the order of turns, and shared cores and memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROUNDS = 4  # iterations until ready times and exchanges, which delay each other
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted timeline of a step, from the begin of backward.
+    """The predicted timeline of a step, in seconds from the begin of backward.
 
     Streams are "compute" (backward), and "kernel" and "link" (the exchange).
     """
@@ -53,7 +53,7 @@ def predict(plan: Plan, job: Job) -> Prediction:
 
 
 def played(plan: Plan, job: Job, steps: Mapping[str, Sequence[Step]]) -> Prediction:
-    """Returns the predicted step of a plan that fits the job; `steps` has the steps of each bucket's scheme, by id."""
+    """Returns the predicted step of a plan that fits the job; `steps` has the steps of the schemes, by bucket id."""
     exchange: list[Task] = []
     reached_s: dict[float, float] = {}
     own_s = {bucket.id: max(job.ready_s[name] for name in bucket.names) for bucket in plan.buckets}
@@ -77,7 +77,7 @@ def _delays(step: Step) -> bool:
 def _delays_of(
     exchange: Sequence[Task], ready_s: Mapping[str, float], reached_s: Mapping[float, float]
 ) -> list[tuple[float, float]]:
-    """Returns the exchange's work on backward's thread: (own time that backward had reached, seconds) of each task.
+    """Returns the interruptions of backward by the exchange's work on its thread: (backward's own time, seconds).
 
     A bucket's first work is done when it is ready, other work when another bucket is, or after backward.
 
@@ -98,7 +98,7 @@ def _delays_of(
 
 
 def _stretched(at_s: float, exchange: Sequence[Task], delays: Sequence[tuple[float, float]], job: Job) -> float:
-    """Returns when backward reaches what it would reach `at_s` if nothing else ran."""
+    """Returns when backward, slowed by the exchange, comes to the point that it would reach `at_s` if alone."""
     slowdown, reached_s = job.slowdown, at_s
     delayed_s = sum(seconds for own_s, seconds in delays if own_s < at_s)
     if not slowdown.matters:
@@ -116,7 +116,7 @@ def _stretched(at_s: float, exchange: Sequence[Task], delays: Sequence[tuple[flo
 
 @dataclass(frozen=True)
 class _Busy:
-    """The times at which something is busy: idle before the first edge, then busy and idle in turns."""
+    """The times at which a link or thread is busy: idle before the first edge, then busy and idle alternately."""
 
     edges_s: tuple[float, ...]
 
@@ -131,13 +131,13 @@ class _Busy:
         return cls(tuple(edges_s))
 
     def at(self, now_s: float) -> tuple[bool, float]:
-        """Returns whether it is busy, and until when that stays so."""
+        """Returns whether the link or thread is busy at `now_s`, and the time until which this stays so."""
         place = bisect_right(self.edges_s, now_s)
         return place % 2 == 1, self.edges_s[place] if place < len(self.edges_s) else inf
 
 
 def _when_busy(exchange: Sequence[Task]) -> tuple[_Busy, _Busy]:
-    """Returns when the link is busy, and when threads beside backward's compute."""
+    """Returns the times at which the link is busy, and at which threads other than backward's compute."""
     return (
         _Busy.of(task for task in exchange if task.stream == "link"),
         _Busy.of(task for task in exchange if task.stream in ("kernel", OFFLOAD)),
@@ -171,7 +171,7 @@ def _lasting(
 
 
 def unmeasured(plan: Plan, job: Job) -> list[str]:
-    """Returns the plan's kernels that were not measured, see `CostModel.unmeasured`.
+    """Returns the names of the plan's kernels without a measured time, see `CostModel.unmeasured`.
 
     Raises:
         ValueError: for a plan that does not fit the job.
@@ -182,7 +182,7 @@ def unmeasured(plan: Plan, job: Job) -> list[str]:
 
 
 def steps_of(bucket: BucketPlan, scheme: Scheme[Any], job: Job) -> list[Step]:
-    """Returns the scheme's steps for the bucket.
+    """Returns the computations and transfers of the scheme for this bucket, given the job's densities.
 
     Raises:
         ValueError: for tables whose density is not known.

@@ -23,7 +23,7 @@ from math import inf, isfinite
 
 
 class Resource(IntEnum):
-    """A resource of the machine model, which serves one demand at a time."""
+    """A resource of the machine model, a core or a kind of link, which serves one demand (task) at a time."""
 
     COMPUTE = 0  # where backward runs: its thread, or the GPU's stream
     OFFLOAD = 1
@@ -33,7 +33,7 @@ class Resource(IntEnum):
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds as a function of an amount, which never falls: linear between knots.
+    """A function from an amount, such as bytes, to seconds, which never falls and is linear between knots.
 
     Beyond the last knot it goes on as between the last two. Amount 0 takes the first knot's seconds, the cost of a
     call.
@@ -70,7 +70,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Demand:
-    """One task of a part on one resource; takes `curve` of the sum of its items' `amounts`.
+    """One task of a part (bucket) on one resource: takes `curve(x)` seconds, with x the sum of its items' `amounts`.
 
     `amounts` has one entry per item of the problem; None stands for the items' bytes.
     """
@@ -82,7 +82,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class Option:
-    """A way to exchange a part: a chain of demands, each of which waits for the one before it."""
+    """A way to exchange a part (a bucket): a chain of demands, each of which waits for the one before it."""
 
     name: str
     chain: tuple[Demand, ...]
@@ -90,7 +90,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Problem:
-    """Items in ready order, and the options to exchange them by.
+    """Items (gradients) in the order in which they become ready, and the options to exchange them.
 
     Attributes:
         gaps_s: seconds of backward from the readiness of item i-1, or the begin, to that of item i.
@@ -127,7 +127,7 @@ class Problem:
         return len(self.gaps_s)
 
     def seconds(self, option: int, start: int, stop: int) -> list[float]:
-        """Returns the seconds of each demand of the option for the items [start, stop)."""
+        """Returns the seconds of each demand (task) of the option for a bucket of the items [start, stop)."""
         return [demand.curve(self.amount(demand, start, stop)) for demand in self.options[option].chain]
 
     def amount(self, demand: Demand, start: int, stop: int) -> float:
@@ -153,12 +153,12 @@ class Solution:
 
 
 def layerwise(problem: Problem, option: int) -> tuple[Part, ...]:
-    """Returns parts of one item each."""
+    """Returns a plan with one part (bucket) for each item, all with the same option."""
     return tuple(Part(number, number + 1, option) for number in range(problem.size))
 
 
 def check_parts(problem: Problem, parts: Sequence[Part]) -> None:
-    """Raises unless the parts are a valid plan.
+    """Checks that the parts are a valid plan for the problem.
 
     Raises:
         ValueError: if parts do not cover the items in order, or take options that their items may not.

@@ -37,7 +37,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class BucketReasons:
-    """Why one bucket has its scheme: the alternatives, and the reason why it is exact, if it is."""
+    """The reasons for one bucket's scheme: the alternatives, and the reason why it is exact, if it is."""
 
     id: str
     names: tuple[str, ...]
@@ -49,7 +49,7 @@ class BucketReasons:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The reasons for a plan, with predicted steps of the plan and of `rivals`, plans made without a search."""
+    """The reasons for a plan, with predicted seconds of its step and of `rivals`, DDP's plans."""
 
     step_s: float
     backward_s: float  # predicted seconds of backward, slowed down by the exchange
@@ -68,7 +68,7 @@ class Explanation:
 
 
 def explain(plan: Plan, job: Job, ways: Sequence[Way]) -> Explanation:
-    """Returns a plan's reasons; `ways` are the alternatives to consider for its buckets.
+    """Returns the reasons for a plan: for each bucket other schemes, among `ways`, and the step with DDP.
 
     Raises:
         ValueError: for a plan that does not fit the job.
@@ -126,7 +126,7 @@ def describe(explanation: Explanation) -> Iterator[str]:
 def alternatives(
     plan: Plan, place: int, job: Job, ways: Sequence[Way], steps: Mapping[str, Sequence[Step]]
 ) -> Iterator[Alternative]:
-    """Yields other schemes for the bucket at index `place`; `steps` has the present scheme's steps, by bucket id."""
+    """Yields other schemes for the bucket at index `place`, with the step's seconds; `steps`: present ones by id."""
     bucket = plan.buckets[place]
     present = bucket.scheme
     for way in ways:
@@ -136,7 +136,7 @@ def alternatives(
 
 
 def may_take(bucket: BucketPlan, present: Scheme[Any], way: Way, job: Job) -> bool:
-    """Whether the bucket, which has the scheme `present`, may take this way."""
+    """Whether the scheme of `way` may replace `present` in this bucket, by the gradients that it is for."""
     if way.members is not None:
         return set(bucket.names) == set(way.members)
     sparse = {p.name for p in job.profiles if p.sparse}

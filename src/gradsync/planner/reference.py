@@ -28,7 +28,7 @@ Weights = tuple[float, ...]  # one weight per resource
 
 @dataclass(frozen=True)
 class Settings:
-    """The budget of a search."""
+    """The limits of a search: how much work it may do, and which plans it may consider."""
 
     max_items: int  # most items of a part
     positions: int  # number of positions between items at which label setting may cut
@@ -44,7 +44,7 @@ def find(problem: Problem, settings: Settings) -> Solution:
 
 
 def exhaust(problem: Problem, max_items: int) -> Solution:
-    """Returns the best of all plans; the step of each one is simulated."""
+    """Returns the best of all plans with at most `max_items` items in a part, by simulating each one."""
     prices = _Prices(problem)
     best = Solution((), NEVER)
 
@@ -77,7 +77,7 @@ def turns_of(option: Option) -> list[int]:
 
 
 def weights_of(problem: Problem) -> list[Weights]:
-    """Returns weightings of the resources' loads, one row each; weights of a row sum to 1."""
+    """Returns rows of weights, one weight per resource, with sum 1: by each row loads of resources are averaged."""
     present = {demand.resource for option in problem.options for demand in option.chain}
     used = [resource for resource in Resource if resource is Resource.COMPUTE or resource in present]
     rows = [tuple(float(other is resource) for other in Resource) for resource in used]
@@ -89,7 +89,7 @@ def weights_of(problem: Problem) -> list[Weights]:
 
 
 class _Prices:
-    """A problem with prefix sums over its items, for durations in constant time."""
+    """Prefix sums over a problem's items, by which the durations of any part are computed in constant time."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -126,7 +126,7 @@ class _Prices:
         return demand.curve(sums[stop] - sums[start])
 
     def beats(self, a: int, of_a: Sequence[float], b: int, of_b: Sequence[float]) -> bool:
-        """Whether option `a` is no worse than `b`, demand for demand, given their seconds `of_a` and `of_b`."""
+        """Whether each demand of option `a` has one of `b` on its resource, in order, that takes at least as long."""
         x, y = self.problem.options[a].chain, self.problem.options[b].chain
         matched = 0
         for place, demand in enumerate(y):
@@ -143,7 +143,7 @@ class _Prices:
 
 @dataclass
 class _Label:
-    """A partial plan of label setting: when each resource is free after the parts so far, in seconds.
+    """A partial plan in label setting (dynamic programming): the seconds when each resource gets free after its parts.
 
     `free[COMPUTE]` is the time that backward has reached.
     """
@@ -178,7 +178,7 @@ class _Label:
         self.pending.insert(place, (since, seconds))
 
     def advance(self, seconds: float) -> None:
-        """Moves backward on by `seconds`, plus the pending demands that interrupt it meanwhile."""
+        """Adds `seconds` to the time of backward, and those of pending demands that interrupt it meanwhile."""
         now = self.free[Resource.COMPUTE] + seconds
         while self.pending and self.pending[0][0] < now:
             now += self.pending.pop(0)[1]
@@ -211,7 +211,7 @@ class _Label:
 
 @dataclass(frozen=True)
 class _Way:
-    """A part as a transition of label setting, with its seconds per demand."""
+    """A possible part that label setting appends to plans that end at `origin`, with the seconds of its demands."""
 
     origin: int
     option: int
@@ -272,7 +272,7 @@ class _Search:
         return solution
 
     def _worthwhile(self) -> list[int]:
-        """Returns the options that, for parts of some size, no other option beats in all demands."""
+        """Returns the options that, for parts of some size, no other option matches or beats in all demands."""
         prices, size, options = self._prices, self._problem.size, range(len(self._problem.options))
         wanted: set[int] = set()
         length = 1
@@ -322,7 +322,7 @@ class _Search:
                     self._played(parts)
 
     def _positions(self) -> list[int]:
-        """Returns positions where plans may be cut: about as many as wanted, close where bytes or time are."""
+        """Returns the positions where plans may be cut, about as many as wanted; closer where bytes or time are."""
         size = self._problem.size
         affordable = sqrt(self._settings.transitions / (LEAST * len(self._options)))
         wanted = min(self._settings.positions, int(affordable) + 1)
@@ -356,7 +356,7 @@ class _Search:
         return any((sums[i] > sums[i - 1]) != (sums[i + 1] > sums[i]) for sums in self._prices.refused)
 
     def _ways(self, places: Sequence[int], options: Sequence[int]) -> list[list[_Way]]:
-        """Returns, for each position, the parts that end there."""
+        """Returns, for each position, the possible parts that end there."""
         ways: list[list[_Way]] = [[] for _ in places]
         for j, stop in enumerate(places):
             for i in reversed(range(j)):
@@ -372,7 +372,7 @@ class _Search:
     def _program(
         self, places: Sequence[int], ways: list[list[_Way]], transitions: float, spread: float
     ) -> list[Solution]:
-        """Runs label setting over the positions, and simulates the most promising plans."""
+        """Runs label setting, a dynamic program over the positions; returns the most promising plans, simulated."""
         problem, prices = self._problem, self._prices
         number = sum(map(len, ways))
         width = int(min(max(transitions / max(number, 1), LEAST), MOST))
@@ -423,7 +423,7 @@ class _Search:
         return ahead
 
     def _polish(self, now: Solution, demands: int) -> None:
-        """Tries moves at one part after another, until none improves the plan or `demands` are used up."""
+        """Tries changes of one part after another, until none improves the plan or `demands` were simulated."""
         unchanged, place = 0, 0
         while unchanged < len(now.parts) and self._served < min(demands, self._settings.demands):
             if place >= len(now.parts):
@@ -441,7 +441,7 @@ class _Search:
         return now if seconds >= now.seconds * (1 - GAIN) else Solution(tuple(parts), seconds)
 
     def _replace(self, now: Solution, first: int, count: int, *by: Part) -> Solution:
-        """Replaces `count` parts from `first` on by others, if these are allowed and shorten the step."""
+        """Returns the plan with `count` parts from `first` on replaced by `by` if allowed and faster, else `now`."""
         if not all(self._may(part.start, part.stop, part.option) for part in by):
             return now
         return self._better(now, (*now.parts[:first], *by, *now.parts[first + count :]))
@@ -486,7 +486,7 @@ class _Search:
         return now
 
     def _cuts(self, part: Part) -> list[int]:
-        """Returns where to split a part: everywhere if short, else at quarters of bytes and time, and near its ends."""
+        """Returns positions to split a part at: all if short, else quarters of bytes and time, and near its ends."""
         if part.stop - part.start <= 9:
             return list(range(part.start + 1, part.stop))
         found = {part.start + 1, part.stop - 1}
@@ -497,7 +497,7 @@ class _Search:
         return sorted(found)
 
     def _group(self, now: Solution, p: int) -> Solution:
-        """Moves the part and the next parts with the same option to another option together."""
+        """Tries another option for part `p` and the next parts that have the same option, all together."""
         for option in self._options:
             for wanted in (2, 3, 4, 6, 8, 12, 16, 24, 32):
                 old = now.parts[p].option
@@ -515,7 +515,7 @@ class _Search:
         return now
 
     def _redrawn(self) -> Solution | None:
-        """Returns the best plan with some neighbouring parts drawn at random; None if these are not allowed."""
+        """Returns the best plan with some neighbouring parts replaced at random; None if these are not allowed."""
         best = self._best.parts
         if not best:
             return None
@@ -539,7 +539,7 @@ class _Search:
 
 
 def _kept(candidates: list[_Label], width: int, *, last: bool) -> list[_Label]:
-    """Returns the best-scored labels, without those that another one is no worse than in everything."""
+    """Returns up to `width` labels with the lowest scores; unless `last`, without ones dominated by a chosen label."""
     chosen: list[_Label] = []
     for label in sorted(candidates, key=lambda label: label.score):
         if len(chosen) == width:
@@ -559,7 +559,7 @@ def _parts(label: _Label, places: Sequence[int]) -> list[Part]:
 
 
 def lower_bound(problem: Problem, upper_s: float, max_items: int) -> float:
-    """Returns `joint.lower_bound` with one label per item: the componentwise minimum of all labels that reach it."""
+    """Returns the bound of `joint.lower_bound`, computed with one label per item: the minimum of all in each entry."""
     if not problem.size:
         return problem.rest_s
     bound = _Bound(problem, upper_s, max_items)
@@ -582,7 +582,7 @@ BACKWARD, WORK = 0, 1  # indices of a label's coordinates; links, `follow` and `
 
 
 class _Bound:
-    """Label setting on a relaxation of the machine; `joint.lower_bound` explains the coordinates of its labels."""
+    """Computes labels (lists of lower bounds) on a relaxed machine; `joint.lower_bound` explains their coordinates."""
 
     def __init__(self, problem: Problem, upper_s: float, max_items: int) -> None:
         self._problem, self._max_items = problem, max_items
@@ -636,7 +636,7 @@ class _Bound:
                         self._ahead[start][w] = min(self._ahead[start][w], cost)
 
     def step(self, label: Sequence[float], start: int, stop: int, number: int) -> list[float]:
-        """Returns the label after one more part."""
+        """Returns the label after one more part: items [start, stop) with the option of index `number`."""
         prices, option = self.prices, self._problem.options[number]
         lead, turns, last = prices.leads[number], prices.turns[number], self._lasts[number]
         seconds = prices.of(number, start, stop)

@@ -23,7 +23,7 @@ ROOM = 0.7  # groups get smaller only if ranks are then expected to use at most 
 
 
 class Rounds:
-    """The times of one rank's rounds: when the plan was new (`young_s`), and now."""
+    """The seconds that one rank's rounds of averaging take: when the plan was new (`young_s`), and now."""
 
     def __init__(self, cycle: int, young_s: float | None = None) -> None:
         self._length = cycle * -(-LEAST_ROUNDS // cycle)
@@ -32,7 +32,7 @@ class Rounds:
         self.young_s = young_s  # None: it is too early to say
 
     def add(self, seconds: float) -> None:
-        """Adds the seconds of one round."""
+        """Records the seconds of one round of averaging."""
         self._under_way.append(seconds)
         if len(self._under_way) < self._length:
             return
@@ -47,12 +47,12 @@ class Rounds:
         return statistics.median(self._figures) if len(self._figures) == FIGURES else None
 
     def plan_stays(self) -> None:
-        """Makes the present time of rounds the one to compare with."""
+        """Makes the present seconds of a round the reference, `young_s`, for later comparisons."""
         self.young_s = self.now_s
 
 
 def links_changed(young_s: Sequence[float], now_s: Sequence[float]) -> bool:
-    """Whether some rank's rounds changed so much that links must have; a link that few ranks use shows on these alone.
+    """Whether some rank's rounds take so much more or less time than before that links must have changed.
 
     Args:
         young_s, now_s: seconds of a round by rank, when the plan was new and now.
@@ -64,7 +64,7 @@ def links_changed(young_s: Sequence[float], now_s: Sequence[float]) -> bool:
 
 
 def is_better(found: Grouping, present: Grouping, budget: int | None) -> bool:
-    """Whether to change to the groups `found`, given what is expected of both on the present links.
+    """Whether to replace the groups `present` by `found`, given the expected time and spread of both.
 
     True if they are clearly quicker; or keep nodes clearly closer together at about the same time, as where a slow node
     that sat out has recovered; or if the present groups crowd an uplink beyond the budget.
@@ -77,7 +77,7 @@ def is_better(found: Grouping, present: Grouping, budget: int | None) -> bool:
 
 
 def share_removed(distance: float, norm: float, relaxation: float = 1.0) -> float:
-    """Returns a rank's squared distance to the mean that one round removes, as a share of its parameters' squared norm.
+    """Returns how much one round of averaging cuts a rank's squared distance to the mean, over its squared norm.
 
     A round is a projection, so averaged over ranks it removes exactly as much as it changes; with a relaxation other
     than 1, accordingly.
@@ -91,7 +91,7 @@ def share_removed(distance: float, norm: float, relaxation: float = 1.0) -> floa
 
 
 def spread_for(most_apart: float, removed: float, nodes: int, per_node: int) -> float:
-    """Returns the largest spread per node that keeps ranks `most_apart` after a round.
+    """Returns the largest spread per node with which ranks stay within the distance `most_apart` after a round.
 
     In the long run rounds remove what steps add, whatever the groups. So `removed`, the mean of `share_removed` over
     ranks and cycles, measures the noise of steps, and a schedule's spread is in units of the noise of a node's mean.

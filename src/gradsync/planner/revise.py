@@ -16,7 +16,7 @@ from .network import Network
 
 
 def revised(plan: Plan, before: Sequence[ParameterProfile], now: Sequence[ParameterProfile], network: Network) -> Plan:
-    """Returns the plan with other schemes for buckets whose densities changed so much that these are clearly faster.
+    """Returns the plan with other schemes for buckets whose densities changed so that others are clearly faster.
 
     Only schemes that default plans choose from are replaced, by one another: schemes of tables, and of flat buckets
     with one whole parameter. Buckets stay as they are; capacities grow where they have become too small. Deterministic.
@@ -71,7 +71,7 @@ def _handicaps(
     seen: tuple[DensityProfile, ...],
     network: Network,
 ) -> dict[Scheme[Any], float]:
-    """Returns a factor on the expected seconds of each scheme that the present one beat when it was chosen."""
+    """Returns a factor on each rival's expected seconds, above 1 if it was expected to be faster but not chosen."""
     present_s = price(scheme.planned_for(then).steps(specs, then, network.placement), network)
     expected_s = {r: price(r.planned_for(then).steps(specs, then, network.placement), network) for r in rivals}
     return {r.planned_for(seen): max(present_s / expected_s[r], 1.0) for r in rivals}
@@ -87,7 +87,7 @@ def _densities(
 
 
 def reordered(order: Sequence[tuple[str, str]], stages: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str]]:
-    """Yields the turns in their old order for new stages; additional stages follow a bucket's last turn."""
+    """Yields turns in the old order for buckets with new stages; a bucket's additional stages follow its last turn."""
     left = {bucket: list(names) for bucket, names in stages.items()}
     turns = {bucket: sum(1 for name, _ in order if name == bucket) for bucket in stages}
     for bucket, _ in order:

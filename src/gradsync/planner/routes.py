@@ -48,9 +48,9 @@ def routes_worth_it(
     dtype: torch.dtype,
     leaves: LeafConstraints,
 ) -> list[Route]:
-    """Returns routes of a compressor that save time beside other schemes, the one that saves most first.
+    """Returns routes of a compressor (sequences of collectives and coding tasks) that save time, the best first.
 
-    Left out are routes whose kernels were not measured, and routes that compress sums of sparsifiers, as these would be
+    Routes whose kernels were not measured are left out, as are routes that compress sums of sparsifiers, which would be
     made sparse twice.
 
     Args:
@@ -83,7 +83,7 @@ def routes_worth_it(
 
 
 def _possible(compressor: Compressor[Any], network: Network, leaves: LeafConstraints) -> Iterator[Route]:
-    """Yields the routes that compress, those with the fewest tasks first."""
+    """Yields a compressor's routes, those with the fewest tasks first; sparsifiers compress only once in a route."""
     placement = network.placement
     several = placement.is_hierarchy and placement.ranks_per_node is not None
     most = 1 if issubclass(compressor.traits.payload, SparseMessage) else None
@@ -118,13 +118,13 @@ def _by_devices(found: Iterable[Route]) -> Iterable[list[Route]]:
 
 
 def _weighed(seconds: Array) -> Array:
-    """Weighs seconds by resource: (sizes, resources) -> (sizes, weightings)."""
+    """Returns the seconds of all resources added with weights: (sizes, resources) -> (sizes, weightings)."""
     weighed: Array = np.maximum(seconds @ WEIGHTINGS.T, SHORTEST_S)
     return weighed
 
 
 class _Pricing:
-    """Seconds that schemes take on each resource, for buckets of several sizes."""
+    """Computes the seconds that schemes keep each resource busy, for buckets of several sizes."""
 
     def __init__(self, network: Network, specs: Sequence[TensorSpec]) -> None:
         self._network, self._specs = network, specs
@@ -140,7 +140,7 @@ class _Pricing:
         return found
 
     def of_variants(self, variants: Sequence[Route]) -> Iterator[tuple[Route, Array]]:
-        """Yields the seconds of routes that differ in devices only; none if a kernel was not measured."""
+        """Yields (route, seconds) of routes that differ only in devices; none if a kernel was not measured."""
         moved = np.zeros((len(self._specs), len(Resource)))
         worked: list[list[float]] = []
         for row, spec in zip(moved, self._specs, strict=True):

@@ -16,9 +16,9 @@ AS_LONG = 1.002  # a step up to so many times the shortest counts as equal: no m
 
 
 def simplified(problem: Problem, solution: Solution, ranks: Sequence[int]) -> Solution:
-    """Returns a simpler plan whose step is longer by a factor of `AS_LONG` at most.
+    """Returns a simpler plan (less loss, fewer buckets) whose step is at most `AS_LONG` times as long.
 
-    First, all parts of one option take one of lower rank together, then each part alone; then neighbours merge.
+    First, all parts with one option change together to one of lower rank, then each part alone; then neighbours merge.
 
     Args:
         ranks: for each option, how much it loses; lower ranks are preferred.
@@ -44,7 +44,7 @@ def simplified(problem: Problem, solution: Solution, ranks: Sequence[int]) -> So
 
 
 def _with_better(problem: Problem, parts: list[Part], places: Sequence[int], ranks: Sequence[int]) -> list[list[Part]]:
-    """Returns the plan with an option of lower rank for the parts at `places`, once per such option, best first."""
+    """Returns plans with an option of lower rank for the parts at `places`: a plan per option, the best first."""
     present = min(ranks[parts[place].option] for place in places)
     allowed = set.intersection(*(_allowed(problem, parts[place]) for place in places))
     better = sorted((option for option in allowed if ranks[option] < present), key=lambda option: ranks[option])
@@ -55,7 +55,7 @@ def _with_better(problem: Problem, parts: list[Part], places: Sequence[int], ran
 
 
 def _merged(problem: Problem, parts: list[Part], place: int, ranks: Sequence[int]) -> list[list[Part]]:
-    """Returns plans with this part and the next one merged, by either option that loses no more than both."""
+    """Returns plans with this part and the next one merged, by the option of the two that loses less."""
     first, second = parts[place : place + 2]
     if problem.alone is not None and any(problem.alone[first.start : second.stop]):
         return []

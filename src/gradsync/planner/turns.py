@@ -10,10 +10,10 @@ from .predict import played, steps_of
 
 
 def with_best_turns(plan: Plan, job: Job) -> Plan:
-    """Returns the plan with the best of a few orders of turns: the one with the shortest predicted step.
+    """Returns the plan with the best of a few orders of (bucket, stage) turns, which has the shortest predicted step.
 
-    Ties go to the plan's own order. A search knows when each resource is free, but one thread issues everything: a turn
-    placed by the begin of its transfer keeps waiting what could be computed meanwhile.
+    Ties go to the plan's own order. The search places turns by the begin of their transfers; as one thread issues
+    everything, a turn that waits for its transfer keeps work of other buckets waiting, too.
     """
     schemes = {bucket.id: bucket.scheme for bucket in plan.buckets}
     steps = {bucket.id: steps_of(bucket, schemes[bucket.id], job) for bucket in plan.buckets}

@@ -1,4 +1,4 @@
-"""The ways that a plan may choose from: exact ones always, lossy ones as the user allows."""
+"""The ways (schemes with their gradients) that a plan may choose from: exact ones always, lossy ones if allowed."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ class Constraints:
     """The limits on what a job's gradients may lose; all stay exact unless `lossy` names schemes or compressors.
 
     `most_error` bounds each parameter's relative error in one step: the norm of the error over the gradient's norm, as
-    in `errors`. A way without a figure is then not allowed. The bound holds with and without error feedback, which
+    in `errors`. Schemes of unknown error are then not allowed. The bound holds with and without error feedback, which
     sends the error later. With error feedback, `most_delay`, if given, is used instead: it bounds the steps' worth of
     gradient that a residual holds, see `delay_of`. `most_delay_frozen` is the same bound for schemes that freeze
-    optimiser state of what was not sent: no momentum ages there, so a residual may hold more; None: as for others.
+    optimiser state of what was not sent: momentum does not decay there, so a residual may hold more; None: as for all.
     Chunks are not allowed for tensors smaller than one chunk.
 
     `leaves` restricts the leaves of ByteComp's decision tree that compressed gradients may take, by routes and by
@@ -104,7 +104,7 @@ class Constraints:
                 raise ValueError(f"Constraints.exact names {pattern!r}, which no parameter to synchronise matches")
 
     def allow(self, way: SchemeOrCompressor, profile: ParameterProfile) -> bool:
-        """Whether the parameter may take this way."""
+        """Whether the constraints allow the parameter to be sent by this lossy scheme or compressor."""
         tensor = profile.tensor
         if profile.sparse or not tensor.dtype.is_floating_point or matches(profile.name, self.exact):
             return False
@@ -121,9 +121,9 @@ class Constraints:
 
 
 def ways_of(job: Job, constraints: Constraints | None = None) -> list[Way]:
-    """Returns all ways of a job, exact ones first.
+    """Returns all ways (schemes with the gradients that may take them) of a job, exact ones first.
 
-    A compressor has all schemes that can carry it, and the few routes that may save time beside these, see `routes.py`.
+    A compressor has a way per scheme that can carry it, and the few routes that may save time, see `routes.py`.
     Where kernels were measured, a lossy way with an unmeasured kernel is left out, with a warning once.
 
     Raises:
@@ -183,7 +183,7 @@ def _lossy_ways(job: Job, constraints: Constraints, besides: frozenset[str]) -> 
 def _schemes_of(
     lossy: SchemeOrCompressor, members: Sequence[ParameterProfile], job: Job, constraints: Constraints
 ) -> Iterator[Scheme[Any]]:
-    """Yields the schemes that can carry a compressor's payloads, and its routes.
+    """Yields the schemes that can carry a compressor's payloads, and its routes; for a scheme, this scheme itself.
 
     Sums of sparsifiers are not compressed again by owners, as these would be made sparse twice.
     """
@@ -216,7 +216,7 @@ def _schemes_of(
 
 
 def _admits(leaves: LeafConstraints, scheme: Scheme[Any]) -> bool:
-    """Whether constraints on the decision tree allow the scheme by the leaf that it equals; devices do not count.
+    """Whether the constraints on ByteComp's decision tree allow the leaf that the scheme equals; devices do not count.
 
     `Sparsified` equals no leaf: it is allowed where one compression is.
     """

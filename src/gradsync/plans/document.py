@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 
 class Document(BaseModel):
-    """A pydantic model that is written as JSON with the digest of its content."""
+    """A pydantic model, such as a plan, that is written as JSON with a SHA-256 digest of its content."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -20,7 +20,7 @@ class Document(BaseModel):
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of the canonical JSON: equal on two ranks exactly if the JSON is, in which 1 is not 1.0."""
+        """The SHA-256 of the canonical JSON: equal on two ranks exactly if the JSON is equal, in which 1 is not 1.0."""
         return _digest(self.model_dump(mode="json"))
 
     def to_json(self) -> str:
@@ -34,7 +34,7 @@ class Document(BaseModel):
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Returns the document in JSON text from `to_json`. Text that was edited by hand must have no digest.
+        """Returns the document that a JSON text describes; the digest must be deleted from a text edited by hand.
 
         Raises:
             ValueError: for text that is not JSON, a field that does not fit (with its name), or a wrong digest.
@@ -65,11 +65,11 @@ class Document(BaseModel):
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Returns the document in a file; raises as `from_json`."""
+        """Reads a JSON file and returns its document; raises as `from_json`."""
         return cls.from_json(Path(path).read_text(encoding="utf-8"))
 
     def save(self, path: str | Path) -> None:
-        """Writes the document to a file, overwriting it."""
+        """Writes the document as JSON to a file, overwriting it."""
         Path(path).write_text(self.to_json(), encoding="utf-8")
 
 
@@ -79,7 +79,7 @@ def _digest(data: dict[str, Any]) -> str:
 
 
 def _lines(items: list[Any] | dict[str, Any]) -> str:
-    """Returns a list or an object as JSON with one line for each item."""
+    """Returns a list or a dict as JSON text with one line for each item."""
     if isinstance(items, dict):
         return "{\n" + ",\n".join(f"  {json.dumps(key)}: {json.dumps(item)}" for key, item in items.items()) + "}"
     return "[\n" + ",\n".join(f"  {json.dumps(item)}" for item in items) + "]"

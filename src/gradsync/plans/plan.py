@@ -22,7 +22,7 @@ OF = ":"  # between the name of a parameter and a key of its optimiser state
 
 
 class What(StrEnum):
-    """The tensors of parameters that a bucket synchronises, which also says when."""
+    """The kind of tensors that a bucket synchronises, which decides at which point of a training step it does so."""
 
     GRADIENT = "gradient"  # before the optimiser's step
     PARAMETER = "parameter"  # after the optimiser's step
@@ -30,12 +30,12 @@ class What(StrEnum):
 
 
 def state_name(parameter: str, key: str) -> str:
-    """Returns the name of a parameter's optimiser state in plans, as `weight:momentum_buffer`."""
+    """Returns the name by which plans refer to a parameter's optimiser state, as `weight:momentum_buffer`."""
     return f"{parameter}{OF}{key}"
 
 
 class BucketPlan(BaseModel):
-    """One bucket of a plan: its segments, the tensors that are synchronised (`what`), and the scheme."""
+    """One bucket of a plan: slices of parameters (`segments`), the kind of tensor synchronised (`what`), a scheme."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -52,11 +52,11 @@ class BucketPlan(BaseModel):
 
     @property
     def names(self) -> list[str]:
-        """The parameters of the segments, in order."""
+        """The names of the segments' parameters, in order."""
         return [name for name, _, _ in self.segments]
 
     def bucket(self, specs: Mapping[str, TensorSpec]) -> Bucket:
-        """Returns the bucket for a model with these parameters.
+        """Returns the bucket with the segments of this plan, for a model with these parameters.
 
         Raises:
             KeyError: for a parameter that the model does not have.
@@ -68,13 +68,14 @@ class BucketPlan(BaseModel):
 
 
 class Plan(Document):
-    """The plan of a job: buckets, and the total order in which all ranks issue their stages.
+    """The plan of a job: buckets with their schemes, and the order in which all ranks issue the buckets' collectives.
 
     Attributes:
         world: the number of ranks.
         model: the digest of the parameters' names, shapes and dtypes.
-        order: (bucket id, stage), one entry a turn. After its last stage a bucket may have a turn `FINISH`, for the
-            computation after the last collective; without it this is done when all turns are over.
+        order: (bucket id, stage), one entry a turn; a stage is one collective of the bucket's scheme, mostly. After its
+            last stage a bucket may have a turn `FINISH`, for the computation after the last collective; without it this
+            is done when all turns are over.
         buckets: in any order.
     """
 
@@ -116,11 +117,11 @@ class Plan(Document):
 
     @property
     def what(self) -> What:
-        """Whether the plan synchronises gradients or parameters; `check` holds all buckets to one answer."""
+        """The kind of tensors that the buckets synchronise, gradients or parameters; `check` allows only one kind."""
         return self.buckets[0].what if self.buckets else What.GRADIENT
 
     def check(self, specs: Mapping[str, TensorSpec], world: int) -> None:
-        """Checks the plan against a model's parameters and the number of ranks.
+        """Checks that the plan fits a model's parameters and the number of ranks.
 
         Raises:
             ValueError: for the first thing that does not fit, with what was expected.
@@ -173,14 +174,14 @@ class Plan(Document):
 
 
 def default_order(buckets: Sequence[BucketPlan], world_size: int) -> list[tuple[str, str]]:
-    """Returns the turns: the first stages of all buckets in their order, then all second stages, and so on."""
+    """Returns (bucket id, stage) of each turn: the first stages of all buckets, then all second stages, and so on."""
     stages = [(bucket.id, bucket.scheme.stages(world_size)) for bucket in buckets]
     depth = max((len(names) for _, names in stages), default=0)
     return [(i, names[level]) for level in range(depth) for i, names in stages if level < len(names)]
 
 
 def describe(plan: Plan, specs: Mapping[str, TensorSpec], densities: Mapping[str, float] | None = None) -> list[str]:
-    """Returns the plan in words, one line for each bucket: its parameters and its scheme.
+    """Returns the plan in words for users, one line for each bucket: its parameters and its scheme.
 
     `densities`: the share of non-zero rows of tables, by name, if known.
     """
@@ -200,7 +201,7 @@ def describe(plan: Plan, specs: Mapping[str, TensorSpec], densities: Mapping[str
 
 
 def _words(expression: Mapping[str, Any]) -> list[str]:
-    """Returns an expression in words: the name, then each setting."""
+    """Returns a scheme's JSON expression, {"name": {settings}}, in words: the name, then each setting."""
     ((name, settings),) = expression.items()
     words = [name.replace("_", " ")]
     for key, value in settings.items():

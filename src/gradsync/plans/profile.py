@@ -30,7 +30,7 @@ ROUNDING = 1e-9  # the relative error of a mean by rounding
 
 
 class Data(BaseModel):
-    """Base of the parts of a profile."""
+    """The base of the parts of a profile: frozen pydantic models without extra fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -50,7 +50,7 @@ class Interval(Data):
 
 
 class Spread(Data):
-    """The median and spread over training steps of a time on the slowest rank; both robust against disturbed steps.
+    """A time on the slowest rank, as median and spread over training steps, both robust against disturbed steps.
 
     `spread_s` is the median distance from the median, scaled to a standard deviation (times 1.4826).
     """
@@ -69,12 +69,12 @@ class StepParts(Data):
     """The parts of a training step without communication, each on the rank where the part takes longest.
 
     Attributes:
-        forward: until backward begins, with the loss.
-        backward: undisturbed by communication.
+        forward: forward and the loss, until backward begins.
+        backward: backward, undisturbed by communication.
         optimizer: the optimiser's step.
         other: everything else, such as fetching a batch.
-        beside: everything but backward, together, on the rank where this takes longest. Backward and ready times count
-            from its end, as in a synchronised step all ranks wait for that rank.
+        beside: the sum of all parts but backward, on the rank where it is longest. Backward and ready times count from
+            its end, as in a synchronised step all ranks wait for that rank.
     """
 
     forward: PositiveSpread
@@ -85,12 +85,12 @@ class StepParts(Data):
 
     @property
     def step_s(self) -> float:
-        """The seconds of a step without communication."""
+        """The time of a training step without communication, in seconds: `beside` and backward."""
         return self.beside.median_s + self.backward.median_s
 
 
 class Density(Data):
-    """A `DensityProfile` as pydantic model; the fields mean the same."""
+    """The density of a gradient: a `DensityProfile` with the same fields, as pydantic model to be written as JSON."""
 
     num_rows: int = Field(ge=0)
     rows: float = Field(ge=0, allow_inf_nan=False)
@@ -103,7 +103,7 @@ class Density(Data):
 
     @classmethod
     def of(cls, profile: DensityProfile) -> Density:
-        """Returns a `DensityProfile` as pydantic model."""
+        """Returns the pydantic model with the fields of a `DensityProfile`."""
         return cls.model_validate(asdict(profile))
 
     def profile(self) -> DensityProfile:
@@ -120,10 +120,10 @@ class ParameterTimes(Data):
         sparse: whether the gradient is a sparse tensor.
         position: the place in the order in which gradients are ready, from 0.
         ready: when the gradient is ready, in seconds from the start of backward.
-        rows, elements: the densities, as in `ParameterProfile`; None if they are unknown, or if sparse schemes gain
-            nothing.
-        errors: for each lossy candidate, the norm of its error relative to the norm of the gradient in a step, see
-            `planner.errors`.
+        rows, elements: the densities of rows and of elements, as in `ParameterProfile`; None if they are unknown, or if
+            sparse schemes gain nothing.
+        errors: for each lossy scheme or compressor, by name, the norm of its error relative to the norm of the gradient
+            in a step, see `planner.errors`.
     """
 
     name: str
@@ -149,7 +149,7 @@ class ParameterTimes(Data):
         return TensorSpec(self.shape, getattr(torch, self.dtype))
 
     def profile(self) -> ParameterProfile:
-        """Returns the gradient as planners take it."""
+        """Returns the gradient's shape, dtype, order and densities in the form that planners take."""
         rows, elements = (None if d is None else d.profile() for d in (self.rows, self.elements))
         return ParameterProfile(self.name, self.tensor, self.sparse, rows, self.position, elements)
 
@@ -172,12 +172,15 @@ class KernelEstimate(Data):
 
     @property
     def cost(self) -> KernelCost:
-        """The cost without confidence intervals, as cost models take it."""
+        """The costs of the kernel without confidence intervals, in the form that cost models take."""
         return KernelCost(self.call_s.value, self.byte_s.value, self.knee_bytes)
 
 
 class LinkEstimate(Data):
-    """The time of a collective: stage_s + rounds * alpha_s + busiest bytes / bandwidth, see `CostModel`."""
+    """The time of a collective: stage_s + rounds * alpha_s + busiest bytes / bandwidth, see `CostModel`.
+
+    Rounds are messages one after the other, busiest bytes those on the busiest link.
+    """
 
     stage_s: Interval
     alpha_s: Interval
@@ -192,7 +195,7 @@ class LinkEstimate(Data):
 
 
 class LinkPoint(Data):
-    """One measured size of a collective: its bytes as in `costs.steps.Transfer`, and its time."""
+    """A measurement of a collective with messages of one size: bytes as in `costs.steps.Transfer`, and the time."""
 
     part_bytes: float = Field(ge=0, allow_inf_nan=False)  # `Transfer.part_bytes`, the same for every member
     rounds: Count  # messages one after the other
@@ -201,14 +204,14 @@ class LinkPoint(Data):
 
 
 class CollectiveEstimate(Data):
-    """The measurements of one type of collective: points, and the line that was fitted to them (`link`)."""
+    """The measurements of one type of collective: points, and the formula of times that was fitted to them (`link`)."""
 
     link: LinkEstimate
     points: tuple[LinkPoint, ...]
 
 
 class Span(StrEnum):
-    """The ranks that communicate in a measurement of links."""
+    """The ranks that communicate in a measurement of links: all, those of each node, or one rank of each node."""
 
     ALL = "all"  # all ranks
     INSIDE = "inside"  # the ranks of each node, on all nodes at once
@@ -216,7 +219,7 @@ class Span(StrEnum):
 
 
 class SpanEstimate(Data):
-    """The costs of collectives in the groups of a `Span`, as a member sees them."""
+    """The measured costs of collectives in the groups of a `Span`, for each rank while all these groups are busy."""
 
     span: Span
     size: int = Field(ge=2)  # members of one group
@@ -250,7 +253,7 @@ class Profile(Document):
         world: the number of ranks.
         nodes: the node of each rank, by rank.
         steps: the number of training steps in which `parts` and ready times were measured.
-        kernels: the costs by the names that schemes use in their steps.
+        kernels: the times of kernels, by the names that schemes use in their steps.
         parameters: in the model's order.
     """
 
@@ -302,7 +305,7 @@ class Profile(Document):
 
     @property
     def placement(self) -> Placement:
-        """The placement of the ranks on nodes."""
+        """The nodes on which the ranks run, as a `Placement`."""
         return Placement(self.nodes)
 
     def in_ready_order(self) -> list[ParameterTimes]:
@@ -310,14 +313,14 @@ class Profile(Document):
         return sorted(self.parameters, key=lambda p: p.position)
 
     def parameter_profiles(self) -> list[ParameterProfile]:
-        """Returns the gradients as planners take them, in the model's order."""
+        """Returns each gradient's shape, dtype and densities in the form that planners take, in the model's order."""
         return [p.profile() for p in self.parameters]
 
     def link(self, span: Span) -> SpanEstimate:
-        """Returns the costs of collectives in the groups of a span.
+        """Returns the measured costs of collectives among the ranks of a span.
 
         Raises:
-            ValueError: if there are no such groups.
+            ValueError: if they were not measured, as there are no such groups of ranks.
         """
         found = next((link for link in self.links if link.span is span), None)
         if found is None:
@@ -326,7 +329,7 @@ class Profile(Document):
         return found
 
     def cost_model(self) -> CostModel:
-        """Returns the costs of links and kernels as planners take them.
+        """Returns the cost model of this job's links and kernels, by which planners predict times.
 
         With several ranks on each of several nodes, all ranks of a node send at once, so the bandwidth of the node's
         link is the measured bandwidth of a rank times the ranks of the node.
@@ -370,7 +373,7 @@ class Profile(Document):
 
 
 def spans_of(placement: Placement) -> tuple[Span, ...]:
-    """Returns the groups whose links are measured for this placement of ranks."""
+    """Returns the spans (sets of ranks) whose links are measured for this placement of ranks; none for one rank."""
     if placement.size == 1:
         return ()
     return (Span.ALL, Span.INSIDE, Span.ACROSS) if placement.is_hierarchy else (Span.ALL,)

@@ -1,4 +1,4 @@
-"""Base classes of schemes, and of schemes in two halves; a registry of the schemes that a plan can name."""
+"""The base classes of schemes, and of schemes in two halves (push and pull); a registry of schemes for plans."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ S = TypeVar("S")  # what a rank owns between push and pull
 
 @dataclass(frozen=True)
 class Traits:
-    """Traits tell plans, planners and the engine what a scheme is like, before it runs.
+    """The properties of a scheme that plans, planners and the engine read before the scheme runs.
 
-    A scheme around another one derives its own: `replace(inner.traits, lossy=True)`.
+    A scheme that wraps another one derives its traits from the inner ones: `replace(inner.traits, lossy=True)`.
 
     Attributes:
-        layout: the kind of bucket that the scheme synchronises.
+        layout: the kind of bucket that the scheme synchronises: one flat tensor, or tables with sparse rows.
         lossy: the payloads lack something of the ranks' gradients, more than the rounding of a sum takes away.
         mixes: each rank gets a result of its own, nearer to the mean; only averages of parameters use such a scheme.
-        carries_flags: the numbers behind a flat bucket's elements are summed too, or at least show whether the sum is
-            zero. By default true for exact schemes.
-        depends_on_shapes: `steps` follow from the shapes of a bucket's tensors, not from its size alone.
+        carries_flags: the flags behind a flat bucket's elements (did any rank use a parameter?) are summed too, or at
+            least show whether the sum is zero. By default true for exact schemes.
+        depends_on_shapes: `steps` depend on the shapes of a bucket's tensors, not on its size alone.
         prepares: `synchronize` first awaits `Work`, which begins when the bucket is complete and has no stage.
         offloads: some of the scheme's `Work` runs on another core.
         shows_infinity: a flat result is not finite if a rank's gradients, or next state, are not. Exact schemes without
             state need not set it.
-        freezes: optimisers leave alone what `CompressorState.arrived` says did not arrive.
+        freezes: optimisers change weights and their own state only in the ranges of `CompressorState.arrived`.
     """
 
     layout: Layout
@@ -61,16 +61,16 @@ class Traits:
 
     @property
     def exact(self) -> bool:
-        """Whether the result is `scale` times the sum over the group, up to rounding."""
+        """Whether the result is `scale` times the sum over all ranks of the group, up to rounding."""
         return not (self.lossy or self.mixes)
 
 
 class Scheme(Nameable, ABC, Generic[X]):
-    """A scheme turns one bucket into `scale` times its sum over the group, the same bits on every rank.
+    """A scheme turns one bucket of gradients into `scale` times its sum over a group of ranks, bit-identical on all.
 
-    It is a frozen dataclass of settings. A subclass says what its `traits` are, and defines `stages`, `synchronize` and
-    `steps`. State is passed in, and the next state comes back: the scheme keeps nothing, and overwrites nothing of the
-    state that it gets, so that a step can be taken back.
+    It is a frozen dataclass of settings. A subclass defines `traits`, `stages`, `synchronize` and `steps`. The state is
+    passed in, and the next state is returned: a scheme keeps no state itself and overwrites none, so that a training
+    step can be undone.
     """
 
     kind: ClassVar[str] = "scheme"
@@ -78,27 +78,28 @@ class Scheme(Nameable, ABC, Generic[X]):
     @property
     @abstractmethod
     def traits(self) -> Traits:
-        """The scheme's traits: a class attribute in subclasses, or a `cached_property` where settings decide."""
+        """The scheme's properties: a class attribute in subclasses, or a `cached_property` where settings decide."""
 
     @property
     def title(self) -> str:
-        """The scheme's name in printed tables: short, but different from the names of other schemes there."""
+        """The scheme's name in printed tables of results: short, but different from the names of other schemes."""
         return self.name
 
     @abstractmethod
     def stages(self, size: int) -> tuple[str, ...]:
-        """Returns one name for each await of `synchronize` on one of `size` ranks; a plan orders these stages as turns.
+        """Returns the names of the stages, one for each await (mostly a collective) of `synchronize` on `size` ranks.
 
-        The first await of a scheme with the trait `prepares` has no name.
+        A plan orders the stages of all buckets, so that all ranks issue collectives in one order. The first await of a
+        scheme with the trait `prepares` has no name.
         """
 
     @abstractmethod
     async def synchronize(self, x: X, state: State, group: Group, scale: float) -> tuple[X, State]:
-        """Returns `scale` times the sum of `x` over the group, and the next state; may overwrite `x`.
+        """Returns `scale` times the sum of `x` over the group's ranks, and the next state; may overwrite `x`.
 
         Args:
             x: a flat tensor, (numel + flags,), the flags last, or a tuple of `SparseRows`, one for each table.
-            state: what `init` or the last step returned.
+            state: what `init` or the last training step returned.
             group: the ranks that synchronise the bucket.
             scale: 1 / ranks for the mean.
 
@@ -114,97 +115,101 @@ class Scheme(Nameable, ABC, Generic[X]):
         placement: Placement,
         step: int = 0,
     ) -> tuple[Step, ...]:
-        """Returns the work and transfers of `synchronize`, in order, for a bucket of `specs` with these `profiles`.
+        """Returns the computations and transfers of `synchronize`, in order, with their bytes; cost models read them.
 
         Args:
-            specs: one for each table, or one of (numel + flags,) for a flat bucket.
-            profiles: one for each of `specs`; none for a flat bucket of which no density is known.
+            specs: shape and dtype of each table, or of one flat bucket, (numel + flags,).
+            profiles: the density of each of `specs`; none for a flat bucket of which no density is known.
             placement: the ranks on their nodes.
             step: the number of the training step, on which few schemes depend.
         """
 
     def unchanged_since(self, step: int) -> int:
-        """Returns the first training step since which `steps` are the same as in `step`."""
+        """Returns the first training step from which on `steps` returns the same as for training step `step`."""
         return 0
 
     def check(self, specs: tuple[TensorSpec, ...]) -> None:
-        """Checks that the settings fit the bucket that a plan gives the scheme.
+        """Checks that the scheme's settings fit a bucket of tensors with these shapes and dtypes.
 
         Raises:
             ValueError: if the settings are for other tensors than `specs`.
         """
 
     def init(self, bucket: Bucket, group: Group) -> State:
-        """Returns the state before the first step: empty on all ranks or on none; most schemes keep none."""
+        """Returns the state before the first training step, empty on all ranks or on none; most schemes keep none."""
         return {}
 
     def planned_for(self, profiles: Sequence[DensityProfile]) -> Scheme[X]:
-        """Returns the scheme with the settings that follow from `profiles`, such as the room that messages need.
+        """Returns the scheme with the settings that follow from measured densities, such as the capacity of messages.
 
-        Without profiles the result has no such settings, so that schemes which differ only in them compare equal.
+        With no profiles these settings are left out, so that schemes which differ only in them compare equal.
         """
         return self
 
     def has_room_for(self, profiles: Sequence[DensityProfile]) -> bool:
-        """Whether messages as `planned_for` sized them have room for the rank with the most rows of these profiles."""
+        """Whether the messages' capacity, set by `planned_for`, is enough for the busiest rank in these profiles."""
         return True
 
 
 class Partitioned(Scheme[X], Generic[X, S]):
-    """A scheme in two halves: `push` gives each owner the sum of one part, `pull` hands all parts to all ranks.
+    """A scheme in two halves: `push` sums each part on one rank, its owner; `pull` sends the owners' sums to all ranks.
 
-    A part is a bucket as well (`part`), which another scheme may sum over more ranks between the halves.
+    Between the halves another scheme may sum a part over more ranks, as `part` makes a bucket of it.
     """
 
     @property
     def owns_alike(self) -> bool:
-        """Whether a rank owns the same part whatever the data, so that groups agree on owners without communication."""
+        """Whether a rank owns the same part whatever the gradients are, so that nodes need not exchange the owners."""
         return True
 
     @abstractmethod
     async def push(self, x: X, state: State, group: Group, scale: float, *, keep_fp32: bool = False) -> tuple[S, State]:
-        """Returns `scale` times the sum of this rank's part, and the next state; may overwrite `x`.
+        """Returns `scale` times the sum of the part that this rank owns, and the next state; may overwrite `x`.
 
-        With `keep_fp32` sums of 16-bit floats stay in float32, so that further sums can be added. See `synchronize`.
+        With `keep_fp32` sums of 16-bit floats stay in float32, so that further sums can be added. Other arguments: see
+        `synchronize`.
         """
 
     @abstractmethod
     async def pull(self, shard: S, state: State, group: Group) -> X:
-        """Returns the whole bucket, joined from what `push` returned on each rank (`shard` on this one)."""
+        """Returns the whole summed bucket, gathered from all ranks; `shard` is the result of `push` on this rank."""
 
     @abstractmethod
     def part(self, shard: S) -> X:
-        """Returns the sums in `shard` as a bucket, which the caller may overwrite."""
+        """Returns the sums in `shard` as a bucket like `x` of `synchronize`, which the caller may overwrite."""
 
     @abstractmethod
     def with_part(self, shard: S, part: X) -> S:
-        """Returns `shard` with the sums of `part` in place of the former ones, rounded to the bucket's dtype."""
+        """Returns `shard` with its sums replaced by those in `part`, rounded to the bucket's dtype."""
 
     @abstractmethod
     def push_stages(self, size: int) -> tuple[str, ...]:
-        """Returns one name for each await of `push`."""
+        """Returns the names of the stages of `push`, one for each await on one of `size` ranks."""
 
     @abstractmethod
     def pull_stages(self, size: int) -> tuple[str, ...]:
-        """Returns one name for each await of `pull`."""
+        """Returns the names of the stages of `pull`, one for each await on one of `size` ranks."""
 
     @abstractmethod
     def push_steps(
         self, specs: tuple[TensorSpec, ...], profiles: tuple[DensityProfile, ...], size: int
     ) -> tuple[Step, ...]:
-        """Returns the work and transfers of `push` among `size` ranks, in order."""
+        """Returns the local computations and transfers of `push` among `size` ranks, in order, as `steps` does."""
 
     @abstractmethod
     def pull_steps(
         self, specs: tuple[TensorSpec, ...], profiles: tuple[DensityProfile, ...], size: int, summed: int
     ) -> tuple[Step, ...]:
-        """Returns the work and transfers of `pull` among `size` ranks, for sums over `summed` ranks, in order."""
+        """Returns the computations and transfers of `pull` among `size` ranks, in order, as `steps` does.
+
+        `summed`: the number of ranks whose gradients the sums hold; in a hierarchy more than `size`.
+        """
 
     @abstractmethod
     def part_of(
         self, specs: tuple[TensorSpec, ...], profiles: tuple[DensityProfile, ...], size: int, owner: int
     ) -> tuple[tuple[TensorSpec, ...], tuple[DensityProfile, ...]]:
-        """Returns specs and profiles of the `part` that `push` with `keep_fp32` gives one owner among `size` ranks."""
+        """Returns specs and density profiles of one owner's part after `push` with `keep_fp32` among `size` ranks."""
 
     def stages(self, size: int) -> tuple[str, ...]:
         return (*self.push_stages(size), *self.pull_stages(size))
@@ -225,7 +230,7 @@ class Partitioned(Scheme[X], Generic[X, S]):
 
 
 def registered() -> dict[str, type[Scheme[Any]]]:
-    """Returns the classes of all schemes that a plan can name, by name."""
+    """Returns the classes of all registered schemes, which plans can name, by name."""
     known: dict[str, type[Scheme[Any]]] = expressions.registered(Scheme)
     return known
 

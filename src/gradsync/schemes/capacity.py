@@ -28,7 +28,7 @@ ROOM_MARGIN, ROOM_MARGIN_ROWS = 1.5, 16  # room for more rows than measured, as 
 
 @dataclass(frozen=True)
 class RowCapacity(Nameable):
-    """Settings of schemes that need not exchange the sizes of messages; with () for both they exchange sizes."""
+    """Settings of schemes for tables by which ranks know the largest size of a message; with () they exchange sizes."""
 
     capacity: tuple[NonNegativeInt, ...] = ()  # for each table the most distinct rows that a rank is expected to have
     # For each table the position of the first table that is expected to have the same rows, perhaps its own.
@@ -50,7 +50,7 @@ class RowCapacity(Nameable):
                 )
 
     def planned_for(self, profiles: Sequence[DensityProfile]) -> Self:
-        """Returns the scheme with room for the rows of these profiles; without profiles, one that exchanges sizes."""
+        """Returns the scheme with capacity for the rows in these density profiles; with none, it exchanges sizes."""
         capacity = tuple(with_margin(max(d.rows, d.most_rows), d.num_rows) for d in profiles)
         rows = [(d.pattern, d.num_rows) if d.pattern else position for position, d in enumerate(profiles)]
         return replace(self, capacity=capacity, same_rows=tuple(rows.index(known) for known in rows))
@@ -60,7 +60,7 @@ class RowCapacity(Nameable):
             self.planned_groups(specs)
 
     def planned_groups(self, specs: tuple[TensorSpec, ...]) -> tuple[RowGroup, ...]:
-        """Returns the groups of tables with the same rows, as planned, by which messages are laid out.
+        """Returns the tables grouped by `same_rows`: a message holds the row indices of each group of tables once.
 
         Raises:
             ValueError: if `specs` are other tables than those of the plan.
@@ -80,7 +80,7 @@ class RowCapacity(Nameable):
         return groups_of(members.values(), specs)
 
     def fits(self, header: Sequence[int]) -> bool:
-        """Whether a rank with this header has rows as planned: not too many, the same where tables share rows."""
+        """Whether a rank's rows, by its header, are within `capacity`, and the same where `same_rows` says so."""
         origin = origins(header)
         rows = [max(header[first], 0) for first in origin]
         return all(
@@ -90,7 +90,7 @@ class RowCapacity(Nameable):
         )
 
     def expects_to_fit(self, profiles: Sequence[DensityProfile]) -> bool:
-        """Whether the rows of a rank with these profiles are expected to fit."""
+        """Whether a capacity is set, and a rank's rows are expected to fit by its density profiles, one a table."""
         return bool(self.capacity) and all(
             profile.rows <= room and profile.may_have_rows_of(profiles[first])
             for profile, room, first in zip(profiles, self.capacity, self.same_rows, strict=True)
@@ -102,7 +102,7 @@ class RowCapacity(Nameable):
     def transfers(
         self, stage: str, pattern: Pattern, part_bytes: tuple[float, ...], tables: int, *, at_once: bool
     ) -> list[Transfer]:
-        """Returns the transfers that rows take: one behind a header, or one of sizes or headers and one as `pattern`.
+        """Returns the transfers that send rows: one of header and rows, or one of sizes or headers and one of rows.
 
         Args:
             stage: the name of the transfer that carries rows.
@@ -121,28 +121,28 @@ class RowCapacity(Nameable):
         return [sizes, Transfer(stage, pattern, part_bytes)]
 
     def largest_nbytes(self, format: RowFormat) -> int:
-        """Returns the bytes of a full message in this format, the same on every rank."""
+        """Returns the bytes of a message in this format with as many rows as `capacity` allows; equal on all ranks."""
         rows = [self.capacity[group.first] for group in format.groups]
         return head_nbytes(len(self.capacity)) + int(format.nbytes(rows))
 
 
 def busiest(profile: DensityProfile) -> DensityProfile:
-    """Returns the profile of the rank that touches the most rows."""
+    """Returns the profile with the rows of the rank that touches the most, in place of the mean over the ranks."""
     return replace(profile, rows=max(profile.rows, profile.most_rows))
 
 
 def with_margin(rows: float, num_rows: int) -> int:
-    """Returns the capacity, in rows, for a table of `num_rows` of which `rows` were measured: somewhat more."""
+    """Returns the capacity of messages in rows: the measured `rows` plus a margin; at most the table's `num_rows`."""
     return min(math.ceil(ROOM_MARGIN * rows) + ROOM_MARGIN_ROWS, num_rows)
 
 
 def write_header(message: Tensor, survey: Survey) -> None:
-    """Writes the survey's header into `message`, (bytes,) uint8, behind the first `LENGTH_BYTES`, left to the group."""
+    """Copies the survey's header into `message`, (bytes,) uint8, behind `LENGTH_BYTES` bytes, which the group fills."""
     message[LENGTH_BYTES : head_nbytes(len(survey.header))].copy_(survey.header.view(torch.uint8))
 
 
 def opened(arrived: Sequence[Tensor], tables: int) -> tuple[list[list[int]], list[Tensor]]:
-    """Returns for each message, (bytes,) uint8, the header of `tables` numbers, and the rest as a view."""
+    """Splits messages, (bytes,) uint8, each into its header of `tables` numbers and a view of the rest."""
     head = head_nbytes(tables)
     headers = torch.stack([message[LENGTH_BYTES:head] for message in arrived]).view(torch.int64)
     return headers.tolist(), [message[head:] for message in arrived]  # the host needs the numbers to cut messages

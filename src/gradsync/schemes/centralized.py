@@ -76,7 +76,7 @@ class AGSparse(RowCapacity, Scheme[Tables]):
         )
 
     def _message(self, x: Tables, survey: Survey, planned: RowFormat) -> Tensor:
-        """Returns this rank's message: header and rows, or the header alone if the rows do not fit."""
+        """Returns this rank's message: header and rows, or only the header if the rows do not fit the capacity."""
         header = survey.header.tolist()  # the host sizes the message
         format = planned if self.fits(header) else RowFormat.whole(())
         (rows,) = Agreement.of([header], format.groups).rows
@@ -86,7 +86,10 @@ class AGSparse(RowCapacity, Scheme[Tables]):
 
 
 def _pack(tables: Tables, survey: Survey, format: RowFormat, rows: Sequence[int], head: int = 0) -> Tensor:
-    """Returns one message with the whole rows of all groups; the caller fills the first `head` bytes."""
+    """Returns a message with this rank's rows of all tables, repeated rows merged.
+
+    The caller fills the first `head` bytes. `rows`: the distinct rows in each group of tables with the same rows.
+    """
     message = torch.empty(head + int(format.nbytes(rows)), dtype=torch.uint8, device=tables[0].values.device)
     written = format.sections(message[head:], rows)
     for group, pieces, section in zip(format.groups, format.pieces, written, strict=True):
@@ -99,7 +102,7 @@ def _pack(tables: Tables, survey: Survey, format: RowFormat, rows: Sequence[int]
 
 
 def _sum_messages(messages: Sequence[Tensor], agreed: Agreement, format: RowFormat, scale: float) -> Tables:
-    """Returns `scale` times the sum of the rows in all ranks' messages, added in rank order."""
+    """Returns the tables with `scale` times the sum of the rows in all ranks' messages, added in rank order."""
     received = [format.sections(message, rows) for message, rows in zip(messages, agreed.rows, strict=True)]
     result: dict[int, SparseRows] = {}
     for number, group in enumerate(format.groups):

@@ -42,29 +42,29 @@ LEVEL_STEPS = 10  # steps over which a tensor's level is a running mean, about
 @register
 @dataclass(frozen=True)
 class CoarseGrained(Scheme[Tensor]):
-    """A scheme that sums a share `ratio` of a bucket's chunks, the ones with the largest summed norms. Not exact.
+    """A scheme that sums a share `ratio` of a bucket's chunks (`chunk` elements each), those with the largest norms.
 
-    Let p be a rank's gradient plus its residual. The ranks send p in the chosen chunks, and keep p in all others as the
-    next residual (error feedback), so sent + residual = gradient + former residual, to the bit. The result is `scale`
-    times the sum of p in the chosen chunks, and 0 elsewhere. A chunk's score is the L1 norm of p, summed over the
-    ranks. Chunks cross the borders of tensors. NaN or infinity on any rank, in whichever chunk, makes the first element
-    of the result NaN.
+    Not exact. Let p be a rank's gradient plus its residual. The ranks send p in the chosen chunks, and keep p in all
+    others as the next residual (error feedback), so sent + residual = gradient + former residual, to the bit. The
+    result is `scale` times the sum of p in the chosen chunks, and 0 elsewhere. A chunk's score is the L1 norm of p,
+    summed over the ranks. Chunks cross the borders of tensors. NaN or infinity on any rank, in whichever chunk, makes
+    the first element of the result NaN.
 
-    A residual that a plan with other buckets takes over stays with its tensor; scores begin anew. With one chunk, or a
-    ratio of 1, the scheme is `scheme` with error feedback for the rounding.
+    When a plan with other buckets replaces this one, residuals stay with their tensors and scores begin anew. With one
+    chunk, or a ratio of 1, the scheme is `scheme` with error feedback for the rounding.
     Wire: that of `scheme` for max(1, ratio x chunks) chunks, the last one padded with zeros, and one number a chunk.
 
     Attributes:
-        scheme: sums one message, the chosen chunks end to end and then the flags. It is exact and keeps no state, or is
+        scheme: sums the message: the chosen chunks end to end and then the flags. It is exact and keeps no state, or is
             `HalfPrecision` of such a scheme; then each rank scales p by a power of two before rounding, and the
             rounding error goes to the residual. (The rounding error of the sum itself is lost.)
         ratio: the share of chunks that travel, in (0, 1].
         chunk: the elements of a chunk.
-        choice: "late" takes the scores that the last step predicts. The message of each step ends with the mean
+        choice: "late" chooses by scores that the last step predicts. The message of each step ends with the mean
             magnitude of each chunk's residual, or of p in chosen chunks, so that no rank ever waits for a choice. A
             residual gathered over k steps is expected to be larger by one k-th in the next step. (By p itself the ranks
             would choose again the chunks just emptied; by the residual alone, the chunks with the largest gradients
-            only every other time.) The first step, which has no scores, takes the first chunks. "exact" takes this
+            only every other time.) The first step, which has no scores, takes the first chunks. "exact" chooses by this
             step's scores, at the price of an all-reduce of one number a chunk ahead of the chunks.
         scoring: "norm" ranks chunks by the score. "agreement" multiplies the score by the share of it that the sum kept
             when the chunk was sent last: where ranks cancel out, there is little but noise. "relative" divides the
@@ -73,8 +73,8 @@ class CoarseGrained(Scheme[Tensor]):
             get 1 / (n + 1) of their score.
         history: the share of the residual that is added to the next gradient, in [0, 1]; 0 drops the residual. Below 1,
             gradients that were not sent fade, so that no residual consists of very old ones.
-        max_age: chunks that were not sent for so many steps go first, the oldest first, in up to half of the places;
-            then none waits longer than max_age + 2 / ratio steps.
+        max_age: chunks that were not sent for so many steps are chosen first, the oldest first, up to half of the
+            chosen chunks; then none waits longer than max_age + 2 / ratio steps.
         freeze: the optimiser changes neither weights nor optimiser state where no chunk arrived. Otherwise the
             optimiser sees a gradient of 0 there: momentum goes on to move the weights, and fades; weight decay goes on.
         momentum: the coefficient m of a momentum that replaces the optimiser's: each rank computes u = m u + g ahead of
@@ -126,11 +126,11 @@ class CoarseGrained(Scheme[Tensor]):
 
     @property
     def _carrier(self) -> Scheme[Any]:
-        """The scheme that sums the message, whose values the caller has rounded where necessary."""
+        """The exact scheme that sums the message: `scheme`, or the one inside it if that is `HalfPrecision`."""
         return self.scheme.inner if isinstance(self.scheme, HalfPrecision) else self.scheme
 
     def check(self, specs: tuple[TensorSpec, ...]) -> None:
-        """Checks that the bucket has a floating-point dtype and that `scheme` takes the message.
+        """Checks that the bucket has a floating-point dtype and that `scheme` can sum the message.
 
         Raises:
             ValueError: if not.
@@ -145,7 +145,7 @@ class CoarseGrained(Scheme[Tensor]):
         return ("scores", *stages) if self.choice == "exact" else stages
 
     def init(self, bucket: Bucket, group: Group) -> State:
-        """Returns residuals of zero, and the numbers kept for each chunk, before the first step.
+        """Returns the state before the first step: residuals of zero, and first numbers for each chunk, as its score.
 
         Raises:
             ValueError: if `scheme` keeps state.
@@ -162,7 +162,7 @@ class CoarseGrained(Scheme[Tensor]):
 
     @property
     def _kept_of_chunks(self) -> dict[str, float]:
-        """The names of the numbers kept for each chunk, with the values before the first step."""
+        """The names of the numbers that the state has for each chunk (score, age, ...), with their first values."""
         late, kept = self.choice == "late", {IDLE: 0.0}
         if late:
             kept[SCORES] = 0.0
@@ -241,7 +241,10 @@ class CoarseGrained(Scheme[Tensor]):
     def _numbers_after(
         self, kept: Mapping[str, Tensor], found: Tensor, sums: Tensor, chosen: Tensor, spec: FlatSpec
     ) -> dict[str, Tensor]:
-        """Returns the numbers kept for each chunk after a step with magnitudes `found`, which sent `chosen`."""
+        """Returns the numbers that the state has for each chunk after a step which summed the chunks `chosen`.
+
+        `kept`: the numbers before; `found`: the mean magnitude of each chunk; `sums`: the sums of the chosen chunks.
+        """
         after: dict[str, Tensor] = {}
         if AGREEMENT in kept:
             agreement = self._root_mean_squares(sums) / found[chosen]
@@ -290,21 +293,21 @@ class CoarseGrained(Scheme[Tensor]):
         return -(-numel // self.chunk)
 
     def num_chosen(self, numel: int, step: int) -> int:
-        """Returns how many chunks of `numel` elements travel in the training step of this number."""
+        """Returns how many chunks of a bucket with `numel` elements are sent in the training step of this number."""
         starts = [self.steps_per_ratio * place for place in range(1, len(self.warmup) + 1)]
         ratio = (*self.warmup, self.ratio)[bisect_right(starts, step)]
         chunks = self.num_chunks(numel)
         return min(max(1, round(ratio * chunks)), chunks)
 
     def _message(self, specs: tuple[TensorSpec, ...], step: int) -> tuple[TensorSpec, ...]:
-        """Returns the spec of the message that the carrier sums: chunks, scores if late, flags; one 1-D tensor."""
+        """Returns shape and dtype of the message to be summed: chosen chunks, scores if `choice` is "late", flags."""
         spec, behind = parted(specs)
         riding = self.num_chunks(spec.numel) if self.choice == "late" else 0
         numel = self.num_chosen(spec.numel, step) * self.chunk + riding + behind
         return (TensorSpec((numel,), self._wire(spec.dtype)),)
 
     def _wire(self, dtype: torch.dtype) -> torch.dtype:
-        """Returns the dtype of the message for gradients of `dtype`."""
+        """Returns the dtype of the message for gradients of `dtype`: 16-bit if `scheme` rounds them, else `dtype`."""
         return self.scheme.dtype if isinstance(self.scheme, HalfPrecision) and self.scheme.rounds(dtype) else dtype
 
     def _factors(self, dtype: torch.dtype, scale: float) -> Factors:
@@ -314,7 +317,11 @@ class CoarseGrained(Scheme[Tensor]):
         return Factors(before=before, after=scale / before)
 
     def _chosen(self, norms: Tensor, kept: Mapping[str, Tensor], count: int) -> Tensor:
-        """Returns the chunks with the largest scores, (count,) int64, ascending; of equal scores the first."""
+        """Returns the indices of the `count` chunks with the largest scores, (count,) int64, ascending.
+
+        Scores are `norms`, changed as `scoring` says by the numbers `kept`; of equal scores the first is chosen. Chunks
+        older than `max_age` come first.
+        """
         scores = norms / (1 + kept[IDLE])
         if AGREEMENT in kept:
             scores = scores * kept[AGREEMENT]
@@ -329,9 +336,9 @@ class CoarseGrained(Scheme[Tensor]):
         return order[:count].sort().values
 
     def _levels(self, norms: Tensor, kept: Mapping[str, Tensor], spec: FlatSpec) -> dict[str, Tensor]:
-        """Returns the usual norm of chunks in each chunk's tensor, after a step with `norms`; empty unless kept.
+        """Returns {LEVELS: the usual norm of chunks in each chunk's tensor}, updated by `norms`; {} if `kept` has none.
 
-        Norms are divided by their mean over the bucket, as loss scales change.
+        Norms are divided by their mean over the bucket, so that a change of the loss scale has no effect.
         """
         if LEVELS not in kept:
             return {}
@@ -346,7 +353,7 @@ class CoarseGrained(Scheme[Tensor]):
         return {LEVELS: torch.where(means.isfinite(), after, before)}  # all may be 0
 
     def _root_mean_squares(self, sums: Tensor) -> Tensor:
-        """Returns the root mean square of each chunk; all ranks add in the same order, and get the same bits."""
+        """Returns the root mean square of each chunk in `sums`, (chunks,) float32, with the same bits on every rank."""
         squares = torch.empty(len(sums) // self.chunk, dtype=torch.float64, device=sums.device)
         kernels.squared_norms(sums, Sections((len(sums),)), squares, block=self.chunk)
         return squares.div_(self.chunk).sqrt_().float()
@@ -354,7 +361,7 @@ class CoarseGrained(Scheme[Tensor]):
 
 @dataclass(frozen=True)
 class ChunkState(CompressorState):
-    """A rank's residuals (`elements`), and of each chunk its score and the steps since it was sent (`together`).
+    """The state of `CoarseGrained` on one rank: residuals (`elements`), and scores and ages of chunks (`together`).
 
     `agreed` are the indices of the chunks that the last step sent, int64.
     """
@@ -369,9 +376,9 @@ class ChunkState(CompressorState):
         return [(first * self.chunk, min((first + 1) * self.chunk, numel)) for first in self.agreed.tolist()]
 
     def unused(self, names: Collection[str]) -> ChunkState:
-        """Returns the state with one more step counted for chunks that no rank used, and none for the others.
+        """Returns the state with idle steps counted: one more for chunks whose parameters no rank used, else 0.
 
-        Otherwise residuals of parameters that are no longer used would be chosen for ever.
+        `names`: the parameters that no rank used. Without the count their residuals would be chosen for ever.
         """
         if names:
             idle, start = self.together[IDLE] + 1, 0
@@ -386,7 +393,7 @@ class ChunkState(CompressorState):
 
 @dataclass(frozen=True)
 class Factors:
-    """Factors with the scale of the sum as product; before a 16-bit sum by a power of two, to round nothing."""
+    """Three factors of a sum whose product is its scale; before 16-bit sums a power of two, which rounds nothing."""
 
     before: float = 1.0  # of the message, on each rank
     through: float = 1.0  # by the carrier
@@ -395,7 +402,7 @@ class Factors:
 
 @lru_cache(maxsize=256)
 def _owners(lengths: tuple[int, ...], chunk: int) -> list[int]:
-    """Returns for each chunk the tensor with most of its elements; of equal ones the first."""
+    """Returns for each chunk the number of the tensor with most of its elements; of equal ones the first."""
     found: list[tuple[int, int]] = [(0, 0)] * -(-sum(lengths) // chunk)  # (elements, tensor)
     start = 0
     for tensor, length in enumerate(lengths):
@@ -412,12 +419,12 @@ def _parts(flat: Tensor, chosen: Tensor, chunk: int) -> list[Tensor]:
 
 
 def _magnitudes(payload: Tensor, chunk: int) -> Tensor:
-    """Returns the mean magnitude of each chunk, (chunks,) float64."""
+    """Returns the mean magnitude of each chunk in `payload`, (chunks,) float64."""
     return payload.view(-1, chunk).abs().mean(dim=1, dtype=torch.float32).double()
 
 
 def _take_more(left: Tensor, chosen: Tensor, payload: Tensor, chunk: int, scale: float) -> None:
-    """Moves the chosen chunks of the residual `left` to `payload`, as `kernels.take_chunks` does, without norms."""
+    """Moves the chosen chunks of the residual `left`, times `scale`, to `payload`; rounding errors stay in `left`."""
     parts = _parts(left, chosen, chunk)
     if not parts:
         return

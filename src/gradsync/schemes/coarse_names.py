@@ -32,16 +32,16 @@ NAMES_IN_WORDS = f"{', '.join(USUAL)}, with other ratios too, and behind them an
 
 
 def named(ratio: float) -> CoarseGrained:
-    """Returns the scheme that `csc` with this ratio of chunks, and no other word, names."""
+    """Returns the scheme named `csc<ratio>`: it sums this ratio of the chunks, with other settings that did best."""
     return CoarseGrained(ratio=ratio, chunk=CHUNK, scoring="agreement", freeze=True)
 
 
 def coarse(name: str, momentum: float) -> CoarseGrained | None:
-    """Returns the scheme that `name` describes; None for names of another form.
+    """Returns the coarse-grained scheme that a name as `csc0.1_bf16` describes; None for names of another form.
 
     Args:
         name: `csc`, a ratio of chunks in (0, 1], and any keys of `VARIANTS`, joined by underscores.
-        momentum: the optimiser's, for schemes that apply momentum in place of the optimiser.
+        momentum: the optimiser's coefficient, for schemes that apply momentum in place of the optimiser.
 
     Raises:
         ValueError: for a ratio outside (0, 1].

@@ -30,7 +30,7 @@ T = TypeVar("T")
 @register
 @dataclass(frozen=True)
 class Hierarchical(Scheme[Any]):
-    """A hierarchy of schemes: push inside nodes, `inter` between the owners of the same part, pull inside nodes.
+    """A two-level scheme: push inside nodes, `inter` across nodes among the owners of the same part, pull inside nodes.
 
     Exact if `intra` and `inter` are. After the push each rank of a node owns the node's sum of one part, so that one
     sum a node travels between nodes, not every rank's tensor. Sums of 16-bit floats stay in float32 until they are
@@ -39,9 +39,9 @@ class Hierarchical(Scheme[Any]):
     nodes.
 
     Attributes:
-        intra: sums inside a node, in two halves.
-        inter: sums one part between nodes.
-        ranks_per_node: the same on all nodes.
+        intra: the scheme that sums inside a node, in two halves (push and pull).
+        inter: the scheme that sums one part across nodes.
+        ranks_per_node: the number of ranks on a node, the same on all nodes.
         nodes_per_rack: so many consecutive nodes count as one, such as the nodes of a rack with a narrow uplink.
     """
 
@@ -89,7 +89,7 @@ class Hierarchical(Scheme[Any]):
         return f"{self.name} of {self.intra.title} and {self.inter.title}"
 
     def planned_for(self, profiles: Sequence[DensityProfile]) -> Scheme[Any]:
-        """Returns the hierarchy with both schemes planned: `intra` for `profiles`, `inter` for the sums of nodes."""
+        """Returns the hierarchy planned by densities: `intra` by `profiles`, `inter` by those of the nodes' sums."""
         sums = self._across(profiles)
         parts: dict[str, Any] = {"intra": self.intra.planned_for(profiles), "inter": self.inter.planned_for(sums)}
         return replace(self, **parts)
@@ -98,7 +98,7 @@ class Hierarchical(Scheme[Any]):
         return self.intra.has_room_for(profiles) and self.inter.has_room_for(self._across(profiles))
 
     def _across(self, profiles: Sequence[DensityProfile]) -> Sequence[DensityProfile]:
-        """Returns the profiles of the sums of nodes; for a flat bucket, in the densest part, as one plan is for all."""
+        """Returns the density profiles of the sums that `inter` gets; for a flat bucket, that of the densest part."""
         if self.traits.layout is Layout.ROWS or not profiles:
             return [profile.of_sums(self.together) for profile in profiles]
         (known,) = profiles
@@ -125,7 +125,7 @@ class Hierarchical(Scheme[Any]):
         self.inter.check(self.intra.part_of(specs, (), self.together, 0)[0])
 
     def init(self, bucket: Bucket, group: Group) -> State:
-        """Returns the state of `inter` for the part that this rank sums between nodes.
+        """Returns the state of `inter` for the part that this rank sums across nodes.
 
         Raises:
             ValueError: on every rank, if nodes have another number of ranks than planned, or a scheme keeps state that
@@ -209,7 +209,7 @@ class Hierarchical(Scheme[Any]):
         """Returns the number of nodes, or racks, that `size` ranks fill.
 
         Raises:
-            ValueError: if `size` is no multiple of the ranks in one.
+            ValueError: if `size` is no multiple of the ranks in a node or rack.
         """
         if size % self.together:
             raise ValueError(
@@ -218,10 +218,10 @@ class Hierarchical(Scheme[Any]):
         return size // self.together
 
     def _placement(self, placement: Placement) -> Placement:
-        """Returns the placement with racks in place of nodes.
+        """Returns the placement in which each rack, if nodes are joined to racks, counts as one node.
 
         Raises:
-            ValueError: if it is not as planned.
+            ValueError: if the number of ranks a node, or of nodes a rack, is not as planned.
         """
         if placement.ranks_per_node != self.ranks_per_node:
             counts = [placement.nodes.count(node) for node in dict.fromkeys(placement.nodes)]
@@ -241,18 +241,18 @@ class Hierarchical(Scheme[Any]):
 
 
 def _bucket_of(bucket: Bucket, part: FlatSpec) -> Bucket:
-    """Returns one part of a flat bucket as a bucket without flags; dtypes are those of `part`."""
+    """Returns a bucket of the segments of `part` alone, without flags, in the dtype of `part`."""
     specs = dict(zip(bucket.names, bucket.tensors, strict=True))
     tensors = tuple(replace(specs[segment.name], dtype=part.dtype) for segment in part.segments)
     return replace(bucket, segments=part.segments, tensors=tensors, flags_ride=False)
 
 
 async def in_turns(coroutine: Coroutine[Any, Any, T], turns: int) -> T:
-    """Runs a scheme of a subgroup in exactly `turns` awaits, and returns its result.
+    """Runs the coroutine of a scheme among some of the ranks in exactly `turns` awaits, and returns its result.
 
     One subgroup may need an additional collective, for instance when rows do not fit, while others do not. If ranks had
     different numbers of turns, they would issue later collectives in different orders. So collectives beyond the
-    planned number run within the last turn, and missing ones are empty turns.
+    planned number run within the last turn, and empty turns take the place of missing ones.
     """
     value = None
     for turn in range(turns):
@@ -271,7 +271,7 @@ async def in_turns(coroutine: Coroutine[Any, Any, T], turns: int) -> T:
 
 
 def _ended(coroutine: Coroutine[Any, Any, T], pending: Pending[Any], timeout_s: float) -> T:
-    """Runs a coroutine, which waits for `pending`, to the end, and returns its result."""
+    """Runs a coroutine that awaits `pending` to its end, waiting for each operation here; returns its result."""
     try:
         while True:
             pending = coroutine.send(pending.wait(timeout_s))
@@ -281,7 +281,7 @@ def _ended(coroutine: Coroutine[Any, Any, T], pending: Pending[Any], timeout_s: 
 
 
 def at_once(word: str, size: int, groups: Sequence[tuple[int, ...]], each: Sequence[Sequence[Step]]) -> Iterator[Step]:
-    """Yields the steps of all groups at the same time, turn by turn, with the computations of the busiest group.
+    """Yields the steps of groups of ranks that work at the same time, merged; computations are the busiest group's.
 
     Args:
         word: a prefix of the stages' names.
@@ -301,7 +301,7 @@ def at_once(word: str, size: int, groups: Sequence[tuple[int, ...]], each: Seque
 
 
 def _turns(steps: Sequence[Step]) -> Iterator[tuple[tuple[Compute, ...], Transfer | None]]:
-    """Yields pairs (computations, the transfer after them); the last transfer may be None."""
+    """Splits steps at transfers: yields (computations, the transfer after them); the last transfer may be None."""
     work: tuple[Compute, ...] = ()
     for step in steps:
         if isinstance(step, Compute):

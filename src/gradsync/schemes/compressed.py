@@ -33,7 +33,7 @@ from .elements import BalancedElements
 
 
 class Compressed(Scheme[Tensor]):
-    """The base class of schemes that carry a compressor's payloads of a flat bucket."""
+    """The base class of schemes that send a flat bucket as payloads (encoded tensors) of a `compressor`."""
 
     compressor: Compressor[Any]
     traits = Traits(Layout.FLAT, lossy=True, carries_flags=True)
@@ -43,10 +43,10 @@ class Compressed(Scheme[Tensor]):
         return f"{self.name} of {self.compressor.title}"
 
     def check(self, specs: tuple[TensorSpec, ...]) -> None:
-        """Checks that the bucket has a dtype that compressors take.
+        """Checks that the bucket has a floating-point dtype, which compressors need.
 
         Raises:
-            ValueError: for other dtypes than floating-point ones.
+            ValueError: for other dtypes.
         """
         (flat,) = specs
         if not flat.dtype.is_floating_point:
@@ -76,11 +76,11 @@ class Compressed(Scheme[Tensor]):
             )
 
     def agreement(self) -> tuple[str, ...]:
-        """Returns the stage in which ranks agree on numbers of the compressor, such as a common scale; often none."""
+        """Returns the stage in which ranks agree on the compressor's numbers, such as a common scale; () if none."""
         return ("agree",) if self.compressor.traits.agrees else ()
 
     async def agreed(self, values: Tensor, state: CompressorState, group: Group) -> CompressorState:
-        """Returns the state with the numbers that the ranks agree on: the maximum over what each rank observed.
+        """Returns the state with `agreed`: the maxima over the ranks of the numbers that the compressor observes.
 
         `values` are the gradients, (numel,). Gathers the numbers only if the compressor needs any.
         """
@@ -90,7 +90,7 @@ class Compressed(Scheme[Tensor]):
         return replace(state, agreed=torch.stack(await group.all_gather(observed)).amax(dim=0))
 
     def agreement_steps(self, spec: FlatSpec, size: int) -> tuple[Step, ...]:
-        """Returns the work and transfers of `agreed` among `size` ranks."""
+        """Returns the computation and transfer of the method `agreed` among `size` ranks; () if nothing is sent."""
         if not self.compressor.traits.agrees:
             return ()
         nbytes = 4.0 * self.compressor.num_agreed(spec)
@@ -103,7 +103,10 @@ class Compressed(Scheme[Tensor]):
         return self.compressor.unchanged_since(step)
 
     def compute(self, what: str, spec: FlatSpec, payloads: int, step: int) -> Compute:
-        """Returns the work of the compressor's kernel `what` on a tensor and `payloads` payloads, one call each."""
+        """Returns bytes and calls of the compressor's kernel `what`, such as "compress", for a flat tensor.
+
+        The kernel reads or writes the tensor once, and each of `payloads` payloads in a call of its own.
+        """
         nbytes = spec.nbytes + payloads * self.compressor.nbytes(spec, step)
         return Compute(self.compressor.kernel(what), float(nbytes), calls=payloads)
 
@@ -191,9 +194,9 @@ class CompressedAllGather(Compressed):
         return x, {SENT: (next_state,)}
 
     def own_part(self, x: Tensor, state: State, scale: float) -> Tensor:
-        """Returns this rank's contribution to the scaled sum: `x`, (numel,), compressed by the same random draws.
+        """Returns `scale` times `x`, (numel,), compressed and decoded: this rank's contribution to the sum.
 
-        The result has the shape and dtype of `x`, which is not changed.
+        Random draws are those of `synchronize` with this state. The result has the dtype of `x`, which is not changed.
         """
         (own,) = state[SENT]
         payload, _ = self.compressor.compress(x, own)
@@ -224,7 +227,7 @@ class CompressedTwoWay(Compressed):
     """A scheme with owners: each rank sums an equal range of the bucket from payloads, and hands out compressed sums.
 
     `sums` compresses the sums, by default as `compressor` does, with other random draws and without adding momentum a
-    second time. With error feedback at both points there are two residuals; an owner keeps the residual of its sums, in
+    second time. With error feedback for gradients and sums there are two residuals; an owner keeps that of its sums, in
     units of the sum before the scale. A tensor that lies in several ranges is compressed in as many parts.
     Wire: 2(n-1)/n of a payload.
     """
@@ -317,7 +320,7 @@ class CompressedTwoWay(Compressed):
 @register
 @dataclass(frozen=True)
 class Sparsified(Compressed):
-    """A sparsifier before an exact scheme for sparse elements, `inner`, which sums the elements that are left.
+    """A sparsifier, such as top-k, and then `inner`, an exact scheme for sparse elements, which sums the kept elements.
 
     Wire: that of `inner` for as many elements as the compressor keeps, assuming that ranks keep different ones.
     """
@@ -345,7 +348,7 @@ class Sparsified(Compressed):
         """Returns the compressor's state before the first step.
 
         Raises:
-            ValueError: if `inner` keeps state. See `Compressed.init` for others.
+            ValueError: if `inner` keeps state, and as `Compressed.init`.
         """
         if self.inner.init(bucket, group):
             raise ValueError(
@@ -396,7 +399,7 @@ def ways(compressor: Compressor[Any]) -> tuple[Scheme[Any], ...]:
 
 
 def parted(specs: tuple[TensorSpec, ...]) -> tuple[FlatSpec, int]:
-    """Returns the spec of a flat bucket without flags, and the number of flags; one segment if none are known."""
+    """Splits a flat bucket's spec into its segments (a single one if none are known) and the number of its flags."""
     (whole,) = specs
     if whole.flat is None:
         return FlatSpec((Segment("", 0, whole.numel),), ((whole.numel,),), whole.dtype), 0
@@ -404,7 +407,7 @@ def parted(specs: tuple[TensorSpec, ...]) -> tuple[FlatSpec, int]:
 
 
 def _ranges(spec: FlatSpec, size: int) -> list[FlatSpec]:
-    """Returns the spec of each owner's range."""
+    """Returns the specs of the `size` equal ranges into which owners divide the flat tensor `spec`."""
     ends = [0]
     for length in even_ranges(spec.numel, size):
         ends.append(ends[-1] + length)
@@ -412,22 +415,22 @@ def _ranges(spec: FlatSpec, size: int) -> list[FlatSpec]:
 
 
 def _sums_of(spec: FlatSpec, dtype: torch.dtype) -> FlatSpec:
-    """Returns the spec of sums of such elements, salted, so that compressors draw other random numbers for sums."""
+    """Returns the spec of sums of such tensors: with this dtype, and a salt by which compressors draw other numbers."""
     return replace(spec.with_dtype(dtype), salt=spec.salt + 1)
 
 
 def message_nbytes(payload_nbytes: int, behind: int = 0) -> int:
     """Returns the bytes of a message with a payload and `behind` flags, padded to a multiple of 8.
 
-    With that, the next message in a buffer begins where any dtype can be viewed.
+    Due to the padding the next message in a buffer begins where any dtype can be viewed.
     """
     return int(aligned(payload_nbytes + behind))
 
 
 def message_of(payload: Payload, behind: Tensor | None = None) -> Tensor:
-    """Returns a new message, (bytes,) uint8: the payload, and one byte for each number in `behind`, 0 or 1.
+    """Returns a new message, (bytes,) uint8: the payload, and one byte, 0 or 1, for each of the flags `behind`.
 
-    `behind` is 1-D, of any dtype; its byte is 1 where a number is not zero.
+    `behind` is 1-D, of any dtype; a byte is 1 where a number is not zero.
     """
     nbytes = message_nbytes(payload.nbytes, 0 if behind is None else len(behind))
     return write_message(memory.empty(nbytes, torch.uint8, payload.data.device), payload, behind)
@@ -443,11 +446,11 @@ def write_message(room: Tensor, payload: Payload, behind: Tensor | None = None) 
 
 
 def payload_of(message: Tensor, template: Payload) -> Payload:
-    """Returns the payload at the start of a message, (bytes,) uint8, as a view, with all but `data` from `template`."""
+    """Returns a view of the payload at the start of a message, (bytes,) uint8; all but `data` is from `template`."""
     nbytes = template.maker.nbytes(template.spec, template.step)
     return replace(template, data=message[:nbytes].view(template.data.dtype))
 
 
 def any_flags(messages: Sequence[Tensor], payload: Payload, count: int) -> Tensor:
-    """Returns (count,) uint8: 1 where some rank's message has 1 in the byte of this number behind the payload."""
+    """Returns the flags of all ranks combined, (count,) uint8: 1 where any message has a 1 behind its payload."""
     return torch.stack([message[payload.nbytes : payload.nbytes + count] for message in messages]).amax(dim=0)

@@ -21,9 +21,9 @@ from .base import Partitioned, Scheme, State, Traits
 @register
 @dataclass(frozen=True)
 class AllReduce(Scheme[Tensor]):
-    """The all-reduce of the transport, as in DDP. Exact.
+    """The backend's all-reduce of the whole bucket, as in DDP. Exact.
 
-    Wire: 2(n-1)/n of the bucket, sent and received by each rank (ring; the transport may choose another way).
+    Wire: 2(n-1)/n of the bucket, sent and received by each rank (in a ring; backends may use another algorithm).
     """
 
     traits = Traits(Layout.FLAT)
@@ -52,7 +52,7 @@ class AllReduce(Scheme[Tensor]):
 
 @dataclass(frozen=True)
 class OwnedRange:
-    """An owner's sum of one range of a flat bucket, between push and pull; a shorter range is padded with zeros."""
+    """The sum of this rank's range of a flat bucket, between push and pull; a short range is padded with zeros."""
 
     values: Tensor  # (the longest range,), in the bucket's dtype or the dtype of sums
     whole: Tensor  # the bucket, (numel,), which `pull` overwrites
@@ -61,10 +61,10 @@ class OwnedRange:
 @register
 @dataclass(frozen=True)
 class ReduceScatter(Partitioned[Tensor, OwnedRange]):
-    """A dense all-reduce in halves: each rank sums an equal range of the bucket (push), all gather them (pull). Exact.
+    """A dense all-reduce in halves: each rank sums an equal range of the bucket (push); all gather the sums (pull).
 
-    Unlike in `AllReduce`, the order of additions is fixed: by rank, in float32 (float64 for float64), rounded once.
-    Wire: (n-1)/n of the bucket in either half, sent and received by each rank.
+    Exact. Unlike in `AllReduce` sums are added in a fixed order, by rank, in float32 or float64, and rounded once.
+    Wire: (n-1)/n of the bucket in each half, sent and received by each rank.
     """
 
     traits = Traits(Layout.FLAT)
@@ -131,6 +131,6 @@ class ReduceScatter(Partitioned[Tensor, OwnedRange]):
 
 
 def even_ranges(numel: int, size: int) -> list[int]:
-    """Returns the lengths of `size` consecutive ranges of `numel` elements: equal; the last ones shorter or empty."""
+    """Returns the lengths of `size` equal consecutive ranges of `numel` elements, the last ones shorter or empty."""
     length = -(-numel // size)
     return [max(min(length, numel - owner * length), 0) for owner in range(size)]

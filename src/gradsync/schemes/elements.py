@@ -29,17 +29,19 @@ COUNT_BYTES = 8  # a number of elements in a message, int64
 @register
 @dataclass(frozen=True)
 class BalancedElements(Scheme[Tensor]):
-    """Zen's Balanced Parallelism (OSDI 2025, section 3) for the non-zero elements of a flat bucket. Exact.
+    """A scheme for flat buckets of mostly zeros: each of n ranks sums the non-zeros of a fixed n-th of the elements.
 
-    In place of the paper's hash, element i = n q + r is owned by rank (r + rho(q)) mod n, where rho is a seeded mix:
-    each run of n neighbours goes to n owners, so neither dense regions nor hot columns load one owner. The map is a
-    bijection onto equal parts: no tables, no collisions; positions within a part stay in order, and travel in the
-    smallest format. Bits decide what is zero: NaN and infinity travel, -0.0 is zero and comes out as 0.0.
+    Exact. This is Zen's Balanced Parallelism (OSDI 2025, section 3) for elements. In place of the paper's hash, element
+    i = n q + r is owned by rank (r + rho(q)) mod n, where rho is pseudo-random: each run of n neighbours goes to n
+    owners, so neither dense regions nor hot columns load one owner. The map is a bijection onto equal parts: no tables,
+    no collisions; positions within a part stay in order, and travel in the smallest format. NaN and infinity count as
+    non-zeros; -0.0 is zero and comes out as 0.0.
     Wire per rank: push (n-1)/n * (positions + values); pull (n-1)/n * (positions + values) of the union; an all-reduce
     instead where a ring all-reduce might move no more; and 8(n-1)(n+1) bytes of counts.
 
     With `capacity` no sizes are exchanged beforehand: counts travel with the elements. A rank whose elements do not
-    fit, or would be no fewer bytes than dense, pushes counts only; all ranks see that, and go on by the sizes in these.
+    fit, or would be no fewer bytes than dense, pushes counts only; all ranks see that, and then push by exact sizes or
+    run an all-reduce.
     """
 
     owners: Literal["rotated_stripe"] = "rotated_stripe"  # the owner map; the only one for single elements so far
@@ -58,7 +60,7 @@ class BalancedElements(Scheme[Tensor]):
             )
 
     def planned_for(self, profiles: Sequence[DensityProfile]) -> BalancedElements:
-        """Returns the scheme with room for the elements of this profile; without one, a scheme that exchanges sizes."""
+        """Returns the scheme with capacity for the elements in this density profile; with none, it exchanges sizes."""
         if not profiles:
             return replace(self, capacity=())
         (known,) = profiles
@@ -73,7 +75,7 @@ class BalancedElements(Scheme[Tensor]):
         return bool(self.capacity) and most <= self.capacity[0] and _union_rows(known) <= self.capacity[1]
 
     def stages(self, size: int) -> tuple[str, ...]:
-        """Returns the stages for sparse buckets; a step that turns out dense runs the first, then an all-reduce."""
+        """Returns the names of the stages for a sparse bucket; a dense one runs the first stage, then an all-reduce."""
         return ("push", "pull") if self.capacity else ("sizes", "push", "counts", "pull")
 
     async def synchronize(self, x: Tensor, state: State, group: Group, scale: float) -> tuple[Tensor, State]:
@@ -94,7 +96,7 @@ class BalancedElements(Scheme[Tensor]):
         placement: Placement,
         step: int = 0,
     ) -> tuple[Step, ...]:
-        """Returns work and transfers; a profile's rows are the bucket's elements, all non-zero without a profile."""
+        """Returns computations and transfers; a profile counts elements as rows; without one all are non-zero."""
         (flat,) = specs
         n, form = placement.size, part_format(flat, placement.size)
         profile = elements_of(flat, profiles)
@@ -116,7 +118,10 @@ class BalancedElements(Scheme[Tensor]):
         )
 
     def _transfers(self, stage: str, nbytes: float, n: int, *, at_once: bool) -> list[Transfer]:
-        """Returns the transfers of a push or pull message of `nbytes`, with counts in front or exchanged before."""
+        """Returns the transfers of a "push" or "pull" of messages of `nbytes`, and those of the counts of elements.
+
+        `at_once`: the elements are expected to fit the capacity, and travel in one message with the counts.
+        """
         pattern, counts = (Pattern.ALL_TO_ALL, n) if stage == "push" else (Pattern.ALL_GATHER, 1)
         if not self.capacity:
             name = "sizes" if stage == "push" else "counts"
@@ -127,7 +132,7 @@ class BalancedElements(Scheme[Tensor]):
         return [first] if at_once else [first, Transfer("repeat", pattern, (nbytes,) * n)]
 
     async def _push(self, x: Tensor, form: PartFormat, group: Group) -> list[PartMessage]:
-        """Returns each rank's elements of this rank's part; an empty list where an all-reduce may be no slower."""
+        """Sends each owner its elements; returns the ranks' messages to this one, [] if all-reduce may be as fast."""
         flat, mine = TensorSpec.of(x), kernels.partition_elements(x, group.size, self.seed)
         told, messages = torch.tensor(mine.counts, device=x.device), list[Tensor]()
         if self.capacity:
@@ -143,11 +148,15 @@ class BalancedElements(Scheme[Tensor]):
     async def _push_at_once(
         self, mine: kernels.ElementPartition, told: Tensor, flat: TensorSpec, form: PartFormat, group: Group
     ) -> tuple[list[list[int]], list[Tensor]]:
-        """Returns each rank's counts for all owners, and its message to this rank; no messages if some did not fit."""
+        """Sends each owner counts and elements in one message, whose largest size follows from `capacity`.
+
+        Returns the counts of elements, counts[rank][owner], and each rank's message to this one; no messages if the
+        elements of some rank did not fit.
+        """
         room = _room(self.capacity[0], form, group.size)
 
         def fits(counts: Sequence[int]) -> bool:
-            """Whether these elements fit, and save bytes over an all-reduce whatever the other ranks have."""
+            """Whether such counts for each owner fit, and save bytes over an all-reduce whatever other ranks have."""
             return max(counts) <= room and _sparse_pays(flat, group.size, max(counts), form.length)
 
         head = LENGTH_BYTES + COUNT_BYTES * group.size
@@ -162,7 +171,7 @@ class BalancedElements(Scheme[Tensor]):
         return counts, [message[head:] for message in arrived] if all(map(fits, counts)) else []
 
     async def _pull(self, sums: Sums, form: PartFormat, group: Group) -> list[PartMessage]:
-        """Returns the sums of all owners, after a second exchange if sums of some owner do not fit."""
+        """Gathers the sums of all owners; with `capacity` again, by exact sizes, if some owner's sums did not fit."""
         if self.capacity:
             room = _room(self.capacity[1], form, group.size)
             message = sums.message if sums.count <= room else sums.message[: Sums.head]
@@ -183,7 +192,7 @@ class BalancedElements(Scheme[Tensor]):
 async def _push_by_sizes(
     mine: kernels.ElementPartition, told: Tensor, counts: Sequence[Sequence[int]], form: PartFormat, group: Group
 ) -> list[Tensor]:
-    """Returns the messages of all ranks to this one, when all know the `counts` of each rank for each owner."""
+    """Sends each owner its elements, by exact sizes from counts[rank][owner]; returns the messages to this rank."""
     outgoing, parts = _packed(mine, form, group.rank, told)
     own, parts[group.rank] = parts[group.rank], outgoing[:0]
     received = [int(form.nbytes(row[group.rank])) for row in counts]
@@ -197,9 +206,10 @@ async def _push_by_sizes(
 def _packed(
     mine: kernels.ElementPartition, form: PartFormat, rank: int, like: Tensor, *, head: int = 0
 ) -> tuple[Tensor, list[Tensor]]:
-    """Returns the messages for other owners end to end, and a list of all owners' messages, this rank's included.
+    """Packs this rank's elements: returns the messages to other owners end to end, and a list of all owners' messages.
 
-    The caller fills the first `head` bytes of each.
+    The list has views of the former, and a tensor of its own for this rank. The caller fills the first `head` bytes of
+    each message.
     """
     nbytes = [head + int(form.nbytes(count)) for count in mine.counts]
     own = like.new_empty(nbytes[rank], dtype=torch.uint8)
@@ -212,18 +222,21 @@ def _packed(
 
 
 def _union_rows(profile: DensityProfile) -> float:
-    """Returns the rows in the union over as many ranks as were measured; all rows of the table if none were."""
+    """Returns how many rows the measured ranks touch together; all rows of the table if no union was measured."""
     return profile.union_rows(max(profile.densification)) if profile.densification else float(profile.num_rows)
 
 
 def _room(expected: int, form: PartFormat, size: int) -> int:
-    """Returns one owner's capacity, if all owners expect `expected` elements: the mean plus 8 standard deviations."""
+    """Returns how many elements a message for one of `size` owners has room for: the mean plus 8 standard deviations.
+
+    `expected`: the elements for all owners together.
+    """
     mean = expected / size
     return min(form.length, math.ceil(mean + 8 * math.sqrt(mean)))
 
 
 def elements_of(flat: TensorSpec, profiles: Sequence[DensityProfile]) -> DensityProfile:
-    """Returns the profile of a flat bucket's elements; without one, a profile with all elements non-zero."""
+    """Returns the density profile of a flat bucket: the first of `profiles`, or one with all elements non-zero."""
     return profiles[0] if profiles else DensityProfile(flat.numel, float(flat.numel))
 
 
@@ -237,7 +250,7 @@ def nonzeros(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def counts_in(arrived: Sequence[Tensor], head: int) -> list[list[int]]:
-    """Returns the int64 counts that stand at the start of messages, in front of byte `head`."""
+    """Returns the int64 counts at the start of each message, (bytes,) uint8: bytes `LENGTH_BYTES` to `head`."""
     counts: list[list[int]] = (
         torch.stack([message[LENGTH_BYTES:head] for message in arrived]).view(torch.int64).tolist()
     )
@@ -245,9 +258,9 @@ def counts_in(arrived: Sequence[Tensor], head: int) -> list[list[int]]:
 
 
 def part_format(flat: TensorSpec, size: int) -> PartFormat:
-    """Returns the format of an owner's part of a flat bucket, equally long for all `size` owners.
+    """Returns the layout of messages with elements of an owner's part; the parts of all `size` owners are equally long.
 
-    A place at the end stays empty where `size` does not divide the number of elements.
+    Some parts have an unused last place if `size` does not divide the number of elements.
     """
     return PartFormat(-(-flat.numel // size), 1, flat.dtype)
 
@@ -255,10 +268,10 @@ def part_format(flat: TensorSpec, size: int) -> PartFormat:
 def _sparse_pays(flat: TensorSpec, size: int, pushed: float, summed: float) -> bool:
     """Whether push, counts and pull surely move fewer bytes on every rank than a ring all-reduce of the flat tensor.
 
-    `pushed` is the most elements that a rank has for an owner, `summed` the most that an owner gets from all ranks,
-    its own included. An owner has at most so many sums, and at most the length of its part; this bound stands for the
-    number of sums, which only the owner will know. A rank exchanges at most one push and one pull message with each
-    other rank; a ring sends and receives (size-1)/size of the tensor twice, as if it were two parts with each.
+    `pushed` is the most elements that a rank has for an owner, `summed` the most that an owner gets from all ranks, its
+    own included. An owner's sums are at most so many, and at most its part; only the owner will know their number. A
+    rank exchanges at most one push and one pull message with each other rank; a ring sends and receives (size-1)/size
+    of the tensor twice, as if it were two parts with each.
     """
     form = part_format(flat, size)
     per_peer = form.nbytes(pushed) + COUNT_BYTES + form.nbytes(min(summed, form.length))
@@ -266,14 +279,14 @@ def _sparse_pays(flat: TensorSpec, size: int, pushed: float, summed: float) -> b
 
 
 def write_parts(mine: kernels.ElementPartition, parts: Sequence[Tensor], form: PartFormat) -> None:
-    """Writes each owner's elements into its message in `parts`, (`form.nbytes(count)`,) uint8."""
+    """Writes this rank's elements for each owner into the owner's message in `parts`, (`form.nbytes(count)`,) uint8."""
     owners = [form.part(part, count) for part, count in zip(parts, mine.counts, strict=True)]
     mine.write([owner.positions.as_packed for owner in owners], [owner.values.view(-1) for owner in owners])
 
 
 @dataclass(frozen=True)
 class Sums:
-    """An owner's sums as a message for all ranks."""
+    """The non-zero sums of one owner, packed as the message that it sends to all ranks."""
 
     head: ClassVar[int] = LENGTH_BYTES + COUNT_BYTES  # bytes in front of the sums: the message's length, the count
 
@@ -282,7 +295,7 @@ class Sums:
 
     @classmethod
     def of(cls, parts: Sequence[PartMessage], form: PartFormat, scale: float) -> Sums:
-        """Returns `scale` times the sum of all ranks' parts, added in rank order."""
+        """Returns the message with `scale` times the sum of `parts`, one from each rank, added in rank order."""
         union = kernels.unite_elements([part.positions.as_packed for part in parts], form.length)
         message = parts[0].values.new_empty(cls.head + int(form.nbytes(union.count)), dtype=torch.uint8)
         total = form.part(message[cls.head :], union.count)
@@ -291,7 +304,7 @@ class Sums:
         return cls(message, union.count)
 
     def write_count(self) -> None:
-        """Writes the count into the message, behind the place of the length."""
+        """Writes `count` into the message, behind its first `LENGTH_BYTES` bytes, which are for its length."""
         self.message[LENGTH_BYTES : self.head].copy_(torch.tensor([self.count]).view(torch.uint8))
 
 

@@ -25,7 +25,7 @@ Spans = tuple[Columns, ...]  # ranges of columns of a group whose tables lie sid
 
 @dataclass(frozen=True)
 class Section:
-    """One group of tables in a message: positions of rows, and the values of each piece that travels."""
+    """Views of one group of tables in a message: the rows' positions, and the values of each range of columns sent."""
 
     positions: Positions  # of the rows
     values: tuple[Tensor, ...]  # (rows, width) of each of the format's pieces
@@ -35,8 +35,8 @@ class Section:
 class RowFormat:
     """The layout of a message to one rank: which columns of each group's rows travel, and in which order.
 
-    Everything that does not depend on the number of rows is computed once, as each step lays out a message to each
-    rank.
+    A group consists of tables with the same rows. All that does not depend on the number of rows is computed once, as
+    each training step lays out a message to each rank.
     """
 
     groups: tuple[RowGroup, ...]
@@ -49,16 +49,16 @@ class RowFormat:
 
     @cached_property
     def pieces(self) -> tuple[tuple[Piece, ...], ...]:
-        """The spans of each group, cut at the borders of tables: pieces of the tables' own columns."""
+        """The ranges of columns sent of each group, cut at the borders of tables: a piece is columns of one table."""
         return tuple(tuple(group.pieces(spans)) for group, spans in zip(self.groups, self.spans, strict=True))
 
     @cached_property
     def _widths(self) -> tuple[tuple[int, ...], ...]:
-        """The bytes of one row's values in each piece of each group."""
+        """The bytes of one row's values in each piece (range of columns) of each group of tables."""
         return tuple(tuple(piece.width * piece.itemsize for piece in pieces) for pieces in self.pieces)
 
     def nbytes(self, rows: Sequence[float]) -> float:
-        """Returns the bytes of a message with so many rows of each group: exact for whole numbers, else a mean."""
+        """Returns the bytes of a message with `rows[i]` rows of group i: exact for whole numbers, else a mean."""
         total = 0.0
         for group, widths, count in zip(self.groups, self._widths, rows, strict=True):
             total += smallest(count, group.num_rows).nbytes(count, group.num_rows)
@@ -66,7 +66,7 @@ class RowFormat:
         return total
 
     def sections(self, message: Tensor, rows: Sequence[int]) -> list[Section]:
-        """Returns views of a message, (bytes,) uint8, of `nbytes(rows)` bytes, group by group, to write or read."""
+        """Returns views of a message, (bytes,) uint8, of `nbytes(rows)` bytes: one `Section` for each group."""
         found, offset = [], 0
         for group, pieces, widths, count in zip(self.groups, self.pieces, self._widths, rows, strict=True):
             choice = smallest(count, group.num_rows)
@@ -82,15 +82,15 @@ class RowFormat:
 
 
 def head_nbytes(tables: int) -> int:
-    """Returns the bytes in front of the sections if sizes are not exchanged: the message's length, a rank's header."""
+    """Returns the bytes in front of the rows if sizes are not exchanged: the message's length, and 8 for each table."""
     return LENGTH_BYTES + 8 * tables
 
 
 @dataclass(frozen=True)
 class PartMessage:
-    """Views of a message with some rows of a part: positions to be encoded or decoded, and values.
+    """Views of a message with some rows of an owner's part: positions to be encoded or decoded, and values.
 
-    In a dense message `values` are all rows of the part, which `put` and `get` take into account.
+    In the dense format there are no positions, and `values` are all rows of the part, absent ones as zeros.
     """
 
     positions: Positions
@@ -108,7 +108,7 @@ class PartMessage:
     def get(self) -> tuple[Tensor, Tensor]:
         """Returns the rows in the message: indices, (count,), int32 or int64, and values, (count, dim).
 
-        Both are views of the message where the format allows. From a dense message come all rows of the part.
+        Both are views of the message where the format allows. A dense message has all rows of the part.
         """
         if self.positions.format is IndexFormat.DENSE:
             length = self.positions.length
@@ -118,7 +118,7 @@ class PartMessage:
 
 @dataclass(frozen=True)
 class PartFormat:
-    """The layout of a message with some rows of a part: positions in the smallest of the `formats`, then values."""
+    """The layout of messages with some rows of an owner's part: positions in the smallest format, then values."""
 
     length: int  # rows of the part
     dim: int  # elements of a row; 1 for single elements
@@ -131,11 +131,11 @@ class PartFormat:
 
     @property
     def most_nbytes(self) -> int:
-        """The bytes that no message exceeds."""
+        """The largest size of a message in bytes, that with all rows of the part."""
         return int(self.nbytes(self.length))
 
     def choice(self, count: float) -> IndexFormat:
-        """Returns the format of the smallest message with `count` rows; of equally small ones the first."""
+        """Returns the format of positions with which a message of `count` rows is smallest; of equal ones the first."""
         return min(self.formats, key=lambda choice: self._nbytes(choice, count))
 
     def part(self, message: Tensor, count: int) -> PartMessage:

@@ -1,4 +1,4 @@
-"""Lists of the indices that each owner has by hash, needed to decode hash bitmaps (Zen, OSDI 2025).
+"""A cache of the lists of indices that each owner has by hash, needed to decode hash bitmaps (Zen, OSDI 2025).
 
 Every rank decodes the bitmaps of all owners, so it keeps all lists: an integer for each element of the tensor, as much
 memory as a gradient in float32. The paper's figure for extra memory leaves the lists out.
@@ -25,7 +25,7 @@ _Key = tuple[int, int, int, str]  # length, owners, seed, device
 
 @dataclass(frozen=True, eq=False)
 class _Lists:
-    """A tuple that can be weakly referenced."""
+    """The lists of indices of all owners, as an object to which weak references are possible, unlike a tuple."""
 
     of_owners: tuple[Tensor, ...]
 
@@ -38,7 +38,7 @@ _asked_by_one = Lock()  # ranks may be threads
 def owned_by_hash(
     length: int, owners: int, seed: int, device: torch.device, *, kept_for: Group | None = None
 ) -> tuple[Tensor, ...]:
-    """Returns the ascending indices of each owner, computed unless cached; cached as long as `kept_for` exists.
+    """Returns the ascending indices that a hash gives each owner; cached as long as the group `kept_for` exists.
 
     See `kernels.owned_by_hash` for shapes and dtypes.
     """
@@ -54,6 +54,6 @@ def owned_by_hash(
 
 
 def forget() -> None:
-    """Frees all cached lists."""
+    """Empties the cache: frees the lists of indices of all groups."""
     with _asked_by_one:
         _kept.clear()

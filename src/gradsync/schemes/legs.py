@@ -1,4 +1,4 @@
-"""Legs of a route: the ranges and payloads that each rank holds before and after every task of a leaf; no tensors."""
+"""Legs of a route: the ranges and payloads that each rank holds before and after every task of a route; no tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Piece = tuple[int, int]  # elements [start, stop) with a payload of their own
 
 @dataclass(frozen=True)
 class Held:
-    """Elements [start, stop) of a bucket that a rank holds, as one dense tensor or as payloads of pieces."""
+    """Elements [start, stop) of a bucket that a rank holds, as one dense tensor or as compressed payloads of pieces."""
 
     start: int
     stop: int
@@ -28,21 +28,21 @@ class Held:
 
 @dataclass(frozen=True)
 class Leg:
-    """One task of a route, with all that ranks hold before and after.
+    """One task of a route (compression, decompression or collective), with the data on each rank before and after.
 
     Attributes:
         task: the task of the leaf.
         groups: the ranks of each group in which the collective runs; none for a local task.
-        members: the ranks in each group.
-        before, after: for each rank what it holds; None on ranks whose data the root of their group holds.
-        point: the number of the compression, from 0, that made the payloads; -1 before the first.
-        bundle: the payloads of each piece before the task; 0 while dense.
-        added: so many ranks' payloads were added to each of these.
+        members: the number of ranks in each group.
+        before, after: for each rank the elements that it holds; None if the root of its group holds them instead.
+        point: the number of the latest compression up to this task, from 0; -1 before the first.
+        bundle: how many payloads there are for each piece before the task; 0 while dense.
+        added: how many ranks' payloads were added to make each payload before the task.
         adds: the payloads that meet in this collective are added to one.
         scales: the sum is multiplied by `scale` in this task.
-        keep_fp32, keep_fp32_after: dense numbers are in the dtype of sums, not in the bucket's.
-        copies: so many ranks compress the same tensor, a sum over all ranks.
-        idle: the collective is among groups of one rank.
+        keep_fp32, keep_fp32_after: dense numbers before, or after, the task are in the dtype of sums, not the bucket's.
+        copies: how many ranks compress the same tensor, a sum over all ranks.
+        idle: the collective is left out, because each of its groups is one rank.
     """
 
     task: RouteTask
@@ -62,7 +62,7 @@ class Leg:
 
     @property
     def carries_flags(self) -> bool:
-        """Whether flags travel too: in collectives where data of several ranks meets, and from a root to all."""
+        """Whether this task sends the bucket's flags too: not in an all-gather after a reduce-scatter or all-to-all."""
         return not self.task.kind.is_second or self.task.rooted
 
     def group_of(self, rank: int) -> tuple[int, ...]:
@@ -71,7 +71,7 @@ class Leg:
 
 @lru_cache(maxsize=1024)
 def legs_of(leaf: Leaf, numel: int, placement: Placement, most_added: float) -> tuple[Leg, ...]:
-    """Returns the legs of a leaf for a bucket of `numel` elements, one for each task.
+    """Returns one leg for each task of a leaf (the tasks of a route), for a bucket of `numel` elements.
 
     At most `most_added` payloads of the compressor can be added to one.
 
@@ -139,7 +139,7 @@ def legs_of(leaf: Leaf, numel: int, placement: Placement, most_added: float) -> 
 
 
 def pieces_of_member(held: Held, member: int, members: int, *, divided: bool) -> slice:
-    """Returns the slice of `held.pieces` that goes to a member: all, or an equal share if `divided`."""
+    """Returns the slice of `held.pieces` that goes to one member of a group: an equal share if `divided`, else all."""
     count = len(held.pieces) // members if divided else len(held.pieces)
     return slice(member * count, (member + 1) * count) if divided else slice(0, count)
 
@@ -153,7 +153,7 @@ def _groups(leaf: Leaf, placement: Placement) -> dict[Scope, tuple[tuple[int, ..
 
 
 def _pushes(tasks: Sequence[RouteTask]) -> Iterator[RouteTask]:
-    """Yields the collectives that divide payloads among members before the next decompression."""
+    """Yields the collectives among `tasks`, up to a decompression, that divide payloads among the ranks of a group."""
     for task in tasks:
         if task.kind is Kind.DECOMP:
             return
@@ -162,7 +162,7 @@ def _pushes(tasks: Sequence[RouteTask]) -> Iterator[RouteTask]:
 
 
 def _cut(held: Held, sizes: Sequence[int]) -> Iterator[Piece]:
-    """Yields the pieces of a range divided among `sizes[0]` members, each share among `sizes[1]`, and so on."""
+    """Yields pieces of the range `held`, divided into `sizes[0]` shares, each of them into `sizes[1]`, and so on."""
     if not sizes:
         yield held.start, held.stop
         return
@@ -172,7 +172,7 @@ def _cut(held: Held, sizes: Sequence[int]) -> Iterator[Piece]:
 
 
 def shares(held: Held, members: int) -> list[Held]:
-    """Returns the range of each member, dense: equal shares of `held`, the last ones shorter or empty."""
+    """Returns equal consecutive shares of the range `held`, one for each member, the last ones shorter or empty."""
     ends = [held.start]
     for length in even_ranges(held.numel, members):
         ends.append(ends[-1] + length)
@@ -180,7 +180,10 @@ def shares(held: Held, members: int) -> list[Held]:
 
 
 def _pushed(held: Sequence[Held | None], groups: Sequence[tuple[int, ...]], *, rooted: bool) -> tuple[Held | None, ...]:
-    """Returns what each rank holds after a first step: its share, or all of it on the root."""
+    """Returns the elements that each rank holds after a reduce-scatter or all-to-all: its share of the former range.
+
+    After a reduce or gather (`rooted`) the first rank of each group holds the whole range, and the others None.
+    """
     after: list[Held | None] = [None] * len(held)
     for group in groups:
         for member, rank in enumerate(group):
@@ -199,7 +202,10 @@ def _pushed(held: Sequence[Held | None], groups: Sequence[tuple[int, ...]], *, r
 def _gathered(
     held: Sequence[Held | None], opened: Sequence[Held | None], groups: Sequence[tuple[int, ...]]
 ) -> tuple[Held | None, ...]:
-    """Returns what each rank holds after a second step: the range before the first step, with all members' pieces."""
+    """Returns the elements that each rank holds after an all-gather or broadcast, with the payloads of all members.
+
+    `opened` has the ranges before the reduce-scatter, reduce, all-to-all or gather that the task belongs to.
+    """
     after: list[Held | None] = [None] * len(held)
     for group in groups:
         pieces = tuple(piece for rank in group if (h := held[rank]) is not None for piece in h.pieces)

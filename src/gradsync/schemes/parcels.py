@@ -16,14 +16,17 @@ from .legs import Leg, Piece
 
 
 def plain(specs: tuple[TensorSpec, ...]) -> FlatSpec:
-    """Returns the spec of a flat bucket, flags included, as one nameless segment."""
+    """Returns the spec of a flat bucket with its flags (one number a parameter, at the end) as one nameless segment."""
     (flat,) = specs
     return FlatSpec.of(torch.empty(flat.numel, dtype=flat.dtype, device="meta"))
 
 
 @lru_cache(maxsize=4096)
 def spec_of(whole: FlatSpec, piece: Piece, point: int, keep_fp32: bool) -> FlatSpec:
-    """Returns the spec of one piece, salted by `point`, so that compressors draw other random numbers for sums."""
+    """Returns the spec of a bucket's elements `piece`, in its dtype or, with `keep_fp32`, the dtype of sums.
+
+    `point`, the number of the compression, is added to the salt, so that each compression draws other random numbers.
+    """
     spec = whole.cut(*piece)
     return replace(spec, dtype=dtype_of(whole, keep_fp32), salt=spec.salt + point)
 
@@ -33,9 +36,9 @@ def dtype_of(whole: FlatSpec, keep_fp32: bool) -> torch.dtype:
 
 
 def point_name(leg: Leg) -> str:
-    """Returns the compress point under which a compression keeps state.
+    """Returns the key of a "compress" task's state: `SENT` for the route's first compression, else a name of sums.
 
-    The first compression is of this rank's gradient, except where several ranks hold copies of a sum over all ranks.
+    A first compression also gets a name of sums if several ranks compress copies of the same sum over all ranks.
     """
     if leg.point == 0 and leg.copies == 1:
         return SENT
@@ -43,7 +46,7 @@ def point_name(leg: Leg) -> str:
 
 
 def starts_of(sizes: Sequence[int]) -> list[int]:
-    """Returns the offsets, in bytes, of items of these sizes in a message: multiples of 8, to view any dtype."""
+    """Returns the byte offsets in a message of items with these sizes in bytes: multiples of 8, to view any dtype."""
     starts = [0]
     for size in sizes:
         starts.append(starts[-1] + int(aligned(size)))
@@ -51,5 +54,5 @@ def starts_of(sizes: Sequence[int]) -> list[int]:
 
 
 def room_nbytes(sizes: Sequence[int], flags: int) -> int:
-    """Returns the bytes of a message with items of these sizes, and one byte for each flag behind the last item."""
+    """Returns the bytes of a message: items with these sizes in bytes, and one byte for each flag behind the last."""
     return int(sum(map(aligned, sizes[:-1])) + aligned(sizes[-1] + flags))

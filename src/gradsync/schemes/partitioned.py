@@ -1,4 +1,4 @@
-"""Partitioned schemes for tables: the owner of a part of each table sums it (push), then hands it to all (pull)."""
+"""Partitioned schemes for tables: each rank sums the part that it owns (push), then sends it to all ranks (pull)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from .tables import (
 
 @dataclass(frozen=True)
 class OwnedColumns:
-    """An owner's sums between push and pull: its columns of every row that any rank touched."""
+    """The sums of one owner (rank) between push and pull: its columns of every row that any rank touched."""
 
     stripes: StripedGroups  # the owner map
     rank: int  # this owner
@@ -45,23 +45,23 @@ class OwnedColumns:
     shared: tuple[tuple[Tensor, ...], ...]  # per group the pieces that every rank sums, each (union, width)
 
     def numel_of(self, owner: int) -> int:
-        """Returns the number of elements that `owner` sends in pull."""
+        """Returns how many elements of sums the rank `owner` sends to every other rank in pull."""
         return sum(len(rows) * width for rows, width in zip(self.indices, self.stripes.widths[owner], strict=True))
 
 
 @register
 @dataclass(frozen=True)
 class BalancedParallelism(RowCapacity, Partitioned[Tables, OwnedColumns]):
-    """Zen's Balanced Parallelism (OSDI 2025, section 3) for row-sparse tables, owned by column stripes. Exact.
+    """Zen's Balanced Parallelism (OSDI 2025, section 3) for row-sparse tables: each rank sums some columns. Exact.
 
-    An owner has the same columns of every row, so all owners receive equal volumes however skewed the rows are.
+    An owner sums the same columns of every row, so all owners receive equal volumes however skewed the rows are.
     Beyond the paper: an owner sees the row indices of all ranks, so all ranks know the union after push, and pull
     carries values only, in equal parts, with no indices and no exchange of sizes; tables with the same rows send their
     indices once and are striped as one table; every rank sums the column or two that equal stripes leave over.
     Wire per rank: push (n-1) * indices + (n-1)/n * values; pull (n-1)/n * values of the union.
 
-    With `capacity` no sizes are exchanged beforehand: a header travels in front of the rows. If rows of any rank do not
-    fit, all ranks push once more, by the sizes in the headers.
+    With `capacity` no sizes are exchanged beforehand: a header with the numbers of rows travels in front of the rows.
+    If rows of any rank do not fit, all ranks push once more, by the sizes in the headers.
     """
 
     owners: Literal["column_stripe", "table_stripe"] = (
@@ -72,7 +72,7 @@ class BalancedParallelism(RowCapacity, Partitioned[Tables, OwnedColumns]):
 
     @property
     def owns_alike(self) -> bool:
-        """Whether each table is striped by itself; else the data decides which tables are striped as one."""
+        """Whether owners do not depend on data: each table is striped by itself, not with tables of the same rows."""
         return self.owners == "table_stripe"
 
     def planned_groups(self, specs: tuple[TensorSpec, ...]) -> tuple[RowGroup, ...]:
@@ -112,7 +112,7 @@ class BalancedParallelism(RowCapacity, Partitioned[Tables, OwnedColumns]):
         return _join_stripes(await group.all_gather(shard.values, sizes), shard)
 
     def part(self, shard: OwnedColumns) -> Tables:
-        """Returns this owner's columns of every table, perhaps none, for all rows in the group's union."""
+        """Returns this owner's columns of every table, perhaps none, as tables of the rows that any rank touched."""
         widths = shard.stripes.widths[shard.rank]
         sizes = [len(rows) * width for rows, width in zip(shard.indices, widths, strict=True)]
         values = torch.split(shard.values, sizes)
@@ -162,7 +162,7 @@ class BalancedParallelism(RowCapacity, Partitioned[Tables, OwnedColumns]):
     def _expected(
         self, specs: tuple[TensorSpec, ...], profiles: tuple[DensityProfile, ...], size: int
     ) -> StripedGroups:
-        """Returns the groups that tables of these profiles are expected to form, striped."""
+        """Returns the groups of tables that are expected to share one list of indices, striped over `size` owners."""
         if self.owns_alike or self.expects_to_fit(profiles):
             groups = single_groups(specs) if self.owns_alike else self.planned_groups(specs)
         else:
@@ -170,7 +170,7 @@ class BalancedParallelism(RowCapacity, Partitioned[Tables, OwnedColumns]):
         return self._striped(groups, size)
 
     def _messages(self, x: Tables, survey: Survey, stripes: StripedGroups, rank: int) -> list[Tensor]:
-        """Returns a message for each owner: header and rows, or the header alone if the rows do not fit."""
+        """Returns a message for each owner: the header (numbers of rows), and the rows if they fit in `capacity`."""
         header = survey.header.tolist()  # the host sizes the messages
         if not self.fits(header):
             stripes = self._striped((), stripes.size)
@@ -184,7 +184,7 @@ class BalancedParallelism(RowCapacity, Partitioned[Tables, OwnedColumns]):
 async def _push_by_sizes(
     x: Tables, survey: Survey, agreed: Agreement, stripes: StripedGroups, group: Group
 ) -> list[Tensor]:
-    """Returns the messages of all ranks to this one, when all know the sizes."""
+    """Sends each owner its columns in messages whose sizes all ranks know; returns the messages to this rank."""
     outgoing, parts = _pack_stripes(x, survey, stripes, agreed.rows[group.rank], group.rank)
     sent = [len(part) for part in parts]
     received = [int(stripes.formats[group.rank].nbytes(rows)) for rows in agreed.rows]
@@ -199,9 +199,9 @@ async def _push_by_sizes(
 def _pack_stripes(
     tables: Tables, survey: Survey, stripes: StripedGroups, rows: Sequence[int], rank: int, *, head: int = 0
 ) -> tuple[Tensor, list[Tensor]]:
-    """Returns the messages for other owners end to end, and a list of all owners' messages, this rank's included.
+    """Packs the rows for all owners; returns the other owners' messages end to end, and a list of all messages.
 
-    The caller fills the first `head` bytes of each.
+    The list has an entry for each owner, this rank included. The caller fills the first `head` bytes of each message.
     """
     nbytes = [head + int(format.nbytes(rows)) for format in stripes.formats]
     own = torch.empty(nbytes[rank], dtype=torch.uint8, device=tables[0].values.device)
@@ -216,7 +216,7 @@ def _pack_stripes(
 
 
 def _write_group(tables: Tables, survey: Survey, stripes: StripedGroups, number: int, owners: list[Section]) -> None:
-    """Merges repeated rows of one group, and writes the columns into the owners' messages, in one pass a table."""
+    """Sums repeated rows of one group of tables, and writes each owner's columns to its message: one pass a table."""
     group, first = stripes.groups[number], owners[0]
     indices = first.positions.room()
     survey.unions[group.first].write_indices(indices)
@@ -268,7 +268,7 @@ def _sum_columns(
 
 
 def _join_stripes(parts: list[Tensor], shard: OwnedColumns) -> Tables:
-    """Returns whole rows, joined from `parts`, each owner's columns of all tables as 1-D, and the shared columns."""
+    """Returns tables of whole rows, joined from `parts`, 1-D with one owner's columns each, and the shared columns."""
     stripes = shard.stripes
     offsets = [0] * stripes.size
     result: dict[int, SparseRows] = {}

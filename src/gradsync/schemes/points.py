@@ -39,7 +39,7 @@ OWNERS = {None: (), Balance.BALANCED: ("rotated_stripe", "hash"), Balance.IMBALA
 
 @dataclass(frozen=True)
 class DesignPoint(Nameable):
-    """The settings that choose a point, by default the point of Balanced Parallelism."""
+    """The settings of a scheme in Zen's design space (`space.Point`), by default those of Balanced Parallelism."""
 
     formats: ClassVar[tuple[IndexFormat, ...]]  # allowed for positions in this kind of bucket
 
@@ -74,12 +74,12 @@ class DesignPoint(Nameable):
 
     @classmethod
     def at(cls, point: Point, **settings: Any) -> Self:
-        """Returns the scheme at this point of the design space, with other `settings` as fields."""
+        """Returns the scheme at this point of the design space, with `settings` for its other fields."""
         return cls(point.communication, point.aggregation, point.partition, point.balance, **settings)
 
     @property
     def title(self) -> str:
-        """The name in records and tables; for points without one, the choices that make the point."""
+        """The scheme's name in records and printed tables: one of `NAMES`, else its choices in words."""
         by_hash = " by hash" if self.owners == "hash" else ""
         pulled = f" pulled by {self.pull_by}" if self.pull_by is not None else ""
         return NAMES.get(self, f"{self.point}{by_hash}{pulled}")
@@ -95,21 +95,21 @@ class DesignPoint(Nameable):
         return (HashedRows if self.owners == "hash" else RotatedStripe)(num_rows, count, self.seed)
 
     def stages(self, size: int) -> tuple[str, ...]:
-        """Returns one stage for each round of the schedule."""
+        """Returns the stage name, as "push", of each round of messages among `size` ranks, in order."""
         return tuple(each.stage for each in self.schedule(size).rounds)
 
     def schedule(self, size: int) -> Schedule:
-        """Returns the rounds of messages and additions among `size` ranks."""
+        """Returns the rounds of messages and additions by which `size` ranks sum a tensor."""
         return schedule(self.point, size, self.pull_by)
 
 
 @register
 @dataclass(frozen=True)
 class RowPoint(DesignPoint, Scheme[Tables]):
-    """A point of the design space as a scheme for tables. Exact.
+    """A scheme for row-sparse tables at any point of Zen's design space (`space.Point`). Exact.
 
     Owners have whole rows: the paper has no owner maps of columns, as `BalancedParallelism` uses.
-    Wire: see `space.schedule`; a partial sum travels as values of rows and positions in the smallest format.
+    Wire: see `space.schedule`; a sum over some ranks travels as values of rows, and positions in the smallest format.
     """
 
     traits = Traits(Layout.ROWS)
@@ -133,10 +133,10 @@ class RowPoint(DesignPoint, Scheme[Tables]):
 @register
 @dataclass(frozen=True)
 class ElementPoint(DesignPoint, Scheme[Tensor]):
-    """A point of the design space as a scheme for the non-zeros of a flat bucket, in blocks of `block` elements. Exact.
+    """A scheme for flat buckets with few non-zeros, at any point of Zen's design space (`space.Point`). Exact.
 
-    A block travels whole if any of its elements is not zero. Sums that have become dense travel as dense messages
-    (SparCML's switch). NaN and infinity travel, -0.0 is zero.
+    A block of `block` elements travels whole if any of them is not zero. Sums that have become dense travel as dense
+    messages (SparCML's switch). NaN and infinity travel, -0.0 is zero.
     """
 
     block: PositiveInt = 1
@@ -165,7 +165,7 @@ class ElementPoint(DesignPoint, Scheme[Tensor]):
         placement: Placement,
         step: int = 0,
     ) -> tuple[Step, ...]:
-        """Returns work and transfers; a profile's rows are the bucket's elements, all non-zero without a profile."""
+        """Returns work and transfers. The profile counts elements as rows; without a profile all are non-zero."""
         (flat,) = specs
         profile = elements_of(flat, profiles)
         blocks = TensorSpec((-(-flat.numel // self.block), self.block), flat.dtype)
@@ -217,7 +217,7 @@ def _in_blocks(x: Tensor, block: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _Space:
-    """A schedule for the tables of one bucket, with owner maps and message formats."""
+    """A schedule of messages that sums the tables of one bucket, with each table's owner map and message formats."""
 
     plan: Schedule
     specs: tuple[TensorSpec, ...]
@@ -265,7 +265,7 @@ class _Space:
         return tuple(owners.join(parts) for owners, parts in zip(self.owners, zip(*total, strict=True), strict=True))
 
     def steps(self, profiles: Sequence[DensityProfile]) -> Iterator[Step]:
-        """Yields the work and transfers of `sum` for tables of these profiles."""
+        """Yields the work and transfers that `sum` is expected to take for tables of these densities."""
         known: dict[tuple[int, int], float] = {}
 
         def nbytes(partials: Sequence[PartialSum]) -> float:
@@ -297,7 +297,7 @@ class _Space:
             yield Compute("join_rows", 2 * nbytes(whole), calls=tables * len(whole))
 
     def _split(self, x: Tables, rank: int) -> dict[PartialSum, Tables]:
-        """Returns this rank's rows of each block, as partial sums over this rank alone."""
+        """Divides tables among owners; returns the rows of each owner's block as a partial sum over this rank alone."""
         parts = [owners.split(table) for owners, table in zip(self.owners, x, strict=True)]
         return {(block, (rank,)): tables for block, tables in enumerate(zip(*parts, strict=True))}
 
@@ -328,7 +328,7 @@ class _Space:
         return dict(zip(message.partials, by_sum, strict=True))
 
     def _merge(self, held: dict[PartialSum, Tables], merge: Merge, scale: float) -> None:
-        """Replaces partial sums by their sum; scales and rounds a sum over all ranks."""
+        """Replaces partial sums of a block in `held` by their sum, scaled and rounded if it is over all ranks."""
         parts = [held.pop(partial) for partial in merge.partials]
         last = merge.sum[1] == self.everyone
         sums = (_added(tables, scale if last else 1.0) for tables in zip(*parts, strict=True))
@@ -338,13 +338,13 @@ class _Space:
         )
 
     def _formats_of(self, partial: PartialSum) -> tuple[PartFormat, ...]:
-        """Returns the format of each table's rows; 16-bit sums over some ranks travel in float32, to round once."""
+        """Returns each table's message format: 16-bit sums over only some ranks travel in float32, to round once."""
         if len(partial[1]) == 1:
             return self.own_formats
         return self.total_formats if partial[1] == self.everyone else self.partial_formats
 
     def _bound(self, messages: Sequence[Message]) -> int:
-        """Returns the bytes that no message of a round exceeds; the same on every rank."""
+        """Returns a bound on the bytes of each message of a round; the same on every rank."""
         most_partials = max((len(message.partials) for message in messages), default=0)
         kinds = (self.own_formats, self.partial_formats, self.total_formats)
         largest = max(sum(COUNT_BYTES + form.most_nbytes for form in forms) for forms in kinds)

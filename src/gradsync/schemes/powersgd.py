@@ -225,7 +225,7 @@ class PowerSGD(Scheme[Tensor]):
 
 @dataclass(frozen=True)
 class Run:
-    """Matrices of one shape, evenly spaced in a flat tensor; all numbers are elements."""
+    """Matrices of one shape, evenly spaced in a flat tensor; offset and spacing count elements."""
 
     rows: int
     columns: int
@@ -262,7 +262,7 @@ class Parts:
         return self.lengths[::2]
 
     def matrices(self, flat: Tensor) -> list[Tensor]:
-        """Returns each run as a view of `flat`, (numel,): (count, rows, columns)."""
+        """Returns the matrices of each run as one view of `flat`, (numel,), with the shape (count, rows, columns)."""
         start = flat.storage_offset()
         return [
             flat.as_strided((run.count, run.rows, run.columns), (run.spacing, run.columns, 1), start + run.offset)
@@ -281,11 +281,11 @@ class Parts:
         return [view.view(run.count, rank, length) for view, run, length in views]
 
     def joined(self, factors: Sequence[Tensor], device: torch.device) -> Tensor:
-        """Returns the Q of all segments, each (rank * columns,), as one flat tensor, run by run, on `device`."""
+        """Returns the factors Q of all segments, (rank * columns,) each, as one flat tensor on `device`, run by run."""
         return torch.cat([factors[place] for place in self._places]).to(device)
 
     def by_segment(self, flat: Tensor, rank: int) -> tuple[Tensor, ...]:
-        """Returns the Q of each segment as a view of `flat`, (rank * columns,); (0,) for a segment without factors."""
+        """Returns each segment's factor Q as a view of `flat`, (rank * columns,); (0,) if it is not compressed."""
         factors = [flat[:0]] * self.num_segments
         numels = [rank * run.columns for run in self.runs for _ in run.places]
         for place, factor in zip(self._places, flat.split(numels), strict=True):
@@ -299,13 +299,16 @@ class Parts:
 
 @dataclass(frozen=True)
 class FactoredState(CompressorState):
-    """A rank's residual and factors Q, with the parts that follow from the shapes of the bucket's tensors."""
+    """A rank's PowerSGD state: residual, factors Q, and the division of the bucket into matrices and dense sections."""
 
     parts: Parts = field(default=Parts(), repr=False)
 
 
 def _evenly_spaced(found: Sequence[tuple[int, int]]) -> Iterator[tuple[list[int], tuple[int, ...]]]:
-    """Yields (offsets, segments) of evenly spaced matrices, each time the longest run from the first one left."""
+    """Divides matrices, (offset, segment) each, into evenly spaced runs; yields (offsets, segments) of each run.
+
+    Each run is the longest that begins with the first matrix left.
+    """
     left = dict(found)
     while left:
         first, *others = left

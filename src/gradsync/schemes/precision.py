@@ -27,7 +27,7 @@ from .dense import AllReduce
 @register
 @dataclass(frozen=True)
 class HalfPrecision(Scheme[Any]):
-    """A scheme around `inner` that scales gradients, rounds them to 16 bits, and widens the sum. Not exact.
+    """A scheme that scales gradients, rounds them to 16 bits, sums them by `inner`, and widens the sum. Not exact.
 
     Sparse schemes add 16-bit values in float32 and round once more, at the owner, before the pull; so every rank, the
     owner too, has the same rounded bits. (An all-reduce adds as its transport does.) Repeated rows are merged before
@@ -35,7 +35,7 @@ class HalfPrecision(Scheme[Any]):
     Infinity and NaN stay; values below the range become zero. The rounding error is lost; errors up and down are about
     equally likely. Buckets of 16-bit floats pass unchanged.
     Wire: that of `inner` for values of 2 bytes; positions are the same. Partial sums, as in recursive doubling and
-    between the nodes of a hierarchy, are float32: in a hierarchy, wrap `inter` instead.
+    between the nodes of a hierarchy, are float32: in a hierarchy, wrap its scheme across nodes (`inter`).
     """
 
     inner: Scheme[Any] = AllReduce()
@@ -46,7 +46,7 @@ class HalfPrecision(Scheme[Any]):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which values travel."""
+        """The 16-bit dtype in which values travel."""
         return DTYPES[self.values]
 
     def rounds(self, dtype: torch.dtype) -> bool:
@@ -123,7 +123,7 @@ class HalfPrecision(Scheme[Any]):
         return replace(table, indices=indices, values=self._narrowed(values.flatten(), 1.0).view(values.shape))
 
     def own_part(self, x: Tensor, state: State, scale: float) -> Tensor | None:
-        """Returns this rank's contribution to the scaled sum, `scale * x` rounded to 16 bits; None if nothing rounds.
+        """Returns this rank's contribution to the scaled sum, `scale * x` rounded to 16 bits; None for 16-bit `x`.
 
         `x`, (numel,), is not changed; the result has its shape and dtype. The rounding of sums is left out.
         """

@@ -32,16 +32,16 @@ from .tree import DEVICES, WITH_SUMS, Kind, Leaf, LeafConstraints, Scope, compre
 @register
 @dataclass(frozen=True)
 class Route(Scheme[Tensor]):
-    """A scheme that runs one leaf of the decision tree: dense or compressed, flat or by nodes, each task on its device.
+    """A scheme that runs one leaf of ByteComp's decision tree: a sequence of collectives and coding tasks.
 
     Tasks are "compress@<device>", "decompress@<device>", and collectives: reduce_scatter or reduce, then all_gather or
     broadcast; all_to_all or gather of payloads, then the same; all_gather or all_reduce of payloads; all_reduce. With
     three or four collectives, the first and the last run inside nodes, the others across: these need `ranks_per_node`.
 
     Each "compress" has a state of its own, so that error feedback works at each. The first compresses gradients, later
-    ones sums, by the compressor's `of_sums`, with other random draws. A collective that hands every rank a part
-    compresses as many pieces. Sums are in float32 (float64 for float64), added in the order of ranks, scaled once, at
-    the last decompression, and travel in float32 until they are complete.
+    ones sums, by the compressor's `of_sums`, with other random draws. Before a collective that divides data among
+    ranks, each share is compressed as a piece of its own. Sums are in float32 (float64 for float64), added in the order
+    of ranks, scaled once, at the last decompression, and travel in float32 until they are complete.
 
     Devices: "compute" is the thread on which backward runs, "offload" another thread on a core of its own. A first
     "compress@compute" runs in the gradient hook that completes the bucket, before the engine gets the bucket; later
@@ -49,9 +49,9 @@ class Route(Scheme[Tensor]):
     then. Work for "offload" begins as soon as possible (a first one: once the bucket is complete), while the turns of
     other buckets go on. The communication thread sums dense ranges.
 
-    After reduce and gather only one rank of each group goes on; the data of all others passes that rank's link.
-    Wire: for n members with S bytes (e compressed): all_reduce 2(n-1)/n S; reduce_scatter, all_to_all (n-1)/n; an
-    all_gather of payloads (n-1) e, of bundles as many times that as each has payloads.
+    After reduce and gather only one rank of each process group has data; the data of all others passes its link.
+    Wire: for n ranks with S bytes (e compressed): all_reduce 2(n-1)/n S; reduce_scatter, all_to_all (n-1)/n; an
+    all_gather of payloads (n-1) e, or m times that if a rank sends the payloads of m ranks, which were not added.
     """
 
     tasks: tuple[str, ...]
@@ -81,7 +81,7 @@ class Route(Scheme[Tensor]):
 
     @classmethod
     def of(cls, leaf: Leaf, compressor: Compressor[Any] | None = None, ranks_per_node: int = 1) -> Route:
-        """Returns the route that runs a leaf; leaves out settings that the leaf does not need.
+        """Returns the route that runs a leaf, without a compressor or ranks per node if the leaf does not use them.
 
         Raises:
             ValueError: if the leaf cannot carry the compressor's payloads.
@@ -109,15 +109,16 @@ class Route(Scheme[Tensor]):
         return f"{self.name}{of}: {', '.join(self.tasks)}"
 
     def compressor_at(self, point: int) -> Compressor[Any]:
-        """Returns the compressor of the compression with this number, from 0."""
+        """Returns the compressor of "compress" task number `point`, from 0: `compressor`, then its `of_sums`."""
         assert self.compressor is not None
         return self.compressor.of_sums if point else self.compressor
 
     def legs(self, numel: int, placement: Placement) -> tuple[Leg, ...]:
-        """Returns the legs of the route for a bucket of `numel` elements: what each rank holds before and after a task.
+        """Returns one leg for each task: the elements of a bucket of `numel` that each rank holds before and after it.
 
         Raises:
-            ValueError: if nodes have another number of ranks than planned, or more payloads are added than can be.
+            ValueError: if nodes have another number of ranks than planned, or an all-reduce would add more payloads
+                than the compressor allows.
         """
         self._check_placement(placement)
         try:
@@ -127,11 +128,11 @@ class Route(Scheme[Tensor]):
             raise ValueError(f"{self.compressor.title} cannot take this route: {error}") from None
 
     def check_ranks(self, placement: Placement) -> None:
-        """Checks that the route can run on this placement.
+        """Checks that the route can run on this placement of ranks on nodes.
 
         Raises:
-            ValueError: if nodes have another number of ranks than planned, more payloads are added than can be, or
-                another number of ranks compress together than the compressor is made for.
+            ValueError: if nodes have another number of ranks than planned, an all-reduce would add more payloads than
+                the compressor allows, or another number of ranks compress together than it is made for.
         """
         legs = self.legs(placement.size**2, placement)
         expected = None if self.compressor is None else self.compressor.traits.made_for_ranks
@@ -167,7 +168,7 @@ class Route(Scheme[Tensor]):
         """Returns the compressors' states for the pieces that this rank compresses; makes process groups.
 
         Raises:
-            ValueError: on every rank, where `check_ranks` raises.
+            ValueError: on every rank, if `check_ranks` raises.
         """
         legs = self.legs(bucket.numel, group.placement)
         for leg in legs:
@@ -234,7 +235,7 @@ class Route(Scheme[Tensor]):
     # Below: helpers of `steps`, and the methods that `transit.Transit` calls.
 
     def item_nbytes(self, leg: Leg, held: Held, whole: FlatSpec, step: int) -> list[int]:
-        """Returns the bytes of each item in a message that carries `held`: one tensor, or the pieces' payloads."""
+        """Returns the bytes of each item in a message with the elements `held`: one dense tensor, or all payloads."""
         if not leg.task.kind.of_payloads:
             return [held.numel * dtype_of(whole, leg.keep_fp32).itemsize]
         compressor = self.compressor_at(leg.point)
@@ -243,7 +244,7 @@ class Route(Scheme[Tensor]):
         return [nbytes for spec in specs for nbytes in [compressor.nbytes(spec, step)] * leg.bundle]
 
     def keeps_fp32_at(self, point: int) -> bool:
-        """Whether the compression with this number is of sums, in a wider dtype; only a route's first task is not."""
+        """Whether "compress" task number `point` gets sums, in a wider dtype: false for a route's first task only."""
         return point > 0 or self.leaf[0].kind is not Kind.COMP
 
     @property
@@ -262,7 +263,7 @@ class Route(Scheme[Tensor]):
             )
 
     def _stages(self, legs: Sequence[Leg]) -> Iterator[str]:
-        """Yields one stage for each await, except a first compression, which ends before the bucket's turns begin."""
+        """Yields a stage name for each await, except for a first compression, which ends before the first turn."""
         seen: dict[str, int] = {}
         for number, leg in enumerate(legs):
             name = _stage(leg)
@@ -316,7 +317,10 @@ class Route(Scheme[Tensor]):
         yield from self._steps_behind(leg, whole, step)
 
     def _agreement(self, leg: Leg, following: Leg, whole: FlatSpec, size: int) -> Transfer:
-        """Returns the transfer by which members of the all-reduce after `leg` agree on the compressor's numbers."""
+        """Returns the all-gather, before the compression `leg`, of the numbers that `Compressor.observe` returns.
+
+        It runs among the ranks that will sum their payloads in the all-reduce `following`.
+        """
         active = [(group, held) for group in following.groups if (held := leg.after[group[0]]) is not None]
         compressor, each = self.compressor_at(leg.point), []
         for group, held in active:
@@ -326,7 +330,7 @@ class Route(Scheme[Tensor]):
         return _at_once(_agree_stage(following), following, each, size, [group for group, _ in active])
 
     def _steps_behind(self, leg: Leg, whole: FlatSpec, step: int) -> Iterator[Step]:
-        """Yields the work on the result of a collective: sums, joins, additions of payloads."""
+        """Yields the local work after a collective: summing or joining ranges of elements, or adding payloads."""
         after = leg.after[0]
         assert after is not None
         nbytes = float(after.numel * dtype_of(whole, leg.keep_fp32_after).itemsize)
@@ -339,7 +343,7 @@ class Route(Scheme[Tensor]):
             yield Compute("add_payloads", float((leg.members + 1) * one), calls=len(after.pieces))
 
     def _transfer(self, leg: Leg, group: tuple[int, ...], whole: FlatSpec, behind: int, step: int) -> Transfer:
-        """Returns the transfer of one leg among the members of one group, without a stage name."""
+        """Returns the transfer of one leg among the ranks of one process group, without a stage name."""
         flags = behind if leg.carries_flags else 0
         before, after = [leg.before[rank] for rank in group], [leg.after[rank] for rank in group]
 
@@ -379,7 +383,7 @@ def routes(
 ) -> tuple[Route, ...]:
     """Returns all routes that can carry the compressor's payloads, and all routes without compression.
 
-    Routes by nodes are among them if nodes have several ranks.
+    Routes with collectives inside and across nodes are among them if nodes have several ranks.
 
     Raises:
         ValueError: if constraints exclude all routes, or name unknown collectives or devices.
@@ -407,14 +411,14 @@ def _agree_stage(following: Leg) -> str:
 
 
 def _at_once(stage: str, leg: Leg, each: Sequence[Transfer], size: int, groups: Sequence[tuple[int, ...]]) -> Transfer:
-    """Returns the same collective in several groups of `size` ranks as one transfer."""
+    """Returns one transfer among `size` ranks for the transfers of a collective in several process groups at once."""
     if leg.task.scope is Scope.ALL:
         return replace(each[0], stage=stage)
     return Transfer.at_once(stage, size, groups, each)
 
 
 def _illegal(leaf: Leaf, compressor: Compressor[Any]) -> str | None:
-    """Returns why the leaf cannot carry the compressor's payloads; None if it can."""
+    """Returns an error message if the leaf cannot carry the compressor's payloads, else None."""
     sums = [task.word for task in leaf if task.kind is Kind.COMM_L]
     if sums and not issubclass(compressor.traits.payload, Summand):
         return (

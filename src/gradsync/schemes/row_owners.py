@@ -23,29 +23,29 @@ from .hash_lists import owned_by_hash
 
 @dataclass(frozen=True)
 class RowOwners(ABC):
-    """A map from the rows of one table to owners and positions among the owner's rows."""
+    """An owner map: assigns each row of a table to the rank that sums it, and numbers each owner's rows from 0."""
 
     num_rows: int  # of the table
     owners: int  # the number of owners
 
     @property
     def length(self) -> int:
-        """The most rows that an owner may have; `num_rows` of each owner's part."""
+        """The most rows that an owner may have; `num_rows` of each part that `split` returns."""
         return -(-self.num_rows // self.owners)
 
     def prepare(self, group: Group, device: torch.device) -> None:  # noqa: B027 (not abstract: most maps are formulas)
-        """Computes tables that the map needs, if any, and caches them as long as `group` exists."""
+        """Computes the lists of owners' rows, if the map needs any, and caches them as long as `group` exists."""
 
     @abstractmethod
     def split(self, rows: SparseRows) -> list[SparseRows]:
-        """Returns each owner's part of sorted distinct rows, with positions as indices, sorted."""
+        """Returns each owner's part of `rows`, sorted and distinct; indices become positions among the owner's rows."""
 
     @abstractmethod
     def rows_of(self, owner: int, positions: Tensor) -> Tensor:
-        """Returns the table's rows, (count,) int64, at an owner's positions, (count,), ascending integers."""
+        """Returns the row numbers, (count,) int64, of `positions`, (count,), ascending, among an owner's rows."""
 
     def share(self, owner: int, profile: DensityProfile, ranks: int) -> float:
-        """Returns the expected share, in [0, 1], of an owner in the rows that `ranks` ranks touch together."""
+        """Returns the expected share, in [0, 1], that `owner` has of the rows that `ranks` ranks touch together."""
         return 1.0 / self.owners
 
     def join(self, parts: Sequence[SparseRows]) -> SparseRows:
@@ -67,7 +67,8 @@ class RowOwners(ABC):
 class EvenSplit(RowOwners):
     """The map of a parameter server: consecutive rows, equally many for each owner, fewer for the last.
 
-    Imbalanced: a table with frequent rows first loads the first owner (Zen, section 2: more than half of all rows).
+    Imbalanced: if a table's frequent rows come first, the first owner gets most of the load (Zen,
+    section 2: more than half of all rows).
     """
 
     def split(self, rows: SparseRows) -> list[SparseRows]:
@@ -92,10 +93,10 @@ class EvenSplit(RowOwners):
 
 @dataclass(frozen=True)
 class RotatedStripe(RowOwners):
-    """A map that rotates the owners of neighbouring rows: row i = n q + r is the q-th of owner (r + rho(q)) mod n.
+    """An owner map that rotates the owners of neighbouring rows: row n q + r is row q of owner (r + rho(q)) mod n.
 
-    Here rho is a seeded mix. Balanced: each run of n neighbours goes to n owners, so that neither dense regions nor
-    regular patterns of rows load one owner. See `kernels.partition_rotated`.
+    n is the number of owners, rho(q) a hash of q and the seed. Balanced: each run of n neighbours goes to n
+    owners, so that neither dense regions nor regular patterns of rows load one owner. See `kernels.partition_rotated`.
     """
 
     seed: int = 0
@@ -122,7 +123,7 @@ class RotatedStripe(RowOwners):
 
 @dataclass(frozen=True)
 class HashedRows(RowOwners):
-    """The paper's map: h0, a hash of row and seed, gives the owner, whose rows are numbered in ascending order.
+    """The owner map of Zen's paper: a hash of row and seed (h0) gives the owner; its rows are numbered in order.
 
     Balanced as random owners are. No formula gives an owner's rows: all ranks keep the lists of all owners, an integer
     for each row of the table, to decode a bitmap over an owner's rows (Zen's hash bitmap).
@@ -160,7 +161,7 @@ class HashedRows(RowOwners):
         return found
 
     def _owned(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Returns each owner's rows, ascending.
+        """Returns the row numbers of each owner, ascending, from a cache.
 
         Raises:
             ValueError: if an owner has more rows than `length`, which random hashes practically never give.

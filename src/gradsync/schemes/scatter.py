@@ -28,12 +28,12 @@ HEAD_BYTES = LENGTH_BYTES + 8  # in front of the elements: the message's length,
 @register
 @dataclass(frozen=True)
 class SparseReduceScatter(Partitioned[Tensor, OwnedRange]):
-    """A sparse scheme in halves: owners sum the non-zeros they get (push), and send the sums' non-zeros (pull). Exact.
+    """A sparse all-reduce: each rank sums the non-zeros of its part (push), and sends non-zero sums (pull). Exact.
 
     Owners are those of `BalancedElements`: the owner map does not depend on data, and every part is equally long.
     Messages contain their counts, so no sizes are exchanged. An owner's sum is dense, in float32 (float64 for float64),
     added in rank order, rounded once.
-    Wire per rank: push (n-1)/n * (positions + values); pull the same for the union; 16 bytes a message.
+    Wire per rank: push (n-1)/n * (positions + values); pull the same for the non-zero sums; 16 bytes a message.
     """
 
     seed: int = 0  # of the owner map; the same on every rank
@@ -81,7 +81,7 @@ class SparseReduceScatter(Partitioned[Tensor, OwnedRange]):
     def push_steps(
         self, specs: tuple[TensorSpec, ...], profiles: tuple[DensityProfile, ...], size: int
     ) -> tuple[Step, ...]:
-        """Returns work and transfers; a profile's rows are the bucket's elements, all non-zero without a profile."""
+        """Returns work and transfers. The profile counts elements as rows; without a profile all are non-zero."""
         (flat,) = specs
         form, rows = part_format(flat, size), elements_of(flat, profiles).rows
         push, found = HEAD_BYTES + form.nbytes(rows / size), rows * (index_dtype(flat.numel).itemsize + flat.itemsize)
@@ -115,13 +115,13 @@ class SparseReduceScatter(Partitioned[Tensor, OwnedRange]):
 
 
 def _message(count: int, form: PartFormat, like: Tensor) -> Tensor:
-    """Returns an empty message for `count` elements; the count is written, the group writes the length."""
+    """Returns a uint8 message with room for `count` elements; writes the count, but not the length, into it."""
     message = like.new_empty(HEAD_BYTES + int(form.nbytes(count)), dtype=torch.uint8)
     message[LENGTH_BYTES:HEAD_BYTES].copy_(torch.tensor([count]).view(torch.uint8))
     return message
 
 
 def _part(message: Tensor, form: PartFormat) -> PartMessage:
-    """Returns views of the elements in a message, behind length and count."""
+    """Returns views of the positions and values in a message, which lie behind its length and its count."""
     count = int(message[LENGTH_BYTES:HEAD_BYTES].clone().view(torch.int64))  # the host cuts the message
     return form.part(message[HEAD_BYTES:], count)

@@ -23,7 +23,7 @@ NO_HANDICAPS: Mapping[Scheme[Any], float] = {}
 
 @dataclass(frozen=True)
 class TimedScheme:
-    """A scheme with the time that it is expected to take."""
+    """A scheme with the time in which it is expected to synchronise the bucket."""
 
     scheme: Scheme[Any]
     seconds: float
@@ -31,7 +31,7 @@ class TimedScheme:
 
 @dataclass(frozen=True)
 class Selection:
-    """The result of a comparison: all schemes, the fastest first, and the chosen one."""
+    """The result of `select`: all schemes, the fastest first, and the chosen one."""
 
     choices: tuple[TimedScheme, ...]
     chosen: TimedScheme

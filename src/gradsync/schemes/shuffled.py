@@ -28,21 +28,23 @@ ROUND = "round"  # the key of a state that only counts rounds
 @register
 @dataclass(frozen=True)
 class Shuffled(Scheme[Tensor]):
-    """Averaging in groups: `scheme` averages parameters over the rank's group in this round; groups change every round.
+    """A scheme that averages parameters within groups of ranks, by `scheme`; the groups change from round to round.
 
-    For parameters after the optimiser's step: if gradients were averaged so, replicas would go apart for ever. With W
-    the round's mixing matrix (`GroupSchedule`), the result is `scale` times the number of all ranks times W x: with a
-    scale of 1 / ranks, x moves towards the mean of its group. Not exact: not the mean of all ranks. Within a group all
-    ranks get the same bits, if `scheme` is exact and the round has no relaxation. Flags are summed within the group.
+    It takes parameters after the optimiser's step: if gradients were averaged so, replicas would drift apart for ever.
+    A round is one call of `synchronize`. With W its mixing matrix (`Round.mixing`), the result is `scale` times the
+    number of all ranks times W x: with a scale of 1 / ranks, x moves towards the mean of its group. Not exact: not the
+    mean of all ranks. Within a group all ranks get the same bits, if `scheme` is exact and the round has no relaxation.
+    Flags are summed within the group.
 
-    Where `scheme` is lossy, each rank adds the part of its values that was not sent to its own result. So results in a
+    If `scheme` is lossy, each rank adds to its own result the part of its values that was not sent. So results in a
     group differ by that much, and the mean over all ranks loses nothing but the rounding of 16-bit sums.
-    Wire: that of `scheme` within the groups of the round; a rank alone sends nothing.
+    Wire: that of `scheme` within the group of a rank; a rank alone sends nothing.
 
     Attributes:
-        rounds: the groups of each round, with every rank once; repeated in order.
-        relaxations: for each round the share of the way to the mean, for each group in ascending order; (): 1 for all.
-        scheme: for flat buckets, without residuals; exact, `HalfPrecision`, or `CompressedAllGather`.
+        rounds: for each round the groups of ranks, with every rank once; repeated in order.
+        relaxations: for each round and group the share of the way to the group's mean that ranks move; (): 1 for all.
+        scheme: sums within a group; for flat buckets, without residuals; exact, `HalfPrecision`, or
+            `CompressedAllGather`.
     """
 
     rounds: tuple[tuple[RankGroup, ...], ...]
@@ -87,7 +89,7 @@ class Shuffled(Scheme[Tensor]):
         return Traits(Layout.FLAT, lossy=self.scheme.traits.lossy, mixes=True, carries_flags=True)
 
     def stages(self, size: int) -> tuple[str, ...]:
-        """Returns the stages of the largest group; ranks of smaller groups, or alone, have empty turns instead."""
+        """Returns the stages of `scheme` in the group that needs the most; ranks of other groups add empty turns."""
         groups = self.schedule.distinct or ((0,),)
         return max((self.scheme.stages(len(group)) for group in groups), key=len)
 
@@ -157,7 +159,7 @@ class Shuffled(Scheme[Tensor]):
         return exchange
 
     def unchanged_since(self, step: int) -> int:
-        """Returns the number of the round within the cycle: the first step with the same groups."""
+        """Returns the first step with the same groups as `step`: its position within the cycle of `rounds`."""
         return step % len(self.rounds)
 
     def _part(self, rank: int, step: int) -> tuple[RankGroup, float]:
@@ -165,4 +167,4 @@ class Shuffled(Scheme[Tensor]):
 
 
 async def _nothing() -> None:
-    """A coroutine without awaits, for a rank alone in its group."""
+    """Does nothing, without awaits; a rank that is alone in its group runs this in place of `scheme`."""

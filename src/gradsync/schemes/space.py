@@ -19,7 +19,7 @@ from ..compressors.expressions import Word
 
 
 class Communication(Word):
-    """The path of messages: round a ring, along pairs, or straight."""
+    """The path of messages: round a ring, between pairs of ranks, or straight to their destination."""
 
     RING = "ring"
     HIERARCHY = "hierarchy"  # pairs at distances 1, 2, 4, ...: recursive doubling and halving
@@ -27,21 +27,21 @@ class Communication(Word):
 
 
 class Aggregation(Word):
-    """The time of additions: as tensors arrive, or once after all have arrived."""
+    """The time at which a rank adds the tensors that it gets: as each arrives, or once after all have arrived."""
 
     INCREMENTAL = "incremental"
     ONE_SHOT = "one_shot"
 
 
 class Partition(Word):
-    """Whether a tensor is split over owners."""
+    """The choice between sending tensors whole (centralization) and in parts that one rank each sums (parallelism)."""
 
     CENTRALIZATION = "centralization"
     PARALLELISM = "parallelism"
 
 
 class Balance(Word):
-    """Whether the owners' parts are equally dense."""
+    """The choice whether the parts that owners (ranks) sum have about equally many non-zeros."""
 
     BALANCED = "balanced"
     IMBALANCED = "imbalanced"
@@ -49,7 +49,7 @@ class Balance(Word):
 
 @dataclass(frozen=True)
 class Point:
-    """A point of the design space, made of four choices; without parts (centralization) `balance` is None."""
+    """A point of Zen's design space of sparse schemes: four choices; `balance` is None for tensors sent whole."""
 
     communication: Communication
     aggregation: Aggregation
@@ -84,7 +84,7 @@ PartialSum = tuple[int, Ranks]  # the sum over these ranks of one block
 
 @dataclass(frozen=True)
 class Message:
-    """A message from one rank to another in a round."""
+    """A message from one rank to another, which carries sums of blocks of the tensor over some of the ranks."""
 
     source: int
     destination: int
@@ -93,7 +93,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Merge:
-    """An addition on one rank: partial sums of a block, replaced by their sum, added in this order."""
+    """An addition on one rank, which replaces partial sums of a block by their sum, added in this order."""
 
     rank: int
     partials: tuple[PartialSum, ...]
@@ -129,7 +129,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class _Hop:
-    """A transfer, from one rank to another, of all partial sums of some blocks."""
+    """A transfer, from one rank to another, of all partial sums that the source holds of some blocks."""
 
     source: int
     destination: int
@@ -138,7 +138,7 @@ class _Hop:
 
 @lru_cache(maxsize=256)
 def schedule(point: Point, size: int, pull_by: Communication | None = None) -> Schedule:
-    """Returns the schedule of a point among `size` ranks, any number.
+    """Returns the rounds of messages and additions by which `size` ranks, any number, sum a tensor as `point` says.
 
     All ranks end with the same bits. If all partial sums went round a ring at once, every rank would add in another
     order; so one chain of sums runs from rank 0 to the last rank, and the total goes round the ring. If ranks exchange
@@ -174,7 +174,10 @@ def schedule(point: Point, size: int, pull_by: Communication | None = None) -> S
 
 
 def _owned(point: Point, size: int, pull_by: Communication) -> Schedule:
-    """Returns a schedule of push and pull; in a hierarchy the owners are a power of two of ranks, as many as fit."""
+    """Returns the rounds that bring parts to owners (push) and sums to all ranks (pull).
+
+    In a hierarchy the number of owners is the largest power of two up to `size`.
+    """
     hierarchy = point.communication is Communication.HIERARCHY
     owners = _core(size) if hierarchy else size
     held = _Held(size, owners, at_once=point.aggregation is Aggregation.ONE_SHOT)
@@ -192,7 +195,7 @@ def _core(size: int) -> int:
 
 
 def _push(point: Point, size: int) -> Iterator[list[_Hop]]:
-    """Yields the transfers of each push round, after which every owner has its block of all ranks."""
+    """Yields the transfers of each push round; after the last, every owner has its block from all ranks."""
     ranks = range(size)
     match point.communication, point.aggregation:
         case Communication.POINT_TO_POINT, Aggregation.ONE_SHOT:
@@ -213,13 +216,13 @@ def _push(point: Point, size: int) -> Iterator[list[_Hop]]:
 
 
 def _side(rank: int, length: int) -> tuple[int, ...]:
-    """Returns the aligned run of `length` blocks around block `rank`."""
+    """Returns the `length` consecutive blocks, from a multiple of `length` on, among which block `rank` is."""
     start = rank // length * length
     return tuple(range(start, start + length))
 
 
 def _gather(stage: str, communication: Communication, partials: Sequence[PartialSum]) -> list[Round]:
-    """Returns the rounds of an all-gather of `partials`, of which rank i has entry i, among as many ranks."""
+    """Returns the rounds of an all-gather among `len(partials)` ranks, to which rank i contributes `partials[i]`."""
     size = len(partials)
     ranks = range(size)
     rounds: list[tuple[Message, ...]] = []
@@ -240,7 +243,7 @@ def _gather(stage: str, communication: Communication, partials: Sequence[Partial
 
 
 def _announce(rank: int, size: int) -> Round:
-    """Returns the round in which `rank` sends its tensor to all; every rank adds it, in the same order."""
+    """Returns the round in which `rank` sends its tensor to all, and all add it to the sum over lower ranks."""
     own: PartialSum = (0, (rank,))
     merged = (((0, tuple(range(rank))), own),) if rank else ()
     messages = tuple(Message(rank, other, (own,)) for other in range(size) if other != rank)
@@ -262,7 +265,10 @@ def _doubling(size: int) -> list[Round]:
 
 
 class _Held:
-    """The partial sums of every block on every rank, round by round; with `at_once`, only complete sets are added."""
+    """A simulation of a schedule: which partial sums of each block every rank holds, round by round.
+
+    With `at_once` a rank adds partial sums only when they cover all ranks.
+    """
 
     def __init__(self, size: int, blocks: int, *, at_once: bool = False) -> None:
         self._everyone = tuple(range(size))
@@ -270,7 +276,7 @@ class _Held:
         self._of: list[dict[int, list[Ranks]]] = [{b: [(rank,)] for b in range(blocks)} for rank in range(size)]
 
     def play(self, stage: str, hops: Sequence[_Hop], *, hands_over: bool = False) -> Round:
-        """Returns the round of these transfers; with `hands_over`, senders do not keep the partial sums."""
+        """Simulates these transfers; returns their round. With `hands_over`, senders do not keep the partial sums."""
         messages = tuple(Message(hop.source, hop.destination, self._partials(hop)) for hop in hops)
         for hop in hops if hands_over else ():
             self._of[hop.source].update({block: [] for block in hop.blocks})

@@ -46,7 +46,7 @@ class RowGroup:
 
     @property
     def first(self) -> int:
-        """The position of the first table in the bucket, whose rows stand for those of all tables in the group."""
+        """The position in the bucket of the group's first table; all tables of the group have the rows of this one."""
         return self.positions[0]
 
     @property
@@ -59,7 +59,7 @@ class RowGroup:
         return sum(spec.dim for spec in self.specs)
 
     def pieces(self, spans: Sequence[Columns]) -> list[Piece]:
-        """Returns the pieces of tables that `spans` of the joined columns cover: span by span, no empty pieces."""
+        """Cuts ranges of the group's joined columns at the tables' borders; returns the pieces, range by range."""
         found = []
         for start, stop in spans:
             offset = 0
@@ -73,14 +73,14 @@ class RowGroup:
 
 @dataclass(frozen=True)
 class Survey:
-    """This rank's rows of each table, sorted and distinct, with the header that other ranks get."""
+    """This rank's distinct rows of each table, and the header, which tells other ranks how many there are."""
 
     unions: tuple[kernels.RowUnion, ...]  # the same object for tables with the same rows
     header: Tensor  # (tables,) int64: the number of distinct rows, ABSENT, or SAME_AS - t
 
     @classmethod
     def of(cls, tables: Tables) -> Survey:
-        """Returns the survey of this rank's tables.
+        """Finds the distinct rows of this rank's tables, and the tables that have the same rows.
 
         Raises:
             ValueError: for an index outside its table.
@@ -100,7 +100,7 @@ class Survey:
 
 @dataclass(frozen=True)
 class Agreement:
-    """The numbers of rows of all ranks, read from all headers: the same on every rank."""
+    """The numbers of rows of all ranks in each group of tables, read from their headers: the same on every rank."""
 
     groups: tuple[RowGroup, ...]
     rows: tuple[tuple[int, ...], ...]  # per rank: the number of rows in each group
@@ -108,7 +108,7 @@ class Agreement:
 
     @classmethod
     def of(cls, headers: Sequence[Sequence[int]], groups: tuple[RowGroup, ...]) -> Agreement:
-        """Returns the agreement of these headers; tables of each group must have the same rows on every rank."""
+        """Reads the headers of all ranks; the tables of each group must have the same rows on every rank."""
         own = [[header[origin] for origin in origins(header)] for header in headers]
         return cls(
             groups,
@@ -129,7 +129,7 @@ def common_groups(headers: Sequence[Sequence[int]], specs: tuple[TensorSpec, ...
 
 
 def origins(header: Sequence[int]) -> list[int]:
-    """Returns for each table of a header the position of the first table with the same rows."""
+    """Returns for each table of one rank's header the position of the first table with the same rows."""
     return [SAME_AS - said if said <= SAME_AS else position for position, said in enumerate(header)]
 
 
@@ -139,7 +139,7 @@ def specs_of(tables: Tables) -> tuple[TensorSpec, ...]:
 
 
 def expected_groups(specs: tuple[TensorSpec, ...], profiles: tuple[DensityProfile, ...]) -> tuple[RowGroup, ...]:
-    """Returns the groups that tables of these profiles are expected to form."""
+    """Returns groups of tables that are expected to have the same rows: those whose profiles name one pattern."""
     members: dict[object, list[int]] = {}
     for position, profile in enumerate(profiles):
         members.setdefault(profile.pattern or position, []).append(position)
@@ -147,12 +147,12 @@ def expected_groups(specs: tuple[TensorSpec, ...], profiles: tuple[DensityProfil
 
 
 def single_groups(specs: tuple[TensorSpec, ...]) -> tuple[RowGroup, ...]:
-    """Returns groups of one table each."""
+    """Returns one group for each table, with that table alone."""
     return groups_of(([position] for position in range(len(specs))), specs)
 
 
 def groups_of(members: Iterable[Sequence[int]], specs: tuple[TensorSpec, ...]) -> tuple[RowGroup, ...]:
-    """Returns the groups of tables at these positions in the bucket."""
+    """Returns one group of tables for each entry of `members`, which lists their positions in the bucket."""
     return tuple(RowGroup(tuple(positions), tuple(specs[i] for i in positions)) for positions in members)
 
 

@@ -31,23 +31,23 @@ WHOLE = "whole"  # the state's key of the bucket's spec and step; compressors' s
 
 
 class Way(Protocol):
-    """The methods of a route that a transit calls: groups, compressors and message sizes of each leg."""
+    """The methods of a route that `Transit` calls: process groups, compressors and message sizes of each leg (task)."""
 
     def group_of(self, leg: Leg, group: Group) -> Group:
         """Returns the subgroup of `group` in which this rank exchanges messages on this leg."""
 
     def compressor_at(self, point: int) -> Compressor[Any]:
-        """Returns the compressor of the compression with this number, from 0."""
+        """Returns the compressor of the route's "compress" task number `point`, from 0."""
 
     def keeps_fp32_at(self, point: int) -> bool:
-        """Whether the compression with this number is of sums, which have a wider dtype."""
+        """Whether "compress" task number `point` gets sums, which have a wider dtype, and not a rank's gradient."""
 
     def item_nbytes(self, leg: Leg, held: Held, whole: FlatSpec, step: int) -> list[int]:
-        """Returns the bytes of each item in a message that carries `held` before the leg."""
+        """Returns the bytes of each item in a leg's message with the elements `held`: a dense tensor, or payloads."""
 
 
 class Transit:
-    """One rank's tensors and payloads while a bucket goes along a route."""
+    """One rank's run of a route on a bucket: it holds a dense tensor or payloads, which each task replaces."""
 
     def __init__(
         self,
@@ -107,7 +107,10 @@ class Transit:
         self.dense, self.bundles = out, []
 
     def agree(self, leg: Leg, following: Leg) -> Pending[None]:
-        """Starts to agree with the members of the next all-reduce on numbers that the compressor needs from all."""
+        """Starts to share the numbers of `Compressor.observe` among the ranks of the all-reduce `following`.
+
+        Waiting for the result sets `agreed` to their maxima over these ranks, for `compress`.
+        """
         held = leg.after[self.rank]
         if held is None:
             return Pending(lambda timeout_s: None)
@@ -125,7 +128,7 @@ class Transit:
         return _then(self.route.group_of(following, self.group).all_gather(own), told)
 
     def alone(self, leg: Leg) -> list[Tensor]:
-        """Returns the result of a collective in a group of this rank alone: its own message, if any."""
+        """Returns the result of a collective in a process group of this rank alone: its own message, if any."""
         if leg.task.kind in (Kind.COMM, Kind.COMM_L):
             return [self._summand(leg)]
         held = leg.before[self.rank]
@@ -156,7 +159,7 @@ class Transit:
         return group.all_gather(self._message(leg, mine, slice(None)), sizes)
 
     def take(self, leg: Leg, arrived: list[Tensor]) -> None:
-        """Takes in the messages of a collective: sets the dense tensor, or the payloads, that this rank holds next.
+        """Reads the messages of a collective, and sets the dense tensor or the payloads that this rank holds next.
 
         `arrived` is the result of `issue` or `alone`.
         """
@@ -200,7 +203,7 @@ class Transit:
         return arriving if after[group.rank] is not None else _then(arriving, lambda messages: [])
 
     def _sent_here(self, leg: Leg, held: Held) -> list[Held]:
-        """Returns the range and pieces in each message that arrives."""
+        """Returns the range of elements, and its pieces, in each message that arrives."""
         before = [leg.before[rank] for rank in leg.group_of(self.rank)]
         if not leg.task.kind.is_second:
             return [held] * len(before)  # each member sends what this rank goes on with
@@ -246,7 +249,7 @@ class Transit:
         return torch.cat([*parts, self.flags.to(message.dtype)], out=message)
 
     def _added(self, bundle: Sequence[Payload]) -> Payload:
-        """Returns one payload that decodes to the sum of a bundle, or in half precision to the mean."""
+        """Adds the payloads of several ranks to one, which decodes to their sum, or in float16 to their mean."""
         first = bundle[0]
         total = memory.empty_like(first.data)
         if total.dtype.is_floating_point:
@@ -259,7 +262,7 @@ class Transit:
         return replace(first, data=total)
 
     def _bundles(self, leg: Leg, parts: Sequence[Tensor], pieces: Sequence[Piece]) -> list[list[Payload]]:
-        """Returns the payloads of each piece in one message."""
+        """Returns the payloads of each of `pieces`, made of a message's items `parts`, `leg.bundle` for each piece."""
         assert self.template is not None
         keep_fp32 = self.route.keeps_fp32_at(leg.point)
         specs = [spec_of(self.spec, piece, leg.point, keep_fp32) for piece in pieces]
@@ -270,7 +273,7 @@ class Transit:
         ]
 
     def _nbytes(self, leg: Leg, held: Held) -> int:
-        """Returns the bytes of a message that carries `held`."""
+        """Returns the bytes of a message with the elements `held`, and with flags if the leg carries them."""
         sizes = self.route.item_nbytes(leg, held, self.spec, self.step)
         return room_nbytes(sizes, len(self.flags) if leg.carries_flags else 0)
 
@@ -295,7 +298,7 @@ class Transit:
         return room
 
     def _items(self, leg: Leg, message: Tensor, held: Held) -> list[Tensor]:
-        """Returns the items in a message as views, and merges its flags into the known ones."""
+        """Returns the items in a message as views, and sets each flag that is set in the message."""
         sizes = self.route.item_nbytes(leg, held, self.spec, self.step)
         starts = starts_of(sizes)
         if leg.carries_flags:
@@ -305,7 +308,7 @@ class Transit:
 
 
 def _counterweight(payload: Payload, members: int) -> float:
-    """Returns the number by which a sum over `members` is divided to stay in the range of float16; else 1."""
+    """Returns the number by which a sum of `members` float16 payloads is divided, to stay in range; else 1."""
     return float(members) if payload.data.dtype is torch.float16 else 1.0
 
 

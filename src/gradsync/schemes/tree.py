@@ -45,7 +45,7 @@ class Kind(StrEnum):
 
     @property
     def is_first(self) -> bool:
-        """Whether the task is the first step of a collective of two."""
+        """Whether the task is the first step of a two-step collective, as reduce_scatter before all_gather."""
         return self in (Kind.COMM_1, Kind.COMM_1C)
 
     @property
@@ -54,12 +54,12 @@ class Kind(StrEnum):
 
     @property
     def of_payloads(self) -> bool:
-        """Whether the task exchanges payloads."""
+        """Whether the task is a collective that exchanges payloads, not dense data."""
         return self in (Kind.COMM_C, Kind.COMM_1C, Kind.COMM_2C, Kind.COMM_L)
 
 
 class Scope(StrEnum):
-    """The ranks among which a collective runs."""
+    """The ranks among which a collective of a route runs."""
 
     ALL = "all"
     NODE = "node"  # the ranks of a node
@@ -68,7 +68,7 @@ class Scope(StrEnum):
 
 @dataclass(frozen=True)
 class RouteTask:
-    """One task of a leaf: a local one on a device, or a collective."""
+    """One task of a leaf (a complete route): compression or decompression on a device, or a collective."""
 
     kind: Kind
     choice: str  # the device, or the collective
@@ -77,7 +77,7 @@ class RouteTask:
 
     @property
     def rooted(self) -> bool:
-        """Whether only one member of each group has data after the task, or before a second step."""
+        """Whether only one rank of each process group has data after the task, or, for a second step, before it."""
         return (self.first or self.choice) in ROOTED
 
     @property
@@ -96,7 +96,7 @@ Leaf = tuple[RouteTask, ...]
 
 @dataclass(frozen=True)
 class LeafConstraints:
-    """Limits that users set on leaves."""
+    """Limits that users set on leaves, the routes that a plan may use."""
 
     most_compressions: int | None = None  # None: any number
     without: tuple[str, ...] = ()  # names of collectives and devices that leaves must not use
@@ -122,7 +122,7 @@ class LeafConstraints:
         )
 
     def each(self) -> list[LeafConstraints]:
-        """Returns each constraint as an object of its own."""
+        """Returns one object for each constraint that is set, with that constraint alone."""
         found = [] if self.most_compressions is None else [LeafConstraints(most_compressions=self.most_compressions)]
         found += [LeafConstraints(without=(name,)) for name in self.without]
         return found + ([LeafConstraints(flat_only=True)] if self.flat_only else [])
@@ -135,7 +135,7 @@ class LeafConstraints:
 
 @dataclass(frozen=True)
 class _Point:
-    """A state of a derivation."""
+    """A state of a derivation in a `Grammar`, after some tasks of a leaf."""
 
     todo: tuple[str, ...]  # symbols still to be derived
     opened: tuple[str, ...] = ()  # first steps whose second steps are still to come
@@ -143,7 +143,7 @@ class _Point:
 
 @dataclass(frozen=True)
 class Grammar:
-    """A context-free grammar whose sentences are leaves."""
+    """A context-free grammar whose sentences are leaves: sequences of tasks that synchronise a bucket."""
 
     rules: Mapping[str, tuple[str, ...]]  # the alternatives of each symbol: symbols and kinds, separated by blanks
     collectives: Mapping[Kind, tuple[str, ...]]  # the collectives of each kind, except second steps
@@ -173,7 +173,7 @@ class Grammar:
         return left
 
     def count(self, symbol: str | None = None, devices: int = len(DEVICES)) -> int:
-        """Returns the number of leaves with `devices` devices, or of derivations of `symbol`."""
+        """Returns the number of leaves, or of derivations of `symbol`, if tasks can choose from `devices` devices."""
         symbol = self.start if symbol is None else symbol
         if symbol not in self.rules:
             kind = Kind(symbol)
@@ -187,7 +187,7 @@ class Grammar:
         return total
 
     def parse(self, words: Sequence[str], devices: Sequence[str] = DEVICES) -> Leaf:
-        """Returns the leaf that these words name, as `words_of` gives them.
+        """Returns the leaf whose tasks have these names, in order: the inverse of `words_of`.
 
         Raises:
             ValueError: for words that make no leaf; the message names the first illegal word, and the legal ones.
@@ -211,7 +211,7 @@ class Grammar:
         return _scoped(leaf)
 
     def _derived(self, point: _Point, devices: tuple[str, ...], known: dict[_Point, list[Leaf]]) -> list[Leaf]:
-        """Returns all derivations from `point`; `known` caches those from points that were met before."""
+        """Returns all sequences of tasks that complete the derivation `point`; `known` caches results by point."""
         if not point.todo:
             return [()]
         if point not in known:
@@ -223,7 +223,7 @@ class Grammar:
         return known[point]
 
     def _next(self, point: _Point, devices: tuple[str, ...]) -> Iterator[tuple[RouteTask, _Point]]:
-        """Yields each task that may come next, with the point after it."""
+        """Yields each task that may come next in a derivation, with the derivation after it."""
         if not point.todo:
             return
         symbol, *others = point.todo
@@ -266,7 +266,7 @@ def is_flat(leaf: Leaf) -> bool:
 
 
 def is_local(stage: str) -> bool:
-    """Whether a route's stage of this name is work of one rank alone."""
+    """Whether the route stage of this name is coding work of one rank alone, not a collective."""
     return stage.partition("@")[0] in (COMPRESS, DECOMPRESS)
 
 
@@ -275,7 +275,10 @@ def words_of(leaf: Leaf) -> tuple[str, ...]:
 
 
 def _scoped(leaf: Leaf) -> Leaf:
-    """Returns the leaf with scopes: of three or more collectives the first and the last run inside nodes."""
+    """Returns the leaf with a scope for each collective.
+
+    Of three or more collectives the first and the last run inside nodes, the others across; else all run among all.
+    """
     moves = [place for place, task in enumerate(leaf) if not task.kind.is_local]
     scopes: dict[int, Scope] = dict.fromkeys(moves, Scope.ALL)
     if len(moves) > 2:
@@ -289,7 +292,7 @@ def _with_scope(task: RouteTask, scope: Scope | None) -> RouteTask:
 
 
 def _conflict(leaves: Sequence[Leaf], constraints: LeafConstraints) -> str:
-    """Returns a smallest set of the constraints that excludes all leaves, in words."""
+    """Returns, in words, a smallest set of constraints that together exclude all leaves."""
     needed = constraints.each()
     for each in list(needed):
         others = [other for other in needed if other is not each]

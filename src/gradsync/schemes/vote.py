@@ -21,7 +21,7 @@ from .compressed import Compressed, CompressedAllGather, CompressedTwoWay
 @register
 @dataclass(frozen=True)
 class MajorityVote(Compressed):
-    """A vote of signs: every rank gets +1, -1, or 0 for a tie, by the majority of ranks (Bernstein et al., 2018).
+    """A scheme whose result is each element's majority sign over ranks, 0 for a tie (Bernstein et al., 2018).
 
     SignSGD with majority vote and, with `Signum`, SIGNUM. The result is a vote, neither a sum nor a mean: `scale` is
     not applied, and the optimiser's step is the learning rate times the vote. A zero votes for +1, so that weights
@@ -37,7 +37,7 @@ class MajorityVote(Compressed):
 
     @property
     def _counted(self) -> Compressed:
-        """The scheme that sums the votes; with "two_way" owners compress the sums to signs again."""
+        """The scheme that sums the ranks' signs; with "two_way" the owner of a range sends only the sums' signs."""
         return (
             CompressedAllGather(self.compressor)
             if self.via == "all_gather"

@@ -1,4 +1,4 @@
-"""State of schemes: in slices by parameter, as a `state_dict` that knows whose it is, and in files."""
+"""State of schemes, such as residuals: cut into slices by parameter, checked as a `state_dict`, and in files."""
 
 from .files import from_bytes as from_bytes
 from .files import load_file as load_file

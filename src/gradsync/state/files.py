@@ -1,6 +1,6 @@
 """Safetensors files, without pickle, of nested dicts of tensors, numbers and text.
 
-Tensors lie in the file as they are; everything else is JSON in the header, which names a tensor by its path.
+The file holds tensors as they are, and everything else as JSON in its header, which names each tensor by its path.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DAMAGE = (KeyError, TypeError, ValueError, RecursionError)  # errors that a dama
 
 
 def save_file(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Writes a state into a safetensors file, overwriting it: a rank's `state_dict()`, or one of `checkpoint()`.
+    """Writes a rank's `state_dict()`, or that of its `checkpoint()`, into a safetensors file, which it overwrites.
 
     Raises:
         TypeError: for a state that holds anything else than dicts, lists, tensors, bytes, numbers, text and None.
@@ -36,7 +36,7 @@ def save_file(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
 
 
 def load_file(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Reads a file of `save_file`; tensors are on the CPU.
+    """Returns the state in a file that `save_file` wrote, with tensors on the CPU.
 
     Raises:
         ValueError: for a file that `save_file` did not write.
@@ -91,7 +91,7 @@ def _state(text: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _packed(value: object, path: tuple[str, ...], tensors: dict[str, Tensor]) -> Any:
-    """Returns the value as JSON takes it; its tensors go into `tensors`, each by its path."""
+    """Returns the value as JSON data that names tensors by path; adds the tensors to `tensors`, by path."""
     if isinstance(value, Tensor | bytes):
         name = BETWEEN.join(path)
         if name in tensors:

@@ -1,9 +1,8 @@
-"""The hand-over of state to another number of ranks: no gradient that was left to be sent is lost.
+"""Turns the state of all ranks into state for another number of ranks; residuals (gradients not sent yet) are kept.
 
-Rank r of the new ones takes over from the old ranks r, r + world, r + 2 world, and so on, and adds what they left to be
-sent. So the sum over ranks is kept: to the bit where each new rank takes over from one old rank at most, else as
-addition in the residuals' own type rounds. A mean over the ranks divides by their number, so what was left has the
-weight in it that a gradient of the new ranks has, as have the gradients of all steps to come.
+New rank r gets the state of the old ranks r, r + world, r + 2 world, and so on, with the sum of their residuals. So the
+residuals' sum over all ranks stays: to the bit where each new rank gets one old rank's at most, else up to rounding in
+the residuals' type. A mean over the new ranks gives residuals the same weight as new gradients.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ def redistribute(states: Sequence[Mapping[str, Any]], world: int) -> list[dict[s
 
     Residuals, which compressors left to be sent, are handed over so that their sum over the ranks is kept. Momentum of
     compressors is added as well. State that is the same on all ranks, such as the factors of PowerSGD, is handed over
-    as it is; ranks that are new begin without, and where ranks differ in it all begin anew.
+    as it is; additional ranks get none of it, and where ranks then differ at loading, all begin anew.
 
     Args:
         states: one of each old rank, in any order.
@@ -46,9 +45,9 @@ def redistribute(states: Sequence[Mapping[str, Any]], world: int) -> list[dict[s
 
 
 def handed_over(states: Sequence[Mapping[str, Any]], like: Mapping[str, Any], rank: int, world: int) -> dict[str, Any]:
-    """Returns the state for `rank` of `world`, made of those of the old ranks that it takes over from, perhaps none.
+    """Returns the state for rank `rank` of `world` new ranks: the sum of `states`, of some old ranks, perhaps none.
 
-    `like`: the state of any old rank, for all that is the same on them.
+    `like`: the state of any old rank, which gives all entries that are the same on all ranks.
     """
     return {**like, "rank": rank, "world": world, "state": _added([state["state"] for state in states])}
 
@@ -74,9 +73,9 @@ def _by_rank(states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _added(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Returns the state of several old ranks as one rank's.
+    """Returns the sum of several old ranks' scheme state, by key, as one rank's state.
 
-    Ranks cut sums differently, so slices may overlap in part.
+    Ranks own different parts of sums, so their slices may overlap in part.
     """
     same: dict[str, Tensor] = {}
     by_point: dict[tuple[str, str], list[StateSlice]] = {}
@@ -99,7 +98,7 @@ def _added(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _sum(name: str, point: str, parts: Sequence[StateSlice]) -> StateSlice:
-    """Returns the sum of the slices, as one slice from the first of their elements to the last."""
+    """Returns the sum of slices of one parameter, as one slice from the first of their elements to the last."""
     start, stop = min(part.start for part in parts), max(part.stop for part in parts)
     dtype = max((part.values.dtype for part in parts), key=lambda dtype: dtype.itemsize)
     total = torch.zeros(stop - start, dtype=dtype, device=parts[0].values.device)

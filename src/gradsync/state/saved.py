@@ -1,4 +1,4 @@
-"""The `state_dict` of a checkpoint: the rank and model that it belongs to, and checks before it changes anything."""
+"""Checks a checkpoint's `state_dict`, and the rank and model that it was saved from, before anything is changed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Origin:
         rank: the rank.
         world: the number of ranks.
         parameters: SHA-256 over names, shapes and element types of the parameters.
-        per_rank: whether ranks kept state of their own, such as residuals, so that no rank's is another one's.
+        per_rank: whether ranks kept state of their own, such as residuals, so that each must load its own.
     """
 
     rank: int
@@ -35,7 +35,7 @@ class Origin:
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> Origin:
-        """Returns the origin that a `state_dict` names.
+        """Returns the origin in a `state_dict`, whose entries have the names of these attributes.
 
         Raises:
             ValueError: for a state that does not name its origin.
@@ -55,13 +55,13 @@ class Origin:
         return found
 
     def entries(self) -> dict[str, Any]:
-        """Returns the entries of a `state_dict` that name the origin."""
+        """Returns the origin as entries of a `state_dict`, by attribute."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Saved:
-    """The contents of a `state_dict`, examined."""
+    """The contents of a `state_dict` after all checks."""
 
     origin: Origin
     step: int
@@ -70,7 +70,7 @@ class Saved:
 
 
 def examined(saved: object, specs: Mapping[str, TensorSpec], *, strict: bool) -> Saved:
-    """Returns the contents of what `Engine.state_dict` returned, for a model with parameters of these `specs`.
+    """Checks and returns what `Engine.state_dict` returned, for a model whose parameters have these `specs`, by name.
 
     Raises:
         TypeError: for anything else than a dict.
@@ -122,7 +122,7 @@ def _require_known(slices: Sequence[StateSlice], specs: Mapping[str, TensorSpec]
 
 
 def _in_common(slices: Sequence[StateSlice], specs: Mapping[str, TensorSpec], plan: str) -> list[StateSlice]:
-    """Returns the slices of parameters that have as many elements here as by the plan of the saved state."""
+    """Returns the slices of parameters that have the same number of elements in this model as in the saved plan."""
     try:
         segments = [segment for bucket in json.loads(plan)["buckets"] for segment in bucket["segments"]]
         numels: dict[str, int] = {}
@@ -142,7 +142,7 @@ def _require_inside(slices: Sequence[StateSlice], specs: Mapping[str, TensorSpec
 
 
 def _require_once(slices: Sequence[StateSlice]) -> None:
-    """Refuses slices in which elements of a parameter are there twice at one compress point.
+    """Checks that no element of a parameter is in two slices of one compress point.
 
     Raises:
         ValueError: naming the parameter.
@@ -160,7 +160,7 @@ def _require_once(slices: Sequence[StateSlice]) -> None:
 
 
 def _scale_of(saved: Mapping[str, Any]) -> float | None:
-    """Returns the loss scale in whose units a state was saved; None where nothing scaled the loss."""
+    """Returns the loss scale by which saved residuals are multiplied; None where nothing scaled the loss."""
     scale = saved.get("loss_scale")
     if scale is not None and not (isinstance(scale, float) and 0 < scale < math.inf):
         raise ValueError(f"the state's loss_scale must be a positive number, got {scale!r}")
@@ -168,7 +168,7 @@ def _scale_of(saved: Mapping[str, Any]) -> float | None:
 
 
 def refusal(origins: Sequence[Origin], parameters: str) -> str:
-    """Returns why states, by the rank that loads them, do not suit these ranks and `parameters`; "" if they do."""
+    """Returns an error text if states of these origins, by loading rank, are for other ranks or parameters; else ""."""
     world = len(origins)
     for rank, origin in enumerate(origins):
         if origin.parameters != parameters:
@@ -203,5 +203,5 @@ def refusal(origins: Sequence[Origin], parameters: str) -> str:
 
 
 def without_state(saved: Saved) -> Saved:
-    """Returns the contents without anything that a rank kept for itself."""
+    """Returns the contents without scheme state; origin, step and loss scale stay."""
     return replace(saved, slices=[])

@@ -1,8 +1,8 @@
-"""State of schemes by parameter: in slices for a checkpoint or another plan, and laid into a new plan's buckets.
+"""Cuts state of schemes into slices of parameters, for checkpoints and new plans, and copies slices into new buckets.
 
-A slice has a name of its own: `parameter[start:stop]/point` for one number a parameter's element, and with two slashes
-for a tensor that goes with the segment as a whole, which another plan takes over where it fits. A tensor that goes with
-all segments of a bucket together has the name of the first segment.
+A slice's key is `parameter[start:stop]/point` if it has one number for each element; `point` is the compress point. Two
+slashes mark a tensor that belongs to the segment as a whole, such as PowerSGD's factors, which another plan loads if
+its shape fits. A tensor that belongs to all segments of a bucket together has the key of the first segment.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Kept = Tensor | tuple[CompressorState, ...]  # at one compress point, see `schem
 
 @dataclass(frozen=True)
 class StateSlice:
-    """State of elements [start, stop) of one parameter at one compress point."""
+    """State of a scheme, such as a residual, for elements [start, stop) of one parameter at one compress point."""
 
     name: str
     start: int
@@ -41,18 +41,18 @@ class StateSlice:
 
     @property
     def key(self) -> str:
-        """The name of the slice in a `state_dict`."""
+        """The key of the slice in a `state_dict`."""
         return f"{self.name}[{self.start}:{self.stop}]/{'/' if self.whole else ''}{self.point}"
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the values."""
+        """The SHA-256 of the values, in hexadecimal."""
         content = self.values.cpu().reshape(-1).contiguous().view(torch.uint8)
         return hashlib.sha256(content.numpy().tobytes()).hexdigest()
 
     @classmethod
     def from_key(cls, key: str, values: Tensor) -> StateSlice:
-        """Returns the slice with this `key`, as the property writes it, and these values.
+        """Returns the slice with these values and this `key`, which has the form of the property `key`.
 
         `values`: floating, (stop - start,) by the key; any shape if the key says that the tensor belongs to the whole
         segment.
@@ -73,7 +73,7 @@ class StateSlice:
         return part
 
     def overlaps(self, segment: Segment) -> bool:
-        """Whether the slice has elements of this segment; of an empty parameter, whether both are of that one."""
+        """Whether slice and segment share elements; if both are empty, whether they are of the same parameter."""
         low, high = max(self.start, segment.start), min(self.stop, segment.stop)
         return self.name == segment.name and (low < high or self.start == self.stop == segment.start == segment.stop)
 
@@ -88,7 +88,7 @@ class StateSlice:
 
 
 def _require_values(key: str, values: object) -> None:
-    """Refuses values that are no dense tensor of finite floating-point numbers in memory.
+    """Checks that values are a dense tensor of finite floating-point numbers, not on the meta device.
 
     Raises:
         ValueError: naming the key.
@@ -108,7 +108,7 @@ def _require_values(key: str, values: object) -> None:
 
 
 def slices(bucket: Bucket, state: Mapping[str, Kept]) -> Iterator[StateSlice]:
-    """Yields copies of a bucket's scheme state, one for each segment and compress point."""
+    """Yields copies of a bucket's scheme state, a slice for each segment and each tensor at a compress point."""
     for point, kept in state.items():
         if isinstance(kept, Tensor):
             yield from _by_segment(point, bucket.segments, kept)
@@ -127,9 +127,9 @@ def slices(bucket: Bucket, state: Mapping[str, Kept]) -> Iterator[StateSlice]:
 
 
 def at_step(state: Mapping[str, Kept], step: int) -> dict[str, Kept]:
-    """Returns the state for a step of this number, the same on all ranks.
+    """Returns the state with compressors' step numbers set to `step`, the same on all ranks.
 
-    The number determines what compressors draw, and when.
+    Compressors' random numbers and schedules depend on this number.
     """
     return {
         point: kept if isinstance(kept, Tensor) else tuple(replace(part, step=step) for part in kept)
@@ -138,7 +138,7 @@ def at_step(state: Mapping[str, Kept], step: int) -> dict[str, Kept]:
 
 
 def rescaled(state: Mapping[str, Kept], factor: float) -> dict[str, Kept]:
-    """Returns the state in other units of the gradient: numbers kept for elements are multiplied by `factor`."""
+    """Returns the state for gradients `factor` times as large: numbers kept for elements are multiplied by it."""
     return {
         point: kept * factor
         if isinstance(kept, Tensor)
@@ -150,25 +150,25 @@ def rescaled(state: Mapping[str, Kept], factor: float) -> dict[str, Kept]:
 
 
 def arrived(state: Mapping[str, Kept], bucket: Bucket) -> list[tuple[int, int]] | None:
-    """Returns the sections of the bucket's elements that the step to this state summed; None: all of them.
+    """Returns the ranges [start, stop) of elements of the bucket that the step before this state summed; None: all.
 
-    A state of a part of the bucket, which other ranks do not know, does not count.
+    Only state of the whole bucket counts, as state of a part is known to one rank only.
     """
     parts = (part for kept in state.values() if not isinstance(kept, Tensor) for part in kept)
     return next((part.arrived for part in parts if part.spec.numel == bucket.numel), None)
 
 
 def without(state: Mapping[str, Kept], before: Mapping[str, Kept], names: Collection[str]) -> dict[str, Kept]:
-    """Returns the next state; parameters that no rank used keep what the state `before` kept for them."""
+    """Returns the next state, with the values of `before` for the parameters `names`, which no rank used."""
     return {point: _without(kept, before[point], names) for point, kept in state.items()}
 
 
 def with_slices(bucket: Bucket, state: Mapping[str, Kept], saved: Sequence[StateSlice]) -> dict[str, Kept]:
-    """Returns a fresh state of a bucket with the elements of the slices that lie in the bucket.
+    """Returns a bucket's new `state` with saved values copied in, for the elements that lie in the bucket.
 
-    Other plans cut elsewhere. Writes into the tensors of `state`. A tensor that goes with a segment as a whole is taken
-    where it has the same shape. The rest of sums that this rank no longer owns is still to be sent: it is added to the
-    residual of the rank's own gradient, and where several ranks kept the sum alike, each adds its share.
+    It overwrites the tensors of `state`; slices may be cut by another plan's buckets. A tensor that belongs to a whole
+    segment is copied if its shape is the same. Residuals of sums that this rank no longer owns are still to be sent:
+    they are added to the residual of the rank's own gradient, by equal shares where several ranks kept the same one.
     """
     found = _by_parameter(bucket, saved)
     taken = {point: _with_slices(bucket, point, kept, found) for point, kept in state.items()}
@@ -188,15 +188,15 @@ def with_slices(bucket: Bucket, state: Mapping[str, Kept], saved: Sequence[State
 
 
 def left_to_send(part: StateSlice) -> bool:
-    """Whether the slice is a residual of gradients, or of sums: under any plan it can be sent with gradients."""
+    """Whether the slice is a residual of gradients or of sums, which any plan can send with the next gradients."""
     point, _, name = part.point.partition(".")
     return not part.whole and name == RESIDUAL and (point == SENT or _copies(point) > 0)
 
 
 def carried_residual(bucket: Bucket, state: Mapping[str, Kept], saved: Sequence[StateSlice]) -> Tensor | None:
-    """Returns the residuals that a former plan left for elements without a residual in this flat bucket.
+    """Returns a former plan's residuals for elements of this flat bucket whose `state` has no residual.
 
-    They are (numel,), in units of the gradient, in the type that sums are made in; None where there are none.
+    The tensor is (numel,), in units of the gradient, in the dtype in which sums accumulate; None if there are none.
     """
     places = bucket.flat_spec.places
     flat: Tensor | None = None
@@ -220,7 +220,7 @@ def carried_residual(bucket: Bucket, state: Mapping[str, Kept], saved: Sequence[
 
 
 def _by_parameter(bucket: Bucket, saved: Iterable[StateSlice]) -> dict[str, list[StateSlice]]:
-    """Returns the slices of the bucket's parameters, by name."""
+    """Returns the saved slices that belong to the bucket's parameters, by parameter name."""
     found: dict[str, list[StateSlice]] = {name: [] for name in bucket.names}
     for part in saved:
         if part.name in found:
@@ -229,19 +229,19 @@ def _by_parameter(bucket: Bucket, saved: Iterable[StateSlice]) -> dict[str, list
 
 
 def carried_slices(bucket: Bucket, flat: Tensor) -> Iterator[StateSlice]:
-    """Yields a carried residual, (numel,), by segment, for a checkpoint or another plan."""
+    """Yields a residual that a former plan left to be sent, `flat`, (numel,), as one slice per segment."""
     return _by_segment(f"{CARRIED}.{RESIDUAL}", bucket.segments, flat)
 
 
 def _copies(point: str) -> int:
-    """Returns how many ranks keep the same at a point whose state is added to a rank's gradient; 0 for other points."""
+    """Returns how many ranks keep the same residual at a compress point of sums, 1 if it is carried; 0 elsewhere."""
     return 1 if point == CARRIED else copies_at(point)
 
 
 def has_place(states: Iterable[Mapping[str, Kept]], part: StateSlice) -> bool:
-    """Whether such states keep all elements of this slice at the same point, as `with_slices` lays them.
+    """Whether buckets with these states have room for all elements of the slice, so that `with_slices` loses none.
 
-    A tensor that goes with a segment as a whole may begin anew, where such a tensor is kept.
+    For a tensor of a whole segment it is enough that one of the same name is kept: it may begin anew.
     """
     point, _, name = part.point.partition(".")
     if part.whole:
@@ -260,7 +260,7 @@ def has_place(states: Iterable[Mapping[str, Kept]], part: StateSlice) -> bool:
 
 
 def dtype_at(states: Iterable[Mapping[str, Kept]], part: StateSlice) -> torch.dtype | None:
-    """Returns the element type in which such states keep the slice's elements at its point; None: they keep none."""
+    """Returns the dtype in which these states keep the slice's elements; None if they keep none of them."""
     point, _, name = part.point.partition(".")
     for state in states:
         if not part.whole and isinstance(kept := state.get(part.point), Tensor):
@@ -283,7 +283,7 @@ def _dtype_in(kept: CompressorState, name: str, part: StateSlice) -> torch.dtype
 
 
 def keeps_values(state: Mapping[str, Kept]) -> bool:
-    """Whether a rank that runs by such a state keeps values of its own; True, to be safe, for an owner of nothing."""
+    """Whether a rank with this state keeps tensors of its own; True, to be safe, for a rank that owns no part."""
     return any(
         isinstance(kept, Tensor) or not kept or any(part.elements or part.tensors or part.together for part in kept)
         for kept in state.values()
@@ -291,7 +291,7 @@ def keeps_values(state: Mapping[str, Kept]) -> bool:
 
 
 def _segments_of(kept: Kept, name: str, parameter: str) -> list[Segment]:
-    """Returns the segments of a parameter of which compressors keep elements under this name."""
+    """Returns the segments of a parameter for whose elements compressors keep a tensor called `name`."""
     if isinstance(kept, Tensor):
         return []
     inside = (part.spec.places.get(parameter, ()) for part in kept if name in part.elements)
@@ -299,7 +299,7 @@ def _segments_of(kept: Kept, name: str, parameter: str) -> list[Segment]:
 
 
 def _add(part: StateSlice, kept: tuple[CompressorState, ...]) -> None:
-    """Adds the values of a slice to the kept ones of the same name."""
+    """Adds the values of a slice to the kept tensor that `part.point` names, at the same elements."""
     for state in kept:
         if part.point not in state.elements:
             continue
@@ -377,7 +377,7 @@ def _restored(point: str, state: CompressorState, saved: Found) -> CompressorSta
 
 
 def _whole(point: str, segment: Segment, fresh: Tensor, saved: Found) -> Tensor:
-    """Returns the tensor kept for the segment as a whole, or the fresh one where none was kept."""
+    """Returns a copy of the saved tensor for the whole segment, or `fresh` if none of its shape and dtype was saved."""
     for part in saved.get(segment.name, ()):
         fits = part.values.shape == fresh.shape and part.values.dtype is fresh.dtype
         if part.whole and part.point == point and fits and part.overlaps(segment):

@@ -1,1 +1,1 @@
-"""Gradients as tensors: buckets, the views that parameters get, rows and elements, densities, marks of writes."""
+"""Gradients as tensors: buckets, `param.grad` as views of them, rows and elements, densities, detection of writes."""

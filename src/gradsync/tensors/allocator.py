@@ -1,7 +1,7 @@
-"""Memory of large tensors on the host, reused once the tensors are gone.
+"""An allocator of large tensors on the host, which reuses memory once the tensors on it are gone.
 
-The system clears each page that it hands out anew, and the allocator of the C library gives large blocks back as soon
-as a tensor dies: for tensors of every step that takes longer than most kernels take to fill them.
+The operating system clears each page that it hands out anew, and the allocator of the C library gives large blocks
+back as soon as a tensor dies: for tensors of every step that takes longer than most kernels take to fill them.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # a fork writes to pages of its 
 
 
 def empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns an uninitialised tensor, (numel,), in reused memory where there is some; it cannot be resized."""
+    """Returns an uninitialised tensor, (numel,), in reused memory if there is any; the tensor cannot be resized."""
     if device.type != "cpu" or numel * dtype.itemsize < LEAST_BYTES:
         return torch.empty(numel, dtype=dtype, device=device)
     return _blocks.lend(numel * dtype.itemsize).view(dtype)
 
 
 def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns an uninitialised tensor of as many elements as `x`, (x.numel(),), see `empty`."""
+    """Returns an uninitialised tensor with as many elements as `x`, (x.numel(),), in reused memory if there is any."""
     return empty(x.numel(), dtype or x.dtype, x.device)
 
 
 def zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns a tensor of zeros, (numel,), see `empty`."""
+    """Returns a tensor of zeros, (numel,), in reused memory if there is any."""
     return empty(numel, dtype, device).zero_()
 
 
 def release() -> None:
-    """Gives memory that no tensor uses back to the system."""
+    """Gives memory that no tensor uses back to the operating system."""
     _blocks.release()
 
 
 class Blocks:
-    """Blocks of memory, each of which comes back by itself once the last tensor on it is gone.
+    """A pool of memory blocks; a block returns to the pool by itself once the last tensor on it is gone.
 
-    There is no lock: a finaliser that closes an engine, and so releases all, may run in the middle of any method.
+    There is no lock: a finaliser that closes an engine, and so calls `release`, may run in the middle of any method.
     """
 
     def __init__(self) -> None:
@@ -52,10 +52,10 @@ class Blocks:
         self._lendings = 0
 
     def lend(self, nbytes: int) -> Tensor:
-        """Returns a tensor on a block, (nbytes,) uint8, uninitialised.
+        """Returns an uninitialised tensor in a block of the pool or in a new block, (nbytes,) uint8.
 
         Raises:
-            MemoryError: the system has no such memory.
+            MemoryError: the system does not have that much memory.
         """
         size = block_size(nbytes)
         self._lendings += 1
@@ -94,7 +94,7 @@ class Blocks:
 
 
 def block_size(nbytes: int) -> int:
-    """Returns the size of a block for so many bytes, in whole pages and at most an eighth larger."""
+    """Returns the size of a memory block for `nbytes`: that many, rounded up to whole pages by at most an eighth."""
     step = max(mmap.PAGESIZE, (1 << (nbytes - 1).bit_length()) // (2 * _STEPS))
     return -(-nbytes // step) * step
 

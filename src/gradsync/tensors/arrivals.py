@@ -1,4 +1,4 @@
-"""The elements for which a step brought gradients: all, except under schemes that send some elements only."""
+"""The elements of parameters for which a training step brought gradients: all, unless a scheme sends only some."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Sections = Sequence[tuple[int, int]]  # [start, stop) of elements, ascending
 
 @dataclass(frozen=True)
 class Arrival:
-    """The elements of one bucket for which a step brought gradients."""
+    """The elements of one bucket for which a training step brought synchronised gradients."""
 
     bucket: Bucket
     sections: Sections | None  # of the bucket's elements; None: all
@@ -24,7 +24,7 @@ class Arrival:
 
 
 class Arrivals:
-    """The elements for which a step brought gradients, by parameter."""
+    """The elements of each parameter for which a training step brought synchronised gradients."""
 
     def __init__(self, buckets: Iterable[Arrival] = ()) -> None:
         self._partial: dict[str, list[Arrival]] = {}
@@ -36,17 +36,17 @@ class Arrivals:
 
     @property
     def freeze(self) -> bool:
-        """Whether there are elements that an optimiser must leave alone."""
+        """Whether optimisers must leave some elements and their state unchanged, as no gradient was sent for these."""
         return any(each.frozen and each.sections is not None for found in self._partial.values() for each in found)
 
     def of(self, name: str) -> Sections | None:
-        """Returns the sections of the parameter's elements for which gradients arrived; None: all."""
+        """Returns the ranges [start, stop) of the parameter's elements for which gradients arrived; None if for all."""
         if name not in self._partial:
             return None
         return sorted(section for each in self._partial[name] for section in _within(name, each.bucket, each.sections))
 
     def unfrozen(self, name: str) -> Sections | None:
-        """Returns the sections of the parameter's elements that an optimiser may change; None: all."""
+        """Returns the ranges [start, stop) of the parameter's elements that an optimiser may change; None if all."""
         found = self._partial.get(name, ())
         if not any(each.frozen for each in found):
             return None
@@ -55,7 +55,7 @@ class Arrivals:
 
 
 def gathered(tensor: Tensor, sections: Sections) -> Tensor:
-    """Returns a copy of the elements in the sections, (elements,), end to end in the order of their indices."""
+    """Returns a copy of these ranges [start, stop) of the flattened `tensor`, one after the other, (elements,)."""
     lengths = [stop - start for start, stop in sections]
     elements = memory.empty(sum(lengths), tensor.dtype, tensor.device)
     if lengths:
@@ -65,7 +65,7 @@ def gathered(tensor: Tensor, sections: Sections) -> Tensor:
 
 
 def put(elements: Tensor, sections: Sections, tensor: Tensor) -> None:
-    """Writes elements, (elements,) as from `gathered`, back into their sections of `tensor`, which has any shape."""
+    """Writes `elements`, (elements,) as from `gathered`, into these ranges [start, stop) of `tensor`, of any shape."""
     if not sections:
         return
     flat = tensor.detach().reshape(-1)
@@ -76,7 +76,7 @@ def put(elements: Tensor, sections: Sections, tensor: Tensor) -> None:
 
 
 def _within(name: str, bucket: Bucket, sections: Sections | None) -> Iterator[tuple[int, int]]:
-    """Yields the parts of a bucket's sections that belong to the parameter, as indices of its own elements."""
+    """Yields the ranges of the parameter's own elements that `sections` of its bucket contain; None: all of it."""
     offset = 0
     for segment in bucket.segments:
         if segment.name == name:

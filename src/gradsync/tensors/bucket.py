@@ -1,7 +1,7 @@
 """Buckets: segments of named parameters, seen as one flat tensor or as row-sparse tables.
 
-Pure data: the memory of a bucket is in `gradients.py`. A flat bucket ends with flags that ride along in the sum and
-tell, for each segment, whether any rank used the parameter, and what the ranks must know of each other's step.
+Pure data: the memory of a bucket is in `gradients.py`. A flat bucket ends with flags, numbers that are summed
+over ranks with the gradients: they show which parameters some rank used, and whether the ranks are at the same step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..kernels import Sections
 
 
 class Layout(StrEnum):
-    """The form in which a scheme takes its bucket."""
+    """The form in which a scheme gets its bucket: one flat tensor, or row-sparse tables."""
 
     FLAT = "flat"
     ROWS = "rows"
@@ -59,7 +59,7 @@ class TensorSpec:
 
     @property
     def num_rows(self) -> int:
-        """The first dimension: the rows of a table."""
+        """The size of the first dimension, which is the number of rows of a table."""
         return self.shape[0]
 
     @property
@@ -77,7 +77,7 @@ def model_digest(specs: Mapping[str, TensorSpec]) -> str:
 
 
 def describe_specs(specs: Mapping[str, TensorSpec]) -> list[str]:
-    """Returns one line a parameter, `name: shape dtype`."""
+    """Returns one line for each parameter, `name: shape dtype`."""
     return [f"{name}: {spec}" for name, spec in specs.items()]
 
 
@@ -86,13 +86,13 @@ PHASES = 3  # ranks compare step numbers modulo this: they differ by one, hardly
 
 @dataclass(frozen=True)
 class StepMarks:
-    """Facts of its step that a rank tells the others, beside the gradients."""
+    """Facts about a rank's training step that it sends to the other ranks along with the gradients."""
 
     late: bool = False  # the rank takes part at the optimiser's step only: its backward reached no parameter
     phase: int | None = None  # rounds of the rank's optimiser modulo PHASES; None where no step of it was seen
 
     def flags(self) -> list[float]:
-        """The marks as numbers to be summed over the ranks: a sum above 0 means that some rank has set the mark."""
+        """Returns the marks as numbers to be summed over ranks: a sum above 0 means that some rank set that mark."""
         return [float(self.late), *(float(self.phase == phase) for phase in range(PHASES))]
 
 
@@ -115,7 +115,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class FlatSpec:
-    """The segments of tensors that lie end to end in one flat tensor, as a compressor sees them."""
+    """The layout of a flat tensor: the segments of parameters that lie in it end to end, their shapes, its dtype."""
 
     segments: tuple[Segment, ...]
     shapes: tuple[
@@ -130,7 +130,7 @@ class FlatSpec:
             raise ValueError(f"FlatSpec needs one shape for each segment, got {self.segments} and {self.shapes}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Leaves cached values out of pickles: hashes of names differ between processes."""
+        """Pickles the fields without cached values, because hashes of names differ between processes."""
         return FlatSpec, (self.segments, self.shapes, self.dtype, self.salt)
 
     def __hash__(self) -> int:
@@ -157,7 +157,7 @@ class FlatSpec:
 
     @cached_property
     def places(self) -> Mapping[str, Sequence[tuple[int, int, Segment]]]:
-        """The segments of each parameter, by its name: (number, offset in the flat tensor, segment)."""
+        """The segments of each parameter, by its name: (index of the segment, offset in the flat tensor, segment)."""
         found: dict[str, list[tuple[int, int, Segment]]] = {}
         offset = 0
         for number, segment in enumerate(self.segments):
@@ -167,7 +167,7 @@ class FlatSpec:
 
     @cached_property
     def sections(self) -> Sections:
-        """The segments as kernels take them, without seeds."""
+        """The lengths of the segments and their offsets in their parameters, as kernels take them, without seeds."""
         return Sections(self.lengths, tuple(segment.start for segment in self.segments))
 
     @property
@@ -179,7 +179,7 @@ class FlatSpec:
         return self.numel * self.itemsize
 
     def cut(self, start: int, stop: int) -> FlatSpec:
-        """Returns the spec of elements [start, stop) of the flat tensor; of no elements, one empty segment."""
+        """Returns the spec of elements [start, stop) of the flat tensor; an empty range gets one empty segment."""
         segments, shapes, offset = [], [], 0
         for segment, shape in zip(self.segments, self.shapes, strict=True):
             low, high = max(start, offset), min(stop, offset + segment.numel)
@@ -195,13 +195,13 @@ class FlatSpec:
         return replace(self, segments=tuple(segments), shapes=tuple(shapes))
 
     def with_dtype(self, dtype: torch.dtype) -> FlatSpec:
-        """Returns the spec of the same elements in another type."""
+        """Returns the spec of the same segments with another dtype."""
         return replace(self, dtype=dtype)
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Segments that travel together, all of one dtype; `tensors` holds the spec of each segment's parameter."""
+    """Segments of parameters, all of one dtype, that are synchronised together; `tensors` are the parameters' specs."""
 
     id: str
     segments: tuple[Segment, ...]
@@ -226,7 +226,7 @@ class Bucket:
 
     @property
     def numel(self) -> int:
-        """The number of elements of the bucket's parameters."""
+        """The number of elements in all segments, without flags."""
         return sum(segment.numel for segment in self.segments)
 
     @property
@@ -235,13 +235,13 @@ class Bucket:
 
     @property
     def title(self) -> str:
-        """The name of the bucket in error messages."""
+        """The id of the bucket and the name of its first parameter, for error messages."""
         others = f" and {len(self.segments) - 1} more" if len(self.segments) > 1 else ""
         return f"bucket {self.id!r} ({self.segments[0].name}{others})"
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
-        """The specs of the tensors that the scheme gets: the tables, or one flat tensor with its flags if they ride."""
+        """The specs of the tensors that the scheme gets: the tables, or one flat tensor, with flags if `flags_ride`."""
         if self.layout is Layout.ROWS:
             return self.tensors
         flags = self.num_flags if self.flags_ride else 0
@@ -249,7 +249,7 @@ class Bucket:
 
     @property
     def flat_spec(self) -> FlatSpec:
-        """The segments as a flat tensor, without flags."""
+        """The layout of the segments in the bucket's flat tensor, without flags."""
         whole = [segment.numel == spec.numel for segment, spec in zip(self.segments, self.tensors, strict=True)]
         shapes = [
             spec.shape if is_whole else (segment.numel,)
@@ -259,14 +259,15 @@ class Bucket:
 
     @property
     def num_flags(self) -> int:
-        """The number of flags: one a segment (who used it), one for non-finite values, and the step's marks."""
+        """The number of flags: one per segment (was it used), one for non-finite values, and those of `StepMarks`."""
         return len(self.segments) + 1 + NUM_MARKS
 
 
 def cut_by_bytes(sizes: Iterable[tuple[str, int]], first_bytes: int, most_bytes: int) -> list[list[str]]:
-    """Returns consecutive names in groups of at most `most_bytes` (the first group: `first_bytes`), none of them empty.
+    """Cuts a sequence of (name, bytes) into lists of names with at most `most_bytes` each, `first_bytes` in the first.
 
-    The small first group is DDP's habit: its transfer starts early, while most of backward is still to come.
+    A name with more bytes has a list of its own. The small first list is DDP's habit: its transfer starts early, while
+    most of backward is still to come.
     """
     groups: list[list[str]] = [[]]
     filled, limit = 0, first_bytes
@@ -280,7 +281,7 @@ def cut_by_bytes(sizes: Iterable[tuple[str, int]], first_bytes: int, most_bytes:
 
 
 def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Returns the parameters that require gradients by name; tied ones once, under their first name."""
+    """Returns the parameters that require gradients, by name; tied ones once, under their first name."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 

@@ -25,7 +25,7 @@ MOST_FOUND = 0.5  # density up to which a dense gradient may be worth a sparse e
 
 @dataclass(frozen=True)
 class DensityProfile:
-    """The rows that one rank touches in a step, and the growth of their union over several ranks.
+    """The number of non-zero rows in one rank's gradient (rows that it touches), and its growth in sums over ranks.
 
     In the profile of a tensor seen element by element, the elements are the rows. `densification[k]` is the
     densification ratio gamma^k: the density of the sum over k ranks over that of one rank.
@@ -48,15 +48,14 @@ class DensityProfile:
         return self.rows / self.num_rows if self.num_rows else 0.0
 
     def may_have_rows_of(self, other: DensityProfile) -> bool:
-        """Whether the profiles allow that two tables have the same rows."""
+        """Whether two tables may have the same non-zero rows: equally many, and patterns that do not differ."""
         unknown = not (self.pattern and other.pattern)
         return self.rows == other.rows and (unknown or self.pattern == other.pattern or self.rows == 0)
 
     def share(self, start: int, stop: int, ranks: int) -> float:
-        """Returns the share, in [0, 1], of the rows in [start, stop) among those that `ranks` ranks touch together.
+        """Returns the share, in [0, 1], that rows [start, stop) have of all rows which any of `ranks` ranks touches.
 
-        It is measured for one rank and for all; in between it is the mean of the two, weighted as the logarithm of the
-        number of ranks.
+        It is measured for one rank and for all; in between it is interpolated by the logarithm of the number of ranks.
         """
         everything = max(self.num_rows, 1)
         begin, end = start / everything, stop / everything
@@ -66,7 +65,10 @@ class DensityProfile:
         return one * (1 - weight) + everybody * weight
 
     def in_blocks(self, length: int) -> DensityProfile:
-        """Returns the profile of a flat tensor in blocks of `length` elements, evenly strewn unless measured."""
+        """Returns the profile of a flat tensor with blocks of `length` elements as rows.
+
+        Unless such blocks were measured, the non-zero elements are assumed to be spread evenly.
+        """
         if length == 1 or length in self.blocks:
             return self.blocks.get(length, self)
         blocks = -(-self.num_rows // length)
@@ -79,7 +81,7 @@ class DensityProfile:
         return DensityProfile(blocks, rows, growth, shares=self.shares, union_shares=self.union_shares)
 
     def of_sums(self, ranks: int) -> DensityProfile:
-        """Returns the profile in which each participant brings the sum over `ranks` ranks, as nodes do."""
+        """Returns the profile of sums over `ranks` ranks each, such as those that nodes exchange with each other."""
         rows, most = self.union_rows(ranks), max(self.densification, default=1)
         counts = {most / ranks, *(2**j for j in range(1, 32) if ranks * 2**j < most)}
         growth = {int(k): self.union_rows(int(k) * ranks) / rows for k in counts if k == int(k) > 1 and rows}
@@ -88,7 +90,7 @@ class DensityProfile:
         return replace(self, rows=rows, densification=growth, most_rows=most_rows, blocks=blocks)
 
     def of_range(self, start: int, stop: int) -> DensityProfile:
-        """Returns the profile of the rows in [start, stop) as a table of their own, evenly filled."""
+        """Returns the profile of rows [start, stop) as a table of their own, assumed to be filled evenly."""
         length = stop - start
         rows = min(self.rows * self.share(start, stop, 1), float(length))
         growth = {k: min(ratio, length / rows) for k, ratio in self.densification.items() if rows}
@@ -96,9 +98,9 @@ class DensityProfile:
         return DensityProfile(length, rows, growth, self.pattern, blocks=blocks)
 
     def union_rows(self, ranks: int) -> float:
-        """Returns the rows of the sum over `ranks` ranks: measured, or interpolated as a power of the number of ranks.
+        """Returns the number of non-zero rows in the sum over `ranks` ranks: measured, or interpolated by a power law.
 
-        With nothing measured the ranks are taken as independent and uniform, which overstates the union of skewed data.
+        With nothing measured the ranks count as independent and uniform, which overstates the union of skewed data.
         """
         if ranks <= 1 or self.rows == 0:
             return self.rows
@@ -126,12 +128,15 @@ class ParameterProfile:
 
     @property
     def found(self) -> bool:
-        """Whether a gradient of dense layout was found to be sparse."""
+        """Whether a gradient of dense layout was measured to have at most half of its rows or elements non-zero."""
         return not self.sparse and any(d is not None and d.density <= MOST_FOUND for d in (self.density, self.elements))
 
 
 def _share(shares: Sequence[float], start: float, stop: float) -> float:
-    """Returns the share of the part [start, stop), in [0, 1] both, where `shares` has those of even partitions."""
+    """Returns the share of non-zero rows that lies in [start, stop) of a table whose rows are scaled to [0, 1].
+
+    `shares` are those of even contiguous partitions of the table; without any the rows are assumed to be spread evenly.
+    """
     low, high = min(start, 1.0), min(stop, 1.0)
     if not shares:
         return high - low
@@ -153,7 +158,7 @@ def partition_shares(rows: Tensor, num_rows: int) -> tuple[float, ...]:
 
 
 def profile_rows(index_lists: Sequence[Tensor], num_rows: int) -> DensityProfile:
-    """Returns the exact profile of one step from the row indices, repeats allowed, that each rank touches."""
+    """Returns the exact density profile of one step from the row indices, repeats allowed, that each rank touches."""
     unique = [torch.unique(indices) for indices in index_lists]
     rows = sum(u.numel() for u in unique) / max(len(unique), 1)
     densification: dict[int, float] = {}
@@ -172,7 +177,7 @@ def profile_rows(index_lists: Sequence[Tensor], num_rows: int) -> DensityProfile
 
 
 def profile_tables(tables: Sequence[tuple[int, Sequence[Tensor]]]) -> tuple[DensityProfile, ...]:
-    """Returns the exact profiles of several tables in one step from (num_rows, row indices that each rank touches).
+    """Returns the exact density profiles of several tables in one step, each given as (num_rows, row indices by rank).
 
     Tables whose ranks all touch the same rows in the same order get the same pattern.
     """
@@ -191,7 +196,7 @@ def profile_tables(tables: Sequence[tuple[int, Sequence[Tensor]]]) -> tuple[Dens
 
 
 def joined(profiles: Sequence[DensityProfile]) -> DensityProfile:
-    """Returns the profile of several tensors laid one after the other, without the places of their rows."""
+    """Returns the density profile of several tensors laid one after the other; it has no `shares` of partitions."""
     rows = sum(p.rows for p in profiles)
     ranks = {k for p in profiles for k in p.densification}
     growth = {k: sum(p.union_rows(k) for p in profiles) / rows for k in sorted(ranks) if rows > 0}
@@ -200,10 +205,10 @@ def joined(profiles: Sequence[DensityProfile]) -> DensityProfile:
 
 @dataclass(frozen=True)
 class ZeroSample:
-    """Whether sampled rows and elements of one dense gradient are non-zero, and how many of all are.
+    """A sample of a dense gradient: whether sampled rows and elements are non-zero, and how many of all are non-zero.
 
-    All ranks sample the same places. The counts are exact, or those of a full tensor where the sample says that
-    counting is not worth its time.
+    All ranks sample the same indices. The counts are exact, but a gradient that is mostly non-zero in the sample counts
+    as full (non-zero throughout), which saves counting.
     """
 
     rows: Tensor  # bool (rows_sampled(spec),)
@@ -213,7 +218,10 @@ class ZeroSample:
 
     @classmethod
     def of(cls, gradient: Tensor) -> ZeroSample:
-        """Returns the sample of a dense gradient of any shape; a mostly non-zero one counts as full in all rows."""
+        """Returns the sample of a dense gradient of any shape.
+
+        A gradient that is mostly non-zero, or not contiguous, counts as non-zero throughout.
+        """
         spec = TensorSpec.of(gradient)
         if not gradient.is_contiguous():  # as in channels-last convolutions: taken as full, which saves a copy
             return cls.full(spec)
@@ -226,18 +234,18 @@ class ZeroSample:
 
     @classmethod
     def full(cls, spec: TensorSpec) -> ZeroSample:
-        """Returns the sample of a gradient that is not sparse."""
+        """Returns the sample of a gradient without zeros that has this shape."""
         rows, elements = torch.ones(rows_sampled(spec)), torch.ones(min(SAMPLES, spec.numel))
         return cls(rows.bool(), elements.bool(), spec.num_rows if spec.shape else 1, spec.numel)
 
     @classmethod
     def unused(cls, spec: TensorSpec) -> ZeroSample:
-        """Returns the sample of a parameter that has no gradient on this rank."""
+        """Returns the sample, all zero, of a parameter that has no gradient on this rank."""
         return cls(torch.zeros(rows_sampled(spec)).bool(), torch.zeros(min(SAMPLES, spec.numel)).bool(), 0, 0)
 
 
 def rows_sampled(spec: TensorSpec) -> int:
-    """Returns the number of rows that are sampled; 0 where a row is an element."""
+    """Returns how many rows are sampled of a tensor with this shape; 0 if each row is a single element."""
     return min(SAMPLES, spec.num_rows) if len(spec.shape) > 1 and spec.dim > 1 else 0
 
 
@@ -250,15 +258,15 @@ def sample_places(size: int, device: torch.device) -> Tensor:
 
 
 def profile_sample(hits: Tensor, counts: Tensor, size: int) -> DensityProfile | None:
-    """Returns the profile of `size` rows from the ranks' samples; None where all ranks counted nothing.
+    """Returns the density profile of `size` rows (or elements) from the ranks' samples; None if no rank counted any.
 
-    The union is estimated from the hits, if there are enough of them; else it is taken as that of independent ranks. A
-    gradient of zeros, as a zero-initialised layer behind it gives in a first step, says nothing of the next one.
+    The union over ranks is estimated from the sampled hits, if there are enough; else ranks count as independent. A
+    gradient of zeros, as a zero-initialised layer behind it gives in a first step, does not predict the next one.
 
     Args:
-        hits: whether each sampled place is non-zero, (ranks, samples) bool.
-        counts: the non-zero rows that each rank counted.
-        size: all rows.
+        hits: whether each sampled row is non-zero, (ranks, samples) bool.
+        counts: the number of non-zero rows that each rank counted, (ranks,).
+        size: the number of all rows.
     """
     rows, mean_hits = float(counts.double().mean()), float(hits.sum()) / len(hits)
     if rows == 0:
@@ -270,7 +278,7 @@ def profile_sample(hits: Tensor, counts: Tensor, size: int) -> DensityProfile | 
 
 
 def denser(a: DensityProfile | None, b: DensityProfile | None) -> DensityProfile | None:
-    """Returns the denser of two profiles of one tensor: what was once full must be expected to be full again."""
+    """Returns the denser of two profiles of one tensor, as a gradient that was full once may be full again."""
     if a is None or b is None:
         return a or b
     return a if a.rows >= b.rows else b

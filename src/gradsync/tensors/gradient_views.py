@@ -1,6 +1,6 @@
-"""`GradientViews`: the parameters whose gradients live in their bucket's memory, so that nothing is copied.
+"""`GradientViews`: the views of bucket memory in which parameters' gradients live, so that nothing is copied.
 
-A gradient is known by its memory, address and strides, never by the tensor object: users replace `p.grad`, assign to
+A gradient is recognised by its address and strides, never by the tensor object: users replace `p.grad`, assign to
 `p.grad.data` or move the model, and objects say nothing of that. Memory that user code refers to is never written to
 unexpectedly: a bucket whose old gradients are still held takes fresh memory, and a gradient in memory of the user's
 stays there, the synchronised one being copied into it. So references see what they see with plain DDP.
@@ -21,7 +21,7 @@ MOST_LENT_BYTES = 64 << 10  # below, autograd adds into zeroed memory, which sav
 
 
 class GradientView:
-    """The place of one parameter's gradient in its bucket's memory."""
+    """The view of bucket memory in which one parameter's gradient may live, called its place."""
 
     __slots__ = ("_address", "_strides", "memory", "name", "parameter", "tensor")
 
@@ -34,34 +34,34 @@ class GradientView:
         self.lie_at(tensor)
 
     def lie_at(self, tensor: Tensor) -> None:
-        """Moves the place to `tensor`, a view of the bucket's memory with the shape and dtype of the parameter."""
+        """Makes `tensor`, a view of the bucket's memory with the parameter's shape and dtype, the gradient's place."""
         self.tensor, self._address, self._strides = tensor, tensor.data_ptr(), tensor.stride()
 
     def holds(self, gradient: Tensor) -> bool:
-        """Returns whether a gradient, with the parameter's shape and dtype, lies in this place: address and strides."""
+        """Returns whether a gradient, of the parameter's shape and dtype, is this view: same address and strides."""
         is_dense = gradient.layout is torch.strided
         return is_dense and gradient.data_ptr() == self._address and gradient.stride() == self._strides
 
     def is_lived_in(self) -> bool:
-        """Returns whether the parameter has a gradient that lies in this place."""
+        """Returns whether the parameter has a gradient and this lies in the view."""
         gradient = self.parameter.grad
         return gradient is not None and self.holds(gradient)
 
     def fits(self) -> bool:
-        """Returns whether the place has the strides that autograd gives the parameter's gradients.
+        """Returns whether the view has the strides that autograd gives the parameter's gradients.
 
-        The strides differ once the model went over to another memory format.
+        The strides differ after the model has been converted to another memory format.
         """
         parameter, strides = self.parameter, self._strides
         return parameter.stride() == strides or torch.empty_like(parameter, device="meta").stride() == strides
 
     def give(self) -> None:
-        """Makes the place the parameter's gradient."""
+        """Sets `param.grad` to the view."""
         self.parameter.grad = self.tensor.detach()
 
 
 class GradientViews:
-    """The places of all parameters whose gradients can live in the buckets of a plan, and the gradients that do."""
+    """The views of a plan's buckets in which parameters' gradients can live, and the gradients that do live there."""
 
     def __init__(self) -> None:
         self._by_name: dict[str, GradientView] = {}
@@ -79,11 +79,11 @@ class GradientViews:
         return len(self._by_name)
 
     def get(self, name: str) -> GradientView | None:
-        """The parameter's place; None where the plan cuts it, or keeps it as a table."""
+        """Returns the view for the parameter's gradient; None if the plan cuts it or keeps it as a sparse table."""
         return self._by_name.get(name)
 
     def move_out(self) -> None:
-        """Releases the memory of the plan in force, which ends."""
+        """Drops the views of the old plan, and remembers the gradients in its memory that nothing else refers to."""
         self._movable = {
             view.name
             for views in self._by_bucket
@@ -94,7 +94,7 @@ class GradientViews:
         self._by_name, self._by_bucket = {}, []
 
     def move_in(self, memories: Iterable[Gradients], parameters: Mapping[str, nn.Parameter]) -> None:
-        """Takes places in the buckets of a new plan, in the plan's order."""
+        """Makes a view for each whole parameter in the flat buckets of a new plan, in the plan's order."""
         for memory in memories:
             views: list[GradientView] = []
             if isinstance(memory, FlatGradients):
@@ -108,28 +108,28 @@ class GradientViews:
         self.refit()
 
     def refit(self) -> None:
-        """Notes the views whose strides differ from their parameter's, as after a change of memory format."""
+        """Finds the views whose strides no longer fit their parameter, as after a change of memory format."""
         self._unfit = {name for name, view in self._by_name.items() if not view.fits()}
 
     def begin(self) -> Iterator[list[str]]:
-        """Begins a step: gives places to parameters that have no gradient; yields their names, bucket by bucket."""
+        """Begins a training step: sets small missing gradients to zeroed views; yields their names by bucket."""
         self._borrowed.clear()
         self._unrenewed.clear()
         for views in self._by_bucket:
             yield self._lend(views) if views else []
 
     def may_move(self, name: str) -> bool:
-        """Returns whether the gradient lies in memory of the plan before and nothing else refers to that memory."""
+        """Returns whether the gradient lies in the previous plan's memory and nothing else refers to it."""
         return name in self._movable
 
     def keep_values(self, name: str) -> None:
-        """Remembers the values of a gradient that this step's result will overwrite, see `restore`."""
+        """Saves the values of a gradient that this step's result will overwrite, for `restore` to write back."""
         view = self._by_name.get(name)
         if view is not None and name not in self._borrowed and view.is_lived_in():
             self._unrenewed[name] = view.tensor.clone()
 
     def restore(self, name: str) -> None:
-        """Leaves the parameter's gradient as it was before a step in which no rank used it."""
+        """Sets the parameter's gradient back to its state before this step, as no rank used the parameter."""
         view = self._by_name.get(name)
         if name in self._borrowed and view is not None:
             view.parameter.grad = None
@@ -137,10 +137,10 @@ class GradientViews:
             view.tensor.copy_(self._unrenewed[name])
 
     def settle(self, view: GradientView, produced: Tensor | None) -> None:
-        """Sets `param.grad` to its place after its values were copied there, unless anything refers to the old tensor.
+        """Sets `param.grad` to its bucket view, which has its values already, unless other code holds the old tensor.
 
         Args:
-            view: the place, which has the values of `param.grad` already.
+            view: the view, into which the values of `param.grad` were copied.
             produced: the tensor that autograd just accumulated, with the parameter's shape and dtype; None: unknown.
                 The caller must not refer to the gradient.
         """
@@ -155,7 +155,7 @@ class GradientViews:
             view.give()
 
     def deliver(self, view: GradientView) -> None:
-        """Makes the synchronised values the parameter's gradient, in the memory where the gradient lies."""
+        """Copies the synchronised values into `param.grad`; if that is missing or sparse, sets it to the view."""
         gradient = view.parameter.grad
         if gradient is None or gradient.requires_grad or gradient.layout is not torch.strided:
             view.give()
@@ -163,7 +163,7 @@ class GradientViews:
             gradient.copy_(view.tensor)
 
     def hold_all(self) -> bool:
-        """Returns whether the gradients of all parameters that have places lie in them, by one quick look."""
+        """Returns whether all parameters' gradients lie in their views, by comparing addresses and strides."""
         gradients: Any = [view.parameter.grad for view in self._by_name.values()]
         try:
             return (list(map(Tensor.data_ptr, gradients)), list(map(Tensor.stride, gradients))) == self._memory
@@ -171,7 +171,7 @@ class GradientViews:
             return False
 
     def end(self) -> None:
-        """Ends a step: gradients in memory of an earlier plan that did not move stay there."""
+        """Ends a training step: gradients that still lie in the previous plan's memory are no longer moved."""
         self._movable.clear()
 
     def _remember_memory(self) -> None:
@@ -213,12 +213,15 @@ def _object_references(parameter: nn.Parameter) -> int:
 
 
 def _memory_references(tensor: Tensor) -> int:
-    """Returns how many tensors lie in this tensor's memory, itself included, and how many refer to the memory."""
+    """Returns the use count of the tensor's storage: the tensors that lie in it, this one included, and others."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def _fewest_references() -> tuple[int, int]:
-    """Returns both numbers for a gradient that only its parameter refers to; versions of torch count differently."""
+    """Returns the object and memory references of a gradient that only its parameter refers to.
+
+    They are measured, as versions of torch count differently.
+    """
     parameter = nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
     return _object_references(parameter), _memory_references(parameter.grad)
@@ -228,7 +231,7 @@ _FEWEST_OBJECT_REFERENCES, _FEWEST_MEMORY_REFERENCES = _fewest_references()
 
 
 def _is_held(parameter: nn.Parameter) -> bool:
-    """Returns whether anything but the parameter refers to its gradient, as a tensor object."""
+    """Returns whether anything but the parameter refers to the tensor object that is its gradient."""
     return _object_references(parameter) > _FEWEST_OBJECT_REFERENCES
 
 

@@ -1,4 +1,4 @@
-"""The memory of a bucket: gradients go in, synchronised ones come out. Two kinds have one interface.
+"""The memory of a bucket, which takes gradients and gives synchronised ones: two classes with one interface.
 
 `FlatGradients` keeps dense gradients in one tensor, so that a parameter's gradient can *live* there as a view and
 nothing is copied. `RowGradients` holds sparse ones. Neither touches `param.grad`: `gradient_views.py` does.
@@ -17,7 +17,7 @@ from .sparse import SparseRows
 
 
 class FlatGradients:
-    """A flat bucket's memory: `flat` has the segments' elements one after the other, then the flags.
+    """The memory of a flat bucket: `flat` has the segments' elements one after the other, then the flags.
 
     Elements lie as in the parameter's memory (channels-last, say), so that its gradient can live here. With `in_order`,
     and for a parameter that the plan cut, they lie in the order of their indices.
@@ -54,16 +54,16 @@ class FlatGradients:
 
     @property
     def references(self) -> int:
-        """The number of tensors in this memory beside the bucket's own."""
+        """The number of tensors that lie in this memory, not counting the bucket's own."""
         return torch._C._storage_Use_Count(self._storage._cdata) - self._own_references
 
     def renew(self) -> None:
-        """Takes other memory, of zeros, and leaves the present one to the tensors that refer to it."""
+        """Allocates new memory, of zeros, and leaves the old memory to the tensors that refer to it."""
         self._allocate()
 
     @property
     def values(self) -> Tensor:
-        """The elements of the parameters without flags, (bucket.numel,), a view."""
+        """A view of the bucket's gradients without flags, (bucket.numel,)."""
         return self.flat[: self.bucket.numel]
 
     def view(self, name: str) -> Tensor | None:
@@ -74,11 +74,11 @@ class FlatGradients:
         return self._views.get(name)
 
     def begin(self) -> None:
-        """Begins a step, in which no parameter is used yet."""
+        """Begins a training step: marks all parameters as not yet used in it."""
         self._loaded.clear()
 
     def add(self, addend: Tensor) -> None:
-        """Adds `addend`, (bucket.numel,) in the order of the elements' indices, however parameters lie in memory."""
+        """Adds `addend`, (bucket.numel,) in index order, to the bucket's gradients, however these lie in memory."""
         offset = 0
         for segment in self.bucket.segments:
             part = addend[offset : offset + segment.numel].to(self.flat.device)
@@ -90,7 +90,7 @@ class FlatGradients:
             offset += segment.numel
 
     def clear(self) -> None:
-        """Sets all elements to zero."""
+        """Sets all gradients and flags to zero."""
         self.flat.zero_()
 
     def load(self, name: str, gradient: Tensor | None, *, used: bool = True) -> None:
@@ -117,9 +117,9 @@ class FlatGradients:
                 part.copy_(flat[segment.start : segment.stop])
 
     def take(self, *, check_finite: bool, marks: StepMarks = NO_MARKS) -> Tensor:
-        """Returns the flat tensor that the scheme gets, (bucket.numel,) or with the flags behind, after setting these.
+        """Sets the flags and returns the scheme's flat tensor, (bucket.numel,), with the flags behind if `flags_ride`.
 
-        The flags say which parameters this rank used, whether something is not finite, and the marks.
+        The flags say which parameters this rank used, whether a value is not finite (if checked), and the marks.
         """
         values = self.flat[: self.bucket.numel]
         loaded = [float(segment.name in self._loaded) for segment in self.bucket.segments]
@@ -128,16 +128,16 @@ class FlatGradients:
         return self.flat if self.bucket.flags_ride else values
 
     def accept(self, result: Tensor) -> None:
-        """Takes the synchronised values, of the shape that `take` returned.
+        """Copies the synchronised values, of the shape that `take` returned, into the bucket if they lie elsewhere.
 
-        If this has no flags, the caller has summed them already.
+        If they have no flags, the caller has summed `flags` over the ranks already.
         """
         target = self.flat if self.bucket.flags_ride else self.flat[: self.bucket.numel]
         if result.data_ptr() != target.data_ptr():
             target.copy_(result)
 
     def used(self, name: str) -> bool:
-        """Whether some rank used the parameter in the accepted step."""
+        """Whether any rank used the parameter in this step; valid after `accept`."""
         if name in self._loaded:
             return True
         positions = [i for i, segment in enumerate(self.bucket.segments) if segment.name == name]
@@ -145,7 +145,7 @@ class FlatGradients:
 
     @property
     def troubled(self) -> bool:
-        """Whether some rank's values were not finite in the accepted step (if the check was asked for)."""
+        """Whether any rank had non-finite values in this step, if `take` checked for them; valid after `accept`."""
         return bool(self.flags[-1 - NUM_MARKS] > 0)
 
     def spoil(self) -> None:
@@ -153,7 +153,7 @@ class FlatGradients:
         self.flat[: self.bucket.numel].fill_(torch.nan)
 
     def unload(self, name: str, out: Tensor | None, *, sparse: bool, shape: torch.Size) -> Tensor:
-        """Returns the synchronised gradient, of shape `shape`: the view if there is one, else `out`.
+        """Returns a parameter's synchronised gradient, of shape `shape`: the view if there is one, else `out`.
 
         Only this bucket's elements of `out` are overwritten; None: a new tensor. `sparse`: return a sparse COO tensor.
         """
@@ -169,7 +169,7 @@ class FlatGradients:
 
 
 class RowGradients:
-    """A bucket of row-sparse tables; each gradient is kept as it came until the scheme takes it."""
+    """The memory of a bucket of row-sparse tables, which keeps each gradient as loaded until the scheme takes it."""
 
     def __init__(self, bucket: Bucket, templates: Mapping[str, Tensor], device: torch.device) -> None:
         self.bucket = bucket
@@ -208,7 +208,7 @@ class RowGradients:
 
     @property
     def troubled(self) -> bool:
-        """Whether the sum has non-finite values, if that was asked for: the same answer on every rank."""
+        """Whether the summed tables have non-finite values, if `take` was to check; the same answer on every rank."""
         return self._check_finite and not all(bool(r.values.isfinite().all()) for r in self._result.values())
 
     def unload(self, name: str, out: Tensor | None, *, sparse: bool, shape: torch.Size) -> Tensor:
@@ -221,15 +221,15 @@ class RowGradients:
         return rows.write_to(out.detach().add_(0.0))
 
     def rows(self, name: str) -> int:
-        """Returns the number of distinct rows that this rank brought."""
+        """Returns the number of distinct rows in this rank's own gradient of the table."""
         return int(torch.unique(self._table(name).indices).numel())
 
     def union_rows(self, name: str) -> int:
-        """Returns the number of distinct rows of the sum."""
+        """Returns the number of distinct rows in the table's gradient summed over all ranks."""
         return self._result[name].nnz
 
     def first_with_rows_of(self, name: str) -> str:
-        """Returns the first table of the bucket whose rows the ranks found to be this table's, perhaps itself."""
+        """Returns the bucket's first table whose summed gradient has the same rows as this table's, perhaps itself."""
         mine = self._result[name]
         alike = (first for first, rows in self._result.items() if rows.num_rows == mine.num_rows)
         return next(first for first in alike if torch.equal(self._result[first].indices, mine.indices))
@@ -273,7 +273,10 @@ Gradients = FlatGradients | RowGradients
 
 
 def marks_of_ranks(gradients: Gradients) -> tuple[bool, bool]:
-    """Returns (some rank is late, the ranks are in different phases), from the accepted step's flags."""
+    """Returns whether some rank is late, and whether ranks are at different steps, read from the summed flags.
+
+    A late rank takes part only at the optimiser's step, as its backward reached no parameter.
+    """
     late, *phases = (gradients.flags[-NUM_MARKS:] > 0).tolist()
     return late, sum(phases) > 1
 
@@ -281,11 +284,11 @@ def marks_of_ranks(gradients: Gradients) -> tuple[bool, bool]:
 def gradients_of(
     bucket: Bucket, templates: Mapping[str, Tensor], device: torch.device, *, in_order: bool = False
 ) -> Gradients:
-    """Returns the memory for a bucket on this device.
+    """Returns new memory for a bucket's gradients on this device, of the class for the bucket's layout.
 
     Args:
         templates: tensors with the shapes and strides of the parameters, on any device, `meta` too.
-        in_order: see `FlatGradients`.
+        in_order: keeps elements in the order of their indices, see `FlatGradients`.
     """
     if bucket.layout is Layout.FLAT:
         return FlatGradients(bucket, templates, device, in_order=in_order)

@@ -1,4 +1,4 @@
-"""Formats in which a message tells the rows of a table, or the elements of a part, that it has.
+"""Formats in which a message encodes the indices of the rows or elements that it carries.
 
 Zen (OSDI 2025) pushes integers and pulls bitmaps. In between are offsets within blocks: 16 bits a row where few are
 touched, 8 bits from a density of about a twentieth of a percent up to an eighth, where the bitmap takes over. The
@@ -21,14 +21,14 @@ ALIGNMENT_BYTES = 8
 
 
 def aligned(nbytes: float) -> float:
-    """Returns `nbytes` rounded up to the alignment: exact for whole numbers, the mean for expected sizes."""
+    """Returns `nbytes` rounded up to a multiple of 8; an expected, fractional size gets the mean padding of 4."""
     if isinstance(nbytes, int) or nbytes.is_integer():
         return -(-int(nbytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     return nbytes + ALIGNMENT_BYTES / 2
 
 
 class IndexFormat(StrEnum):
-    """The formats of positions."""
+    """The formats in which a message encodes positions, the indices of its rows or elements."""
 
     LIST = "list"  # an integer a row
     OFFSETS_16 = "offsets_16"  # 2 bytes a row, 4 for each block of 65536
@@ -37,11 +37,11 @@ class IndexFormat(StrEnum):
     DENSE = "dense"  # no positions: all rows travel, absent ones as zeros
 
     def nbytes(self, count: float, length: int) -> float:
-        """Returns the aligned bytes of `count` positions in [0, length): for an expected count, the mean."""
+        """Returns the bytes, aligned, that `count` positions in [0, length) take; for an expected count, the mean."""
         return 0 if self is IndexFormat.DENSE else aligned(kernels.packed_nbytes(count, length, self.bits(length)))
 
     def bits(self, length: int) -> int:
-        """Returns the bits of a position in [0, length), by which the kernels name the formats."""
+        """Returns the bits per position in [0, length), a number by which kernels tell the formats apart."""
         listed = 8 * index_dtype(length).itemsize
         return {"list": listed, "offsets_16": 16, "offsets_8": 8, "bitmap": 1}[self]
 
@@ -57,7 +57,7 @@ def smallest(count: float, length: int, formats: tuple[IndexFormat, ...] = SPARS
 
 @dataclass(frozen=True)
 class Positions:
-    """Positions in a message, to be written or read."""
+    """Encoded positions in a message, the indices of its rows or elements, to be written or read."""
 
     packed: Tensor  # the bytes that travel, uint8
     count: int
@@ -66,13 +66,13 @@ class Positions:
 
     @property
     def as_packed(self) -> kernels.PackedPositions:
-        """The positions for kernels that write or read them in place."""
+        """The same positions in the form that kernels take, to be written or read in place."""
         return kernels.PackedPositions(self.packed, self.count, self.format.bits(self.length))
 
     def room(self) -> Tensor:
-        """Returns a tensor, (count,) int32 or int64, to be filled and given to `encode`.
+        """Returns a tensor, (count,) int32 or int64, to be filled with indices and given to `encode`.
 
-        For a list it is the message itself.
+        In the format LIST it is a view of the message itself.
         """
         dtype = index_dtype(self.length)
         if self.format is IndexFormat.LIST:
@@ -89,7 +89,7 @@ class Positions:
             kernels.encode_offsets(indices, self.length, self.format.bits(self.length), self._offsets)
 
     def decode(self) -> Tensor:
-        """Returns the indices in the message, (count,) int32 or int64; for a list, a view of the message."""
+        """Returns the indices in the message, (count,) int32 or int64; in the format LIST, a view of the message."""
         indices = self.room()
         if self.format is IndexFormat.BITMAP:
             kernels.decode_bitmap(self.packed.view(torch.int64), indices)

@@ -51,7 +51,7 @@ class SparseRows:
 
     @classmethod
     def absent(cls, shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> SparseRows:
-        """Returns the rows of a rank that has no gradient for a table of this shape."""
+        """Returns the empty `SparseRows` of a rank that has no gradient at all for a table of this shape."""
         dim = int(torch.Size(shape[1:]).numel())
         return cls(
             torch.empty(0, dtype=torch.int64, device=device),
@@ -105,7 +105,7 @@ class SparseRows:
         )
 
     def write_to(self, dense: Tensor) -> Tensor:
-        """Overwrites rows of `dense`, (num_rows, ...) contiguous, and returns it; the indices must be unique."""
+        """Copies these rows into `dense`, (num_rows, ...) contiguous, and returns it; the indices must be unique."""
         kernels.scatter_rows(self.indices, self.values, dense.view(self.num_rows, self.dim), accumulate=False)
         return dense
 
@@ -131,7 +131,7 @@ class SparseVector:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of a list of indices and a list of values."""
+        """The bytes of the indices and the values together."""
         return self.nnz * (self.indices.itemsize + self.values.itemsize)
 
     def checked(self) -> SparseVector:
@@ -147,7 +147,7 @@ class SparseVector:
         return self
 
     def to_dense(self) -> Tensor:
-        """Returns all elements, (length,)."""
+        """Returns the vector as a dense tensor, (length,), with zeros in all other places."""
         dense = memory.zeros(self.length, self.values.dtype, self.values.device)
         kernels.scatter_rows(self.indices, self.values[:, None], dense[:, None], accumulate=False)
         return dense

@@ -11,9 +11,9 @@ from ..kernels import digest
 
 
 class Stamp(NamedTuple):
-    """The version and the address of a tensor and, if asked for, a digest of its elements.
+    """A mark of a tensor by which writes to it are detected: its version and address and, if asked for, a digest.
 
-    Writes through `.data`, or by way of NumPy, leave the version as it is: only the digest tells them.
+    Writes through `.data`, or by way of NumPy, do not change the version: only the digest of the elements shows them.
     """
 
     version: int
@@ -23,13 +23,13 @@ class Stamp(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor, has_values: bool = True) -> Stamp:
-        """Returns the mark of a tensor of any shape and layout; `has_values` reads the whole tensor for a digest."""
+        """Returns the stamp of a tensor of any shape and layout; `has_values` reads the whole tensor for a digest."""
         held = tensor._values() if tensor.layout is torch.sparse_coo else tensor
         return cls(tensor._version, held.data_ptr(), has_values, _digest(held) if has_values else 0)
 
 
 def _digest(tensor: Tensor) -> int:
-    """Returns 64 bits that depend on all elements as they lie in memory."""
+    """Returns a 64-bit hash of all elements in the order in which they lie in memory."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     dense = tensor if tensor.is_contiguous() else torch.empty_like(tensor).copy_(tensor)

@@ -1,1 +1,1 @@
-"""Measurements that plans are made by, of steps, links and kernels; and the planners that measure."""
+"""Measures training steps, links and kernels, and has the planners that plan from these measurements."""

@@ -1,7 +1,7 @@
 """The planner of `plan="auto"`: it measures a job's first steps, searches plans, and tries the best on real steps.
 
-The first steps run by the default plan, and a measurement (`measurement.py`) takes some of them. Rank 0 searches plans
-by all ranks' figures; the best plans and one that needs no search then take turns on real steps, and the fastest stays.
+The first steps run with the default plan, and some of them are measured (`measurement.py`). Rank 0 searches plans by
+all ranks' figures; the best plans and one that needs no search then take turns on real steps, and the fastest stays.
 When steps begin to take clearly more or less time, the planner measures and searches again. One model is measured at a
 time, and other models wait.
 """
@@ -42,32 +42,33 @@ ORDER = (Follows.NO, Follows.LATER, Follows.NOW)
 
 
 class AutoMeasurement(Measurement):
-    """A measurement for a plan: it ends by itself, so measurements of other models wait for it."""
+    """A measurement made by `AutoPlanner`, which ends by itself, so that other models can wait for their turn."""
 
 
 class AutoPlanner:
-    """The planner that `plan="auto"` means. Plans are exact unless `constraints` allow lossy compressors or schemes.
+    """The planner for `plan="auto"`. Its plans are exact unless `constraints` allow lossy compressors or schemes.
 
-    It measures each attached model by its own steps, one model after the other; links and kernels take up to ten
-    seconds of one step. It measures nothing in a group of one rank, on devices other than the CPU, or while some rank
-    runs `measure` or a recorder: the default plan stays. The same goes for `torch.use_deterministic_algorithms`, since
-    timing decides on plans. If the search finds no plan, the present plan stays, and a warning says why.
+    It measures each attached model during its own steps, one model after the other; links and kernels take up to ten
+    seconds in one of the steps. It keeps the default plan, and measures nothing, in a group of one rank, on devices
+    other than the CPU, while some rank runs `measure` or a recorder, and under `torch.use_deterministic_algorithms`,
+    since timing decides on plans. If the search finds no plan, the present plan stays, and a warning says why.
 
     Args:
-        constraints: allowed losses; None: gradients lose nothing.
-        steps: steps measured undisturbed; as many more are measured beside an exchange.
-        warmup: usual steps before.
+        constraints: the lossy compressors and schemes that plans may use; None: none, plans are exact.
+        steps: training steps measured undisturbed; as many more are measured during a transfer or compression.
+        warmup: training steps before these, not measured.
         search: returns plans to try for a `Job` and the constraints; it runs on rank 0, within the ranks' timeout.
         must_plan: whether all ranks raise where nothing can be measured or the search finds no plan.
-        averaging: a planner whose averages of parameters are tried for a block of steps when the plan has settled, and
-            stay if they are clearly faster. `attach` then needs the optimiser; a checkpoint goes on with averaged
-            gradients, and chooses again; lost ranks are survived, if that planner says so, from that choice on.
+        averaging: a planner that averages parameters instead of gradients. It is tried for a block of steps after the
+            plan has settled, and stays if it is clearly faster. `attach` then needs the optimiser. A run resumed from a
+            checkpoint averages gradients and chooses again. Loss of ranks is survived, if that planner allows, only
+            once averaging was chosen.
 
     Raises:
-        ValueError: from the constructor, for settings out of their range. Also for a compressor with momentum, which
-            plans without compression cannot keep, unless it is the only one and `always` taken. From a call, for an
-            `exact` that no parameter matches.
-        RuntimeError: with `must_plan`, from `attach` or a backward.
+        ValueError: from the constructor, for settings out of their range; also for a compressor with momentum, which
+            plans without compression cannot keep, unless it is the only one and `constraints.always` is set. From a
+            call, for a name in `constraints.exact` that no parameter matches.
+        RuntimeError: with `must_plan`, from `attach` or from backward.
 
     Example:
         >>> lossy = (ErrorFeedback(BlockInt(8)), HalfPrecision())       # doctest: +SKIP
@@ -96,19 +97,21 @@ class AutoPlanner:
         self._profiles: weakref.WeakKeyDictionary[Engine, Profile] = weakref.WeakKeyDictionary()
 
     def __call__(self, profiles: Sequence[ParameterProfile], world_size: int) -> Plan:
-        """Returns the default plan, which runs until the job was measured."""
+        """Returns the default plan, which the job uses until it has been measured."""
         self.constraints.require_names([profile.name for profile in profiles])
         return default_plan(profiles, world_size)
 
     @property
     def settings(self) -> str:
-        """The constraints and the search, in words."""
+        """The constraints and the search function as text, by which ranks and checkpoints compare planners."""
         name = getattr(self.search, "__qualname__", "<")
         # An object that each process makes anew, such as a lambda, shows its address: it equals no other rank's.
         return f"{self.constraints!r} by {repr(self.search) if '<' in name else name}"
 
     def follow(self, engine: Engine) -> Follows:
-        """Measures the coming steps and proposes plans after them, if no rank measures another model meanwhile.
+        """Begins to measure the engine's next steps, after which it proposes plans, if all ranks can. Collective.
+
+        Returns `Follows.NOW` then, `LATER` while some rank measures another model, else `NO`.
 
         Raises:
             RuntimeError: with `must_plan`, where the job cannot be measured.
@@ -125,7 +128,7 @@ class AutoPlanner:
         return follows
 
     def resume(self, engine: Engine, profile: Profile) -> None:
-        """Ends a measurement of this engine, which goes on with a plan made by `profile`."""
+        """Ends the measurement of this engine, if any, and stores the profile that its present plan was made from."""
         self.close(engine)
         self._profiles[engine] = profile
 
@@ -134,17 +137,17 @@ class AutoPlanner:
         return AutoMeasurement(self.steps, self.warmup, engine=engine, candidates=candidates, then=self._propose)
 
     def close(self, engine: Engine) -> None:
-        """Ends a measurement of this engine."""
+        """Ends the measurement of this engine, if one is under way."""
         stack = self._measuring.pop(engine, None)
         if stack is not None:
             stack.close()
 
     def profile_of(self, engine: Engine) -> Profile | None:
-        """Returns the profile that the engine's plans were made by; None before the job was measured."""
+        """Returns the profile that the engine's plans were made from; None before the job was measured."""
         return self._profiles.get(engine)
 
     def _propose(self, engine: Engine, profile: Profile) -> None:
-        """Ends the measurement, and proposes the plans that rank 0's search finds to the engine; collective."""
+        """Ends the measurement, searches plans on rank 0, and gives them to the engine to be tried; collective."""
         self.close(engine)
         plans: list[str] = []
         why_none = ""
@@ -168,7 +171,7 @@ class AutoPlanner:
 
 
 def _answer(engine: Engine) -> tuple[Follows, str]:
-    """Returns whether the job is measured, and why not, as all ranks agree."""
+    """Returns whether all ranks can measure the job now, later or not, and the reason if not. Collective."""
     if engine.group.size == 1:
         return Follows.NO, "one rank has nothing to exchange"
     mine, why = Follows.NOW, ""
@@ -188,7 +191,7 @@ def _answer(engine: Engine) -> tuple[Follows, str]:
 
 
 def _require_only_residuals(lossy: SchemeOrCompressor) -> None:
-    """Raises ValueError for a compressor or scheme that keeps more state of each element than a residual."""
+    """Raises ValueError for a compressor or scheme whose state is more than an error-feedback residual."""
     scheme = alone(lossy)
     spec = TensorSpec((2, 2), torch.float32)
     bucket = Bucket("", (Segment("any", 0, 4),), (spec,), Layout.FLAT, flags_ride=False)

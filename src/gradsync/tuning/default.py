@@ -23,34 +23,34 @@ from .kernels import kernel_costs
 
 @dataclass
 class MeasuringPlanner:
-    """A planner that makes `default_plans` by the measured costs of the network and of kernels.
+    """A planner that returns `default_plans` by measured costs of links and kernels.
 
-    It counts bytes alone before `measure`, and on groups whose links nobody measured.
+    It compares schemes by bytes alone before `measure` was called, and on groups without measured links.
     """
 
     network: Network | None = None
 
     @property
     def cost(self) -> CostModel | None:
-        """The measured costs; None before `measure`."""
+        """The cost model of the measured links and kernels; None before `measure`, or without measured links."""
         return self.network.cost if self.network is not None else None
 
     def __call__(self, profiles: Sequence[ParameterProfile], world_size: int) -> list[Plan]:
         return default_plans(profiles, world_size, self.network)
 
     def measure(self, group: Group, timeout_s: float) -> None:
-        """Measures the network, which later plans are made by; collective."""
+        """Measures the costs of links and kernels, which later plans are made from; collective."""
         self.network = measured_network(group, timeout_s)
 
     def revise(self, plan: Plan, before: Sequence[ParameterProfile], now: Sequence[ParameterProfile]) -> Plan:
-        """Returns the plan to go on with; `before` are the profiles that the plan was made by."""
+        """Returns the plan, revised for the densities `now`; `before` are those that it was made from."""
         return plan if self.network is None else revised(plan, before, now, self.network)
 
 
 def measured_network(group: Group, timeout_s: float) -> Network | None:
-    """Returns the costs of the group's links and kernels; None where nobody measured the links. Collective.
+    """Measures kernels, and returns their costs with those of the group's links; None if links are not measured.
 
-    The group measured its links when it opened (`comm.links.measured_link`). All ranks get the same bits.
+    Collective. The group measured its links when it opened (`comm.links.measured_link`). All ranks get the same bits.
 
     Raises:
         GroupError: when another rank died or stopped answering.
@@ -65,13 +65,13 @@ def measured_network(group: Group, timeout_s: float) -> Network | None:
 def default_planner() -> Planner:
     """Returns the planner that `attach` takes when the user gives no plan.
 
-    Under `torch.use_deterministic_algorithms` it measures nothing: timing would decide on the order of sums.
+    Under `torch.use_deterministic_algorithms` it measures nothing, as timing would decide the order of sums.
     """
     return default_plan if torch.are_deterministic_algorithms_enabled() else MeasuringPlanner()
 
 
 def planner_of(plan: Plan | Planner | Literal["auto"]) -> Plan | Planner:
-    """Returns a plan or planner itself, and for "auto" an `AutoPlanner`."""
+    """Returns an `AutoPlanner` for "auto", and any other plan or planner as it is."""
     if isinstance(plan, str) and plan == "auto":
         from .auto import AutoPlanner  # with which all searches are imported
 

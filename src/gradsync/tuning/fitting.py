@@ -1,8 +1,8 @@
-"""Fits of costs and slowdowns to measured seconds, each with an interval of 95 % confidence.
+"""Fits costs and slowdowns to measured seconds, each with a 95 % confidence interval.
 
-The fits are least squares over relative errors of medians over repeats, with costs that are not negative. Intervals
-come from the fit's covariance; those of rates combine the intervals of all parts. A cost that samples do not tell from
-other costs has an interval from 0 to its value if nothing else took time.
+The fits are non-negative least squares over the relative errors of medians over repeats. Intervals come from the fit's
+covariance; those of rates combine the intervals of latency, seconds per operation and measured time. A cost that the
+samples cannot separate from other costs gets an interval from 0 to its value if it alone took the time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Array = NDArray[np.float64]
 
 
 def median_of(repeats: Sequence[float]) -> Interval:
-    """Returns the median, in the interval of two repeats that holds the true median; the extremes of few repeats."""
+    """Returns the median with its 95 % confidence interval between two order statistics; few repeats: all of them."""
     from scipy.special import bdtr
 
     ordered = sorted(repeats)
@@ -39,12 +39,12 @@ def median_of(repeats: Sequence[float]) -> Interval:
 
 
 def nonnegative(table: Array, seconds: Array, known_s: Array | float = 0.0) -> list[Interval]:
-    """Returns the costs x >= 0 that solve `known_s + table @ x = seconds` best.
+    """Returns the costs x >= 0, with intervals, that solve `known_s + table @ x = seconds` with least relative errors.
 
     Args:
-        table: (samples, costs) float64, the amount of each cost in each sample.
-        seconds: (samples,) float64.
-        known_s: seconds of each sample that other costs take.
+        table: (samples, costs) float64, how often each cost occurs in each sample, such as calls or bytes.
+        seconds: (samples,) float64, the measured time of each sample.
+        known_s: seconds of each sample that are explained by costs outside of `table`.
     """
     from scipy.special import stdtrit
 
@@ -71,14 +71,14 @@ def nonnegative(table: Array, seconds: Array, known_s: Array | float = 0.0) -> l
 
 
 def _scaled(table: Array, seconds: Array) -> tuple[Array, Array]:
-    """Returns the table over the seconds with columns of at most 1, and the units: a call and a byte are far apart."""
+    """Divides rows by their seconds and columns by their maxima; returns the scaled table and the maxima."""
     weighted = table / seconds[:, None]
     unit = np.maximum(weighted.max(axis=0, initial=0.0), np.finfo(float).tiny)
     return weighted / unit, unit
 
 
 def _solved(scaled: Array, target: Array) -> tuple[Array, float]:
-    """Returns x >= 0 that solves `scaled @ x = target` best, and the sum of squared errors."""
+    """Returns the least-squares solution x >= 0 of `scaled @ x = target`, and its sum of squared errors."""
     from scipy.optimize import nnls
 
     solution, norm = nnls(scaled, target)
@@ -86,10 +86,10 @@ def _solved(scaled: Array, target: Array) -> tuple[Array, float]:
 
 
 def fit_kernels(samples: Sequence[tuple[Sequence[Compute], float]]) -> dict[str, KernelEstimate]:
-    """Returns the cost of each kernel, in alphabetical order, from computations and their seconds.
+    """Fits the cost of each kernel, by name in alphabetical order, to samples of computations and their seconds.
 
-    A kernel gets a knee, at one of its amounts, where that fits clearly better. A kernel to which the fit gives no time
-    moves its bytes as fast as memory does.
+    A kernel gets a knee, the bytes per call up to which bytes cost nothing, where that fits clearly better. A kernel to
+    which the fit assigns no time is given memory's rate.
     """
     names = sorted({step.kernel for steps, _ in samples for step in steps})
     seconds = np.array([s for _, s in samples])
@@ -115,13 +115,16 @@ def fit_kernels(samples: Sequence[tuple[Sequence[Compute], float]]) -> dict[str,
 
 
 def _of_memory(byte_s: Interval) -> Interval:
-    """Returns seconds a byte at memory's rate, in an interval up to the fit's upper end."""
+    """Returns seconds per byte at memory's rate, in an interval from 0 to the upper end of the fitted `byte_s`."""
     value = 1 / CostModel.memory_bytes_per_s
     return Interval(value=value, low=0.0, high=None if byte_s.high is None else max(byte_s.high, value))
 
 
 def _knee(calls: Array, nbytes: Array, seconds: Array, column: int) -> float:
-    """Returns the bytes of a call up to which the column's kernel takes no longer, from the samples that have it."""
+    """Returns the bytes per call up to which bytes cost a column's kernel no time; 0 if a knee does not fit better.
+
+    `calls` and `nbytes` are (samples, kernels), `seconds` (samples,), of the samples in which this kernel occurs.
+    """
     from scipy.special import fdtri
 
     amounts = np.unique(nbytes[:, column] / calls[:, column])
@@ -146,13 +149,13 @@ def _knee(calls: Array, nbytes: Array, seconds: Array, column: int) -> float:
 def fit_links(
     points: Mapping[Pattern, Sequence[LinkPoint]], size: int
 ) -> tuple[LinkEstimate, dict[Pattern, LinkEstimate]]:
-    """Returns the costs that all transfers among `size` members share, and the costs of each pattern.
+    """Fits link costs among `size` members to timed collectives: those of all patterns together, and of each pattern.
 
-    All patterns have the same latency a message; seconds an operation and the rate are each pattern's own. Two members
-    cannot tell seconds an operation from latency: these are 0 then, and the latency contains both.
+    All patterns share one latency per message; seconds per operation and the rate are each pattern's own. With two
+    members seconds per operation cannot be told from latency: they are 0 then, and the latency contains both.
 
     Raises:
-        ValueError: for a pattern with points of one size only.
+        ValueError: for a pattern that was timed at one size only.
     """
     for pattern, found in points.items():
         if len({point.busiest_bytes for point in found}) < 2:
@@ -184,10 +187,10 @@ def fit_links(
 def _link(
     stage_s: Interval, alpha_s: Interval, byte_s: Interval, points: Sequence[Sequence[LinkPoint]]
 ) -> LinkEstimate:
-    """Returns the link of a fit to `points`, one sequence for each pattern.
+    """Returns a link with the fitted latencies, and with the rate seen at the largest size of each pattern in `points`.
 
-    The rate is that of the largest size without its latency, where bytes take most of the time: shapers let the first
-    bytes of a burst pass at once, and a link under load has no burst left.
+    That rate excludes latency, and is taken only where bytes take most of the time; else it is from the fit. Shapers
+    let the first bytes of a burst pass at once, so smaller sizes would give too high a rate.
     """
     largest = [max(found, key=lambda point: point.busiest_bytes) for found in points]
     rates = [_rate_of(point, stage_s, alpha_s) for point in largest]
@@ -205,7 +208,7 @@ def _link(
 
 
 def _rate_of(point: LinkPoint, stage_s: Interval, alpha_s: Interval) -> Interval | None:
-    """Returns bytes a second in the interval that all three intervals leave; None where latency takes most time."""
+    """Returns a point's bytes per second without latency, with an interval; None where latency dominates."""
     latency_s = stage_s.value + point.rounds * alpha_s.value
     if 2 * latency_s > point.seconds.value:
         return None
@@ -220,7 +223,7 @@ def _rate_of(point: LinkPoint, stage_s: Interval, alpha_s: Interval) -> Interval
 
 
 def _rate(byte_s: Interval, seen: float) -> Interval:
-    """Returns bytes a second from seconds a byte; the rate `seen` where the fit gives bytes no time."""
+    """Returns bytes per second from fitted seconds per byte; the rate `seen` in samples where the fit gives 0."""
     if byte_s.value == 0:
         return Interval(value=seen, low=min(1 / byte_s.high, seen) if byte_s.high else seen, high=None)
     low = 1 / byte_s.high if byte_s.high else 0.0
@@ -228,14 +231,14 @@ def _rate(byte_s: Interval, seen: float) -> Interval:
 
 
 def slowdown(alone_s: Array, together_s: Array, shared_s: Array) -> Array:
-    """Returns how many times as long work takes while something else goes on.
+    """Returns the factor by which work takes longer during the time it shares with a disturbance.
 
-    Where more time was lost than sharing explains, something unknown took it, and the factor is `together_s / alone_s`.
+    Where that factor would be above `MOST_SLOWDOWN`, something unknown took time: it is `together_s / alone_s` then.
 
     Args:
         alone_s: seconds of the work alone; arrays of one shape, or numbers.
-        together_s: seconds of the work beside something else.
-        shared_s: the part of `together_s` in which the other thing went on.
+        together_s: seconds of the work when disturbed.
+        shared_s: the part of `together_s` in which the disturbance was active.
     """
     done_s = shared_s + alone_s - together_s  # seconds that the work done meanwhile takes alone
     explained = done_s * MOST_SLOWDOWN > shared_s
@@ -243,14 +246,14 @@ def slowdown(alone_s: Array, together_s: Array, shared_s: Array) -> Array:
 
 
 def fit_slowdown(alone_s: Array, together_s: Array, shared_s: Array) -> Interval | None:
-    """Returns the `slowdown` of medians over steps, on the rank with the largest one; None where no rank shared time.
+    """Returns the `slowdown` of medians over steps, of the rank with the largest; None where no rank shared time.
 
-    Steps in which nothing was shared do not count; the interval comes from a bootstrap over the steps.
+    Steps without shared time do not count; the interval comes from a bootstrap over the steps.
 
     Args:
-        alone_s: (ranks, steps) float64; may come from other steps than the next two.
-        together_s: (ranks, steps) float64.
-        shared_s: (ranks, steps) float64.
+        alone_s: (ranks, steps) float64, seconds of the work alone; may come from other steps than the next two.
+        together_s: (ranks, steps) float64, seconds of the work when disturbed.
+        shared_s: (ranks, steps) float64, the seconds of these in which the disturbance was active.
     """
     ranks = [
         (alone, together[shared > 0], shared[shared > 0])
@@ -262,7 +265,7 @@ def fit_slowdown(alone_s: Array, together_s: Array, shared_s: Array) -> Interval
     generator = np.random.default_rng(0)
 
     def draws(count: int) -> NDArray[np.int64]:
-        """Returns (1 + ROUNDS, count) steps: each step once, then draws with replacement."""
+        """Returns step numbers, (1 + ROUNDS, count): in the first row each step once, then rows of bootstrap draws."""
         return np.vstack([np.arange(count), generator.integers(count, size=(ROUNDS, count))])
 
     factors = []

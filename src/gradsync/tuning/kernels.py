@@ -1,8 +1,8 @@
-"""Kernel costs on this job's processors: rehearsals of schemes, timed by all ranks at once and fitted together.
+"""Measures kernel costs on this job's processors: all ranks time schemes without a network, and costs are fitted.
 
-`measure` rehearses its candidates at several sizes too; the default planner takes the schemes of its plans, once a
-process. Ranks that share cores rehearse at the same time, so a second of work takes longer than a second: kernels will
-take as long when ranks exchange gradients.
+`measure` times candidate schemes at several sizes; the default planner times only the schemes of its plans, once per
+process. All ranks measure at the same time, so that ranks on shared cores slow each other down as they do when they
+exchange gradients.
 """
 
 from __future__ import annotations
@@ -54,9 +54,10 @@ CANDIDATES: tuple[SchemeOrCompressor, ...] = (
 def measured_kernels(
     candidates: Sequence[SchemeOrCompressor], placement: Placement, highest: Highest, budget_s: float = BUDGET_S
 ) -> dict[str, KernelEstimate]:
-    """Returns the kernel costs of default plans' schemes and of the candidates, by name. Collective, by `highest`.
+    """Measures the kernel costs of the default plans' schemes and of `candidates`, by kernel name. Collective.
 
-    Each sample counts with the slowest rank's seconds. All ranks fit the same samples, and may round differently.
+    `highest` returns the maximum of numbers over all ranks: the slowest rank's seconds count. All ranks fit the same
+    samples, and may round differently.
     """
     dense = [AllReduce(), ReduceScatter(), *flat_schemes(candidates), *_adding(candidates)]
 
@@ -73,9 +74,9 @@ def measured_kernels(
 
 
 def kernel_costs(schemes: tuple[Scheme[Any], ...], highest: Highest) -> dict[str, KernelCost]:
-    """Returns the kernel costs of the schemes, by name; collective, by `highest`.
+    """Measures the kernel costs of the schemes, by kernel name; collective, as `highest` is a maximum over ranks.
 
-    Each process rehearses the same schemes once. All ranks get the same bits, as each rank plans by its own copy.
+    A process times the same schemes once only. All ranks get the same bits, as each rank plans by its own copy.
     """
     costs = {name: estimate.cost for name, estimate in _fitted(_rehearsed(schemes), highest).items()}
     numbers = iter(highest([number for cost in costs.values() for number in astuple(cost)]))
@@ -83,10 +84,10 @@ def kernel_costs(schemes: tuple[Scheme[Any], ...], highest: Highest) -> dict[str
 
 
 def flat_schemes(candidates: Sequence[SchemeOrCompressor]) -> list[Scheme[Any]]:
-    """Returns the schemes among the candidates, and all schemes that can carry the payloads of each compressor.
+    """Returns the flat-bucket schemes to time: the schemes among the candidates, and each compressor's schemes.
 
     Raises:
-        ValueError: for a scheme of tables, whose kernels are measured anyway, and for any other object.
+        ValueError: for a scheme of embedding tables, whose kernels are always measured, and for any other object.
     """
     schemes: list[Scheme[Any]] = []
     for candidate in candidates:
@@ -102,7 +103,7 @@ def flat_schemes(candidates: Sequence[SchemeOrCompressor]) -> list[Scheme[Any]]:
 
 
 def _adding(candidates: Sequence[SchemeOrCompressor]) -> list[Route]:
-    """Returns one route that adds payloads on their way, if a candidate can; one costs what all such routes do."""
+    """Returns one route that sums compressed payloads, if a candidate's can be summed; such routes cost the same."""
     compressors = [candidate for candidate in candidates if isinstance(candidate, Compressor)]
     able = [
         c
@@ -114,12 +115,12 @@ def _adding(candidates: Sequence[SchemeOrCompressor]) -> list[Route]:
 
 @functools.cache
 def _rehearsed(schemes: tuple[Scheme[Any], ...]) -> list[Sample]:
-    """Returns the samples of this process for the schemes, taken once."""
+    """Times the schemes' kernels in this process, once for the same schemes, and returns the samples."""
     return _on_shared_cores(lambda: rehearse(schemes))
 
 
 def _on_shared_cores(rehearsal: Callable[[], list[Sample]]) -> list[Sample]:
-    """Returns the samples with their processor seconds stretched by this process's wall time over processor time."""
+    """Runs `rehearsal` and multiplies its samples' processor seconds by wall time over processor time, at least 1."""
     began_s, began_cpu_s = time.perf_counter(), time.thread_time()
     samples = rehearsal()
     stretch = max((time.perf_counter() - began_s) / (time.thread_time() - began_cpu_s), 1.0)
@@ -127,6 +128,6 @@ def _on_shared_cores(rehearsal: Callable[[], list[Sample]]) -> list[Sample]:
 
 
 def _fitted(samples: Sequence[Sample], highest: Highest) -> dict[str, KernelEstimate]:
-    """Returns the fit to the slowest rank's seconds of each sample; collective, by `highest`."""
+    """Fits kernel costs, by name, to the slowest rank's seconds of each sample; collective, by `highest`."""
     slowest_s = highest([max(seconds, SHORTEST_S) for _, seconds in samples])
     return fit_kernels([(computed, seconds) for (computed, _), seconds in zip(samples, slowest_s, strict=True)])

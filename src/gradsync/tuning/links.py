@@ -1,6 +1,6 @@
-"""Link costs for profiles: collectives timed by type, size and group, within a budget.
+"""Measures link costs for profiles: times collectives of each type, size and group of ranks, within a time budget.
 
-Decisions on sizes and repeats come from times that all ranks know, so that all ranks issue the same operations.
+The number of sizes and repeats follows from times that all ranks have exchanged, so that all issue the same operations.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ SHARE_OF_A_SIZE = 1 / 3  # of the time left, for the repeats of one size beyond 
 
 
 def measured_links(group: Group, timeout_s: float, budget_s: float = BUDGET_S) -> tuple[SpanEstimate, ...]:
-    """Measures the links among all ranks, inside nodes and across nodes; collective. A single rank has no links.
+    """Measures the links among all ranks, inside nodes and across nodes; empty for a single rank. Collective.
 
-    All ranks fit the same times, and may round differently.
+    All ranks fit costs to the same times, and may round differently.
 
     Raises:
         GroupError: when another rank died or stopped answering.
@@ -35,7 +35,7 @@ def measured_links(group: Group, timeout_s: float, budget_s: float = BUDGET_S) -
 
 
 def groups_of(group: Group) -> dict[Span, Group]:
-    """Returns the groups that are measured, as this rank is in them; collective at the first call."""
+    """Returns the groups to measure: all ranks, and this rank's groups inside and across nodes. Collective at first."""
     made = {Span.ALL: lambda: group, Span.INSIDE: group.within_node, Span.ACROSS: group.across_nodes}
     return {span: made[span]() for span in spans_of(group.placement)}
 
@@ -57,8 +57,8 @@ def measured_points(
 ) -> list[LinkPoint]:
     """Times one collective at growing sizes, as long as the next size fits into the rest of `share_s` seconds.
 
-    Messages go between pairs, and small messages also from each member to all others: both together tell the cost of a
-    further message. `highest` reaches over all ranks, also those of other nodes' groups.
+    `Pattern.MESSAGES` is timed with one message per member, and at small sizes also with one to each other member: the
+    difference is the cost of a further message. `highest` takes the maximum over all ranks, also of other groups.
     """
     points: list[LinkPoint] = []
     fewest, most = REPEATS

@@ -1,9 +1,9 @@
-"""Measures a training job while it trains, for planners: `measure` takes a function that makes steps.
+"""Measures a training job while it trains, for planners: `measure` calls a function that makes a training step.
 
-A few usual steps come first. In the measured steps gradients are exchanged only when backward has ended, so that
-nothing disturbs the times at which gradients become ready. In every other measured step the communication thread is
-busy beside backward, with a transfer of zeros or a compression of noise: the longer backward tells the cost of overlap.
-Training goes on as without a measurement, and all ranks get the same profile.
+A few steps are not measured. In the measured steps gradients are exchanged only when backward has ended, so that
+nothing disturbs the times at which gradients become ready. In every other measured step the communication thread sends
+zeros or compresses noise during backward: the time that backward then takes longer is the cost of overlap. The
+results of training do not change, and all ranks get the same profile.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Array = NDArray[np.float64]
 
 
 class Kind(Enum):
-    """The purpose of a step."""
+    """The use of a training step during a measurement."""
 
     WARM_UP = "warm-up"  # a step as without a measurement
     LOOK = "look"  # densities of gradients, errors of compressors
@@ -68,9 +68,9 @@ class Kind(Enum):
 class Measurement(StepListener):
     """Measures one model: that of `engine`, or `model`, or the first one whose gradients are exchanged while active.
 
-    The model makes `warmup` usual steps, one step that looks at gradients, and `2 * steps` measured steps. Nothing and
-    something go on beside their backwards in turns. The last step sets `profile` and calls `then`, on all ranks at
-    once; with `ends_script` it ends the script.
+    The model makes `warmup` steps as usual, one step in which gradients are examined, and `2 * steps` timed steps: in
+    every second one a transfer or compression runs during backward. The last step sets `profile` and calls `then`, on
+    all ranks at once; with `ends_script` it raises `RecordingDone` to end the script.
 
     Raises:
         ValueError: for settings out of their range.
@@ -115,7 +115,7 @@ class Measurement(StepListener):
 
     @property
     def steps_needed(self) -> int:
-        """The steps of the model that a measurement takes, warm-up included."""
+        """The number of training steps that the measurement takes, warm-up included."""
         return len(self._kinds)
 
     # The engine calls these.
@@ -177,10 +177,10 @@ class Measurement(StepListener):
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Measures steps inside the context.
+        """Measures the training steps that are made inside the `with` block.
 
         Raises:
-            RuntimeError: within another measurement, or a recording.
+            RuntimeError: inside another measurement or recording.
         """
         watch = self._watch
         with ExitStack() as stack:
@@ -196,7 +196,7 @@ class Measurement(StepListener):
 
     @property
     def _kind(self) -> Kind:
-        """The kind of the step under way, or of the next one."""
+        """The kind of the present training step, or of the next one between steps."""
         return self._kinds[min(self.steps_taken, len(self._kinds) - 1)]
 
     def _is_mine(self, engine: Any) -> bool:
@@ -210,7 +210,7 @@ class Measurement(StepListener):
         return engine is self._engine and self.profile is None
 
     def _require_alike(self, engine: Engine) -> None:
-        """Raises on all ranks where settings differ, which would let ranks wait forever, or devices are not CPUs."""
+        """Raises an error on all ranks if a device is no CPU, or settings differ, as ranks would then wait forever."""
         problem: Exception | None = None
         if engine.device.type != "cpu":
             problem = RuntimeError(
@@ -232,7 +232,7 @@ class Measurement(StepListener):
         engine.aside(job)
 
     def _measure_costs(self, engine: Engine) -> None:
-        """Measures links, kernels, and each disturbance alone, between two steps of all ranks."""
+        """Measures links, kernels, and the disturbances of backward on their own, between two steps. Collective."""
 
         def costs(group: Group) -> None:
             highest = highest_over(group, engine.timeout_s)
@@ -247,14 +247,14 @@ class Measurement(StepListener):
         engine.call("measurement of costs", costs)
 
     def _share_errors(self, engine: Engine) -> None:
-        """Raises each error, by parameter and compressor, to the highest of all ranks."""
+        """Replaces each compressor's error on each parameter by the maximum over all ranks. Collective."""
         mine = json.dumps(self._errors).encode()
         texts = engine.call("errors of compressors", lambda group: gather_bytes(group, mine, engine.timeout_s))
         of_ranks = [json.loads(text) for text in texts]
         self._errors = {name: highest([errors.get(name, {}) for errors in of_ranks]) for name in engine.parameters}
 
     def _agreed_profile(self, engine: Engine) -> Profile:
-        """Returns the profile that rank 0 makes of all ranks' figures; other processors may round differently."""
+        """Gathers all ranks' figures, and returns the profile that rank 0 makes of them, on all ranks. Collective."""
         mine = torch.from_numpy(self._figures(list(engine.parameters)))
         parts = engine.call("figures of a measurement", lambda group: _gather(engine, group, mine.flatten()))
         text, problem = " ", None
@@ -269,7 +269,7 @@ class Measurement(StepListener):
         return Profile.from_json(texts[0].decode())
 
     def _figures(self, names: Sequence[str]) -> Array:
-        """Returns this rank's figures, (steps but warm-up, 4 parts + 3 of the disturbance + parameters) float64."""
+        """Returns seconds of this rank, (steps but warm-up, 4 parts + 3 of the disturbance + ready times) float64."""
         rows = [
             [
                 *(times.forward_s, times.backward_s, times.optimizer_s, times.other_s),
@@ -282,7 +282,7 @@ class Measurement(StepListener):
         return np.array(rows, dtype=np.float64)
 
     def _profile(self, engine: Engine, figures: Array) -> Profile:
-        """Returns the profile of all ranks' figures, (ranks, steps, figures) float64."""
+        """Makes the profile from `figures`, (ranks, steps, columns) float64: those of `_figures` on each rank."""
         assert self._observer is not None
         kinds = [kind for kind in self._kinds if kind is not Kind.WARM_UP]
         by_kind = {kind: figures[:, [k is kind for k in kinds]] for kind in Kind}
@@ -341,14 +341,14 @@ def measure(
 ) -> Profile:
     """Measures when a job's gradients are ready, and the costs of its links, kernels and overlap, for planners.
 
-    Runs `step_fn` `warmup + 1 + 2 * steps` times. These are steps of the training, which goes on as without a
+    Runs `step_fn` `warmup + 1 + 2 * steps` times. These are real training steps, with the same results as without a
     measurement. All ranks call this function at once, between two steps. Links and kernels take some seconds more.
 
     Args:
         step_fn: one training step of a model that `gradsync.attach` or `ddp_hook` is on: forward, backward, optimiser.
         model: the model to measure; None: the one whose gradients are exchanged first.
-        steps: steps for ready times and parts; as many steps more for overlap.
-        warmup: usual steps before, two or more.
+        steps: steps that time ready gradients and the parts of a step; as many more measure overlap.
+        warmup: steps before these that are not measured, two or more.
         candidates: compressors and schemes of flat buckets whose kernels are measured, beside those of default plans.
 
     Returns:
@@ -378,13 +378,13 @@ def measure(
 
 
 def _gather(engine: Engine, group: Group, mine: Tensor) -> list[Tensor]:
-    """Returns every rank's tensor, by rank."""
+    """All-gathers `mine`, 1-D with the same shape on all ranks, and returns the tensors by rank."""
     return group.all_gather(mine).wait(engine.timeout_s)
 
 
 @contextmanager
 def _backwards(watch: Stopwatch) -> Iterator[None]:
-    """Tells the watch of each backward: torch has no hook there, so a wrapper replaces `torch.autograd.backward`."""
+    """Wraps `torch.autograd.backward`, for which torch has no hook, to report begin and end of each call to `watch`."""
     usual = torch.autograd.backward
 
     @functools.wraps(usual)
@@ -405,12 +405,12 @@ def _backwards(watch: Stopwatch) -> Iterator[None]:
 
 
 def _note(note: Callable[[float], None], *args: object) -> None:
-    """Calls `note` with the time, for hooks."""
+    """Calls `note` with the present time; ignores the arguments that optimiser hooks are given."""
     note(time.perf_counter())
 
 
 def _spread(seconds: Array) -> dict[str, float]:
-    """Returns the median over steps, and their usual distance from it: a few disturbed steps change neither."""
+    """Returns the median of `seconds` and a robust standard deviation, 1.4826 times the median absolute deviation."""
     median_s = float(np.median(seconds))
     return {"median_s": median_s, "spread_s": 1.4826 * float(np.median(np.abs(seconds - median_s)))}
 
@@ -418,7 +418,14 @@ def _spread(seconds: Array) -> dict[str, float]:
 def _overlap(
     quiet: Array, transfer: Array, kernel: Array, exchange: tuple[Interval | None, Interval | None]
 ) -> Overlap:
-    """Returns the slowdowns of each kind's (ranks, steps, figures), and those of transfers and kernels together."""
+    """Fits how much backward, transfers and kernels slow each other down.
+
+    Args:
+        quiet: `_figures` of the undisturbed steps, (ranks, steps, columns) float64.
+        transfer: those of the steps with a transfer during backward.
+        kernel: those of the steps with a compression during backward.
+        exchange: slowdowns of transfers by kernels, and of kernels by transfers.
+    """
 
     def factors(busy: Array) -> tuple[Interval | None, Interval | None]:
         if not busy.shape[1]:

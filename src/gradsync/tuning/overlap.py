@@ -1,4 +1,4 @@
-"""Slowdowns of things that go on beside each other: backward, transfers, and the kernels of an exchange."""
+"""Measures how backward, network transfers and compression slow each other down when they run at the same time."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ EXCHANGE_RUNS = 10  # of that transfer
 
 @dataclass
 class Aside:
-    """A disturbance beside one backward on this rank: when it began and ended, and the seconds that it takes alone."""
+    """The times of a disturbance that ran during one backward on this rank, and the seconds that it takes alone."""
 
     alone_s: float = 0.0
     began_s: float = 0.0
     ended_s: float = 0.0
 
     def shared_s(self, step: StepTimes) -> float:
-        """Returns the seconds in which both the disturbance and backward went on."""
+        """Returns the seconds in which both the disturbance and the step's backward were running."""
         return max(min(self.ended_s, step.ended_s) - max(self.began_s, step.began_s), 0.0)
 
 
 @dataclass(frozen=True)
 class Disturbance:
-    """Something done beside backward: `run()`, so many `times`, which take `alone_s` together on this rank."""
+    """Work to run during backward: `times` calls of `run()`, which take `alone_s` seconds in all when alone."""
 
     run: Callable[[], None]
     times: int
@@ -59,7 +59,7 @@ class Disturbance:
 
 
 def transfers(group: Group, lasts_s: float, timeout_s: float) -> Disturbance:
-    """Returns a disturbance of all-reduces that take `lasts_s` together, or of one that takes longer. Collective."""
+    """Returns a disturbance of all-reduces that last about `lasts_s` seconds in all, at least one. Collective."""
     exchange, once_s = _all_reduce(group, lasts_s, timeout_s)
 
     def run() -> None:
@@ -69,7 +69,7 @@ def transfers(group: Group, lasts_s: float, timeout_s: float) -> Disturbance:
 
 
 def _all_reduce(group: Group, lasts_s: float, timeout_s: float) -> tuple[Exchange, float]:
-    """Returns an all-reduce of about `lasts_s`, within `TRANSFER_BYTES`, and its own seconds. Collective."""
+    """Returns an all-reduce that takes about `lasts_s`, of a size in `TRANSFER_BYTES`, and its seconds. Collective."""
     highest = highest_over(group, timeout_s)
 
     def once_s(nbytes: int) -> float:
@@ -82,13 +82,13 @@ def _all_reduce(group: Group, lasts_s: float, timeout_s: float) -> tuple[Exchang
 
 
 def computation(group: Group, lasts_s: float, timeout_s: float) -> Disturbance:
-    """Returns a disturbance of compressions that take `lasts_s` together. Collective."""
+    """Returns a disturbance of compressions of noise that last about `lasts_s` seconds in all. Collective."""
     run, once_s = _compression()
     return _disturbance(run, _times(lasts_s, once_s), group, timeout_s, together=False)
 
 
 def _compression() -> tuple[Callable[[], None], float]:
-    """Returns a function that compresses a tensor of noise, and its seconds."""
+    """Returns a function that compresses a tensor of noise, and the seconds of one call."""
     compressor = ErrorFeedback(BlockInt(8))
     spec = FlatSpec((Segment("beside", 0, KERNEL_NUMEL),), ((KERNEL_NUMEL,),), torch.float32)
     values = torch.randn(KERNEL_NUMEL, generator=torch.Generator().manual_seed(0))
@@ -105,10 +105,10 @@ def _compression() -> tuple[Callable[[], None], float]:
 
 
 def transfer_beside_kernels(group: Group, timeout_s: float) -> tuple[Interval | None, Interval | None]:
-    """Returns the slowdown of a transfer while all ranks compute, and of that computation during the transfer.
+    """Measures the slowdown of an all-reduce by compression on all ranks, and of the compression by the all-reduce.
 
-    One thread issues the transfer and computes, as the engine's issuing thread does. A group of one has no slowdowns:
-    None. All ranks get the same; collective.
+    One thread issues the all-reduce and compresses, as the engine's communication thread does. Both are None for a
+    group of one rank. All ranks get the same figures; collective.
     """
     if group.size == 1:
         return None, None
@@ -144,12 +144,12 @@ def transfer_beside_kernels(group: Group, timeout_s: float) -> tuple[Interval | 
 
 
 def _times(lasts_s: float, once_s: float) -> int:
-    """Returns how often something of `once_s` seconds fills `lasts_s`, or `MOST_ASIDE_S` where that is less."""
+    """Returns how many runs of `once_s` seconds fill `lasts_s`, or `MOST_ASIDE_S` where that is less; at least 1."""
     return max(math.ceil(min(lasts_s, MOST_ASIDE_S) / once_s), 1)
 
 
 def _disturbance(run: Callable[[], None], times: int, group: Group, timeout_s: float, *, together: bool) -> Disturbance:
-    """Returns the disturbance with its seconds alone: all runs of all ranks at once, as single runs find cores free."""
+    """Returns the disturbance, with its measured seconds without backward when all ranks run it at once."""
     disturbance = Disturbance(run, times, 0.0, together)
     seconds = []
     for _ in range(ALONE_RUNS):

@@ -1,7 +1,7 @@
-"""Rates between nodes, measured in pairs, and the cluster they tell of: slow links, and racks of near nodes.
+"""Measures the rate between each two nodes, and infers slow links and racks of nodes that are close together.
 
-Every node exchanges once with every other node, in rounds in which all nodes are busy. What several pairs share, such
-as an uplink of a rack, so shows in their rates as it would in training.
+Every node exchanges once with every other node, in rounds in which all nodes are busy. So a link that several pairs
+share, such as a rack's uplink, lowers their rates as it would in training.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Rates = NDArray[np.float64]  # bytes per second between two nodes, (nodes, nodes
 
 
 def measured_cluster(group: Group, timeout_s: float) -> Cluster:
-    """Measures the rates between the group's nodes and returns the cluster that they tell of. Collective.
+    """Measures the rates between the group's nodes, and returns the links and racks inferred from them. Collective.
 
     Raises:
         ValueError: for a single node.
@@ -35,7 +35,7 @@ def measured_cluster(group: Group, timeout_s: float) -> Cluster:
 
 
 def measured_rates(group: Group, timeout_s: float) -> Rates:
-    """Measures the rates between the first ranks of all nodes; all ranks get the same figures. Collective.
+    """Measures bytes per second between the first ranks of each two nodes; the same on all ranks. Collective.
 
     Raises:
         GroupError: when another rank died or stopped answering.
@@ -57,12 +57,15 @@ def measured_rates(group: Group, timeout_s: float) -> Rates:
 
 
 def latency_of(group: Group) -> float:
-    """Returns the seconds of a message that the group measured when it opened, the same on all ranks; else 0."""
+    """Returns the latency in seconds that the group measured when it opened, the same on all ranks; 0 if it did not."""
     return group.alpha_s or 0.0
 
 
 def tournament(size: int) -> list[list[tuple[int, int]]]:
-    """Returns rounds of pairs in which each two of `size` meet once; of an odd number one pauses in each round."""
+    """Returns rounds of pairs of the numbers below `size`, a round robin: each two numbers are paired once.
+
+    All numbers are in each round, except that one pauses where `size` is odd.
+    """
     seats: list[int | None] = [*range(size), *([None] if size % 2 else [])]
     rounds = []
     for _ in range(len(seats) - 1):
@@ -73,7 +76,7 @@ def tournament(size: int) -> list[list[tuple[int, int]]]:
 
 
 def cluster_of(rates: Rates, ranks_per_node: int = 1, latency_s: float = 0.0) -> Cluster:
-    """Returns the links and racks that the rates tell of; racks are equally large and hold consecutive nodes.
+    """Infers a cluster's links and racks from rates between nodes; racks are equally large, of consecutive nodes.
 
     A node's link is as fast as its best exchange: in racks of two, the neighbour of a slow node looks as slow.
 
@@ -99,7 +102,7 @@ def cluster_of(rates: Rates, ranks_per_node: int = 1, latency_s: float = 0.0) ->
 
 
 def _rack_size(rates: Rates, links: NDArray[np.float64]) -> int | None:
-    """Returns the size of the largest racks whose nodes are near each other and whose uplinks are a bottleneck."""
+    """Returns the largest rack size with near line rate inside racks but not across them; None if there is none."""
     nodes, shares = len(rates), rates / np.minimum.outer(links, links)
     for size in range(nodes // 2, 1, -1):
         rack_of = np.arange(nodes) // size
@@ -111,7 +114,7 @@ def _rack_size(rates: Rates, links: NDArray[np.float64]) -> int | None:
 
 
 def _share_across(shares: NDArray[np.float64], rack_of: NDArray[np.int64]) -> float:
-    """Returns the mean share of their links that pairs across racks reach, in the rounds with most such pairs."""
+    """Returns the mean share of link rate that pairs across racks reach, in the rounds with most such pairs."""
     rounds = [[pair for pair in pairs if len({*rack_of[list(pair)]}) > 1] for pairs in tournament(len(shares))]
     most = max(map(len, rounds))
     return float(np.mean([shares[pair] for pairs in rounds if len(pairs) == most for pair in pairs]))

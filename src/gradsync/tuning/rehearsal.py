@@ -1,9 +1,9 @@
-"""Rehearsals: the computations of schemes, timed without a network, all ranks in turns on one thread.
+"""Times the computations of schemes without a network; all ranks run in turns on one thread (a rehearsal).
 
 Planners need the costs of a scheme's kernels on this machine. The time between two awaits of a scheme is that of the
-`Compute` steps between two `Transfer`s of its `steps`. So a few runs at different sizes tell the cost of each kernel as
-the scheme calls it. A training step computes much else in between, which leaves little of a kernel's data in a core's
-own caches; rehearsals overwrite these caches.
+`Compute` steps between two `Transfer`s in `Scheme.steps`. So a few runs at different sizes give the cost of each kernel
+as the scheme calls it. In training other work between these calls displaces a kernel's data from a core's own caches;
+rehearsals overwrite these caches too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Sample = tuple[tuple[Compute, ...], float]  # what one rank computed, and its se
 
 
 def rehearse(schemes: Sequence[Scheme[Any]]) -> list[Sample]:
-    """Returns the samples of each scheme for sparse data of several sizes: tables, or flat buckets."""
+    """Times each scheme on sparse embedding tables or sparse flat buckets of several sizes, and returns the samples."""
     samples: list[Sample] = []
     for scheme in schemes:
         for inputs, specs, profile in _buckets() if scheme.traits.layout is Layout.FLAT else _tables():
@@ -48,9 +48,9 @@ def rehearse(schemes: Sequence[Scheme[Any]]) -> list[Sample]:
 
 
 def rehearse_dense(schemes: Sequence[Scheme[Any]], numel: int) -> list[Sample]:
-    """Returns the samples of schemes of flat buckets for one dense square matrix of about `numel` elements.
+    """Times schemes for flat buckets on one dense square matrix of about `numel` elements, and returns the samples.
 
-    State, as a compressor's residual, goes from run to run as in the first steps of training.
+    State, such as a compressor's residual, is passed from run to run as in the first steps of training.
     """
     side = math.isqrt(numel)
     matrix = TensorSpec((side, side), torch.float32)
@@ -71,7 +71,7 @@ def rehearse_dense(schemes: Sequence[Scheme[Any]], numel: int) -> list[Sample]:
 
 
 def parts(steps: Sequence[Step]) -> list[tuple[Compute, ...]]:
-    """Returns the computations before, between and behind the transfers."""
+    """Groups a scheme's computations: those before the first transfer, between each two, and after the last."""
     found: list[list[Compute]] = [[]]
     for step in steps:
         if isinstance(step, Transfer):
@@ -84,14 +84,14 @@ def parts(steps: Sequence[Step]) -> list[tuple[Compute, ...]]:
 def segments_s(
     scheme: Scheme[Any], inputs: Sequence[Any], states: Sequence[State] | None = None, repeats: int = REPEATS
 ) -> list[float]:
-    """Returns seconds before the first await of `synchronize`, between awaits, and behind the last one.
+    """Times `scheme.synchronize`: returns seconds before its first await, between awaits, and after the last one.
 
-    Seconds are processor time, since others may use the cores while a job starts: the mean over the ranks, the median
-    over the repeats. One run more, the first, does not count.
+    Seconds are processor time, since other processes may use the cores while a job starts: the mean over the ranks, the
+    median over the repeats. One more run comes first and does not count.
 
     Args:
-        inputs: one for each rank; kept as they are.
-        states: one for each rank, before the first run; None: nothing.
+        inputs: the scheme's input on each rank: a flat bucket, which is copied, or tables.
+        states: the scheme's state on each rank before the first run; None: empty ones.
     """
     groups = LocalGroup.world(len(inputs))
     states = [{} for _ in inputs] if states is None else states
@@ -107,17 +107,17 @@ def segments_s(
 
 
 def _samples(computed: Sequence[tuple[Compute, ...]], seconds: Sequence[float]) -> list[Sample]:
-    """Returns the segments in which something is computed."""
+    """Pairs each nonempty list of computations with its measured seconds."""
     return [(part, s) for part, s in zip(computed, seconds, strict=True) if part]
 
 
 def _use_caches() -> Callable[[], object]:
-    """Returns a function that fills a core's own caches."""
+    """Returns a function that overwrites memory as large as a core's caches, to displace other data from them."""
     return torch.empty(MOST_CACHED_BYTES, dtype=torch.uint8).zero_
 
 
 def _ranks(scheme: Scheme[Any]) -> int:
-    """Returns how many ranks rehearse the scheme; some compressors are made for a number, or sum at most so many."""
+    """Returns the number of ranks to rehearse a scheme with: `RANKS`, or another one that its compressor requires."""
     compressor = scheme.compressor if isinstance(scheme, Compressed | Route) else None
     if compressor is None:
         return RANKS
@@ -125,7 +125,7 @@ def _ranks(scheme: Scheme[Any]) -> int:
 
 
 def _tables() -> Iterator[tuple[list[Tables], tuple[TensorSpec, ...], DensityProfile]]:
-    """Yields tables, one at a time, whose ranks touch rows at random."""
+    """Yields inputs of one row-sparse table each, with random rows on each rank; also its spec and density profile."""
     for num_rows, dim, touched in TABLES:
         generator = torch.Generator().manual_seed(num_rows + touched)
         lists = [torch.randint(num_rows, (touched,), generator=generator) for _ in range(RANKS)]
@@ -136,7 +136,7 @@ def _tables() -> Iterator[tuple[list[Tables], tuple[TensorSpec, ...], DensityPro
 
 
 def _buckets() -> Iterator[tuple[list[torch.Tensor], tuple[TensorSpec, ...], DensityProfile]]:
-    """Yields flat buckets in which random elements of each rank are not zero."""
+    """Yields inputs of one flat bucket each, with random non-zeros on each rank; also its spec and density profile."""
     for numel, density in BUCKETS:
         generator = torch.Generator().manual_seed(numel)
         inputs = [

@@ -1,4 +1,4 @@
-"""Divides training steps into forward, backward, exchange, optimiser and the rest, by the times of their events."""
+"""Divides the time of a training step into forward, backward, exchange, optimiser and the rest."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Times of one step on one rank; its parts add up to the time from the last exchange's end to its own's.
+    """Times of one training step on one rank: its parts, which add up to the time between two ends of an exchange.
 
-    `optimizer_s` is the optimiser's work that follows the step before. `began_s` and `ended_s` are backward's, by the
-    clock.
+    A step ends with its gradient exchange, so `optimizer_s` is the optimiser step after the exchange before. `began_s`
+    and `ended_s` are the clock times of backward.
     """
 
     forward_s: float
@@ -24,17 +24,17 @@ class StepTimes:
 
 
 class Stopwatch:
-    """Takes events with their times, by a clock that never goes back; `step_ended` returns the step.
+    """Records the times of a training step's events, by a monotonic clock; `step_ended` returns them as `StepTimes`.
 
-    Where gradients accumulate, a step has several forwards and backwards: those whose gradients are exchanged count,
-    and the others are part of `other_s`.
+    Where gradients accumulate, a step has several forwards and backwards: only those whose gradients are exchanged
+    count as such, and the time of the rest is part of `other_s`.
     """
 
     def __init__(self) -> None:
         self.resume(0.0)
 
     def resume(self, now_s: float) -> None:
-        """Begins the next step; the time since the last one ended belongs to no step."""
+        """Begins the next step now; the time since the last step ended is not counted in any step."""
         self._resumed_s = self._free_s = now_s
         self._forward_s: float | None = None
         self._backward_s: float | None = None
@@ -51,12 +51,12 @@ class Stopwatch:
         self._backward_s = now_s
 
     def backward_returned(self, now_s: float) -> None:
-        """Takes the end of a backward call, perhaps of one without an exchange."""
+        """Records that a call of backward returned; its gradients may or may not have been exchanged."""
         self._forward_s = self._backward_s = None
         self._free_s = now_s
 
     def began(self, now_s: float) -> None:
-        """Takes the first gradient to be exchanged; backward begins now unless `backward_began` came before."""
+        """Records the first ready gradient of an exchange: backward begins now unless `backward_began` was called."""
         if self._backward_s is None:
             self._backward_s = now_s
 
@@ -76,7 +76,7 @@ class Stopwatch:
             self._free_s = now_s
 
     def step_ended(self, now_s: float) -> StepTimes:
-        """Returns the step whose exchange ends now."""
+        """Records the end of the gradient exchange, and returns the times of the step, which ends with it."""
         began_s = self._ended_s if self._backward_s is None else self._backward_s
         forward_s = began_s - (self._free_s if self._forward_s is None else self._forward_s)
         known_s = forward_s + self._optimizer_s + now_s - began_s

@@ -1,1 +1,1 @@
-"""The benchmark harness: methods take turns on one cluster in one run, and their measurements become records."""
+"""The benchmark harness: training methods are timed in turns on one cluster, and their measurements become records."""

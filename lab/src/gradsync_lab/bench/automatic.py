@@ -42,7 +42,10 @@ MOST_DELAY = 1.0  # steps' gradients that error feedback may hold back: an error
 
 @dataclass(frozen=True)
 class Automatic:
-    """The planner of a method, by number of ranks; `lossy` is the name of the only lossy way, if there is one."""
+    """A benchmark method that plans by itself: `planner` returns its planner for a number of ranks.
+
+    `lossy` names the compressor or dense scheme of its plans, if they may use exactly one.
+    """
 
     planner: Callable[[int], AutoPlanner]
     exact: bool = False
@@ -55,9 +58,7 @@ def _planner(
     search: Search = candidate_plans,
     averaging: AveragingPlanner | None = None,
 ) -> AutoPlanner:
-    """Returns a planner that raises where it cannot plan: a method must not train by the default plan under its
-    name.
-    """
+    """Returns a planner that raises an error where it finds no plan, so that no method silently trains by default."""
     return AutoPlanner(constraints, search=search, must_plan=True, averaging=averaging)
 
 
@@ -114,7 +115,7 @@ ENDINGS_IN_WORDS = (
 
 @dataclass(frozen=True)
 class Parted:
-    """The parts of a method's name: the lossy way, the search, and the number behind it."""
+    """The parts of a method's name: the compressor or dense scheme, the search, and the number after it."""
 
     lossy: str
     ending: str
@@ -148,7 +149,7 @@ def parted(name: str) -> Parted | None:
 
     Raises:
         ValueError: the search behind a known name is unknown, a number of buckets is below 1, or the search cannot use
-            the lossy way.
+            the compressor or scheme.
     """
     if is_lossy(name):
         return None
@@ -174,10 +175,10 @@ def parted(name: str) -> Parted | None:
 
 
 def automatic(name: str, momentum: float = 0.0) -> Automatic | None:
-    """Returns the planning method of this name; None for other names.
+    """Returns the method of this name that plans by itself; None for other names.
 
     Args:
-        momentum: as for `methods.method`.
+        momentum: the momentum that `fit_optimizer` took from the optimiser.
 
     Raises:
         ValueError: as `parted` does.

@@ -37,7 +37,7 @@ USUAL_MOMENTUM_EVERY = 4
 class AveragingMethod:
     """A method that averages parameters: its plan by model and number of ranks, and how often it averages momenta.
 
-    `ablations` name deliberate degradations that show what a part is worth; they work in simulations only.
+    `ablations` name parts of the method that are switched off, to show their effect; they work in simulations only.
     """
 
     plan: Callable[[nn.Module, int], Plan | AveragingPlanner]
@@ -46,7 +46,7 @@ class AveragingMethod:
 
 
 def averaging_method(name: str) -> AveragingMethod | None:
-    """Returns the averaging method of this name; None for other names.
+    """Returns the method of this name that averages parameters; None for other names.
 
     Raises:
         ValueError: the name has an unknown ending.

@@ -1,9 +1,9 @@
 """Measures how evenly owner maps spread a gradient's non-zeros: Zen's imbalance ratios (OSDI 2025, section 2).
 
-No times are measured. An owner map assigns each row or element to the rank that sums it. With n ranks, push imbalance
-is the most elements that one rank has for one owner over an n-th of the rank's elements; pull imbalance is the most
-sums of one owner over an n-th of the union. 1 is ideal. All maps see the same draws; a map with a seed gets another one
-in each draw. All figures follow from the first seed.
+No times are measured. An owner map assigns each row or element to the rank that sums it, its owner. With n ranks, push
+imbalance is the most elements that a rank sends to one owner, divided by an n-th of the rank's elements; pull imbalance
+is the most sums of one owner, divided by an n-th of all non-zero sums. 1 is ideal. All maps get the same random
+gradients; a map with a seed gets another seed for each gradient. All figures follow from the first seed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Rows = tuple[Tensor, ...]  # the touched rows of each table, (count,) int64, asc
 
 @dataclass(frozen=True)
 class BalanceSpec:
-    """The size of random gradients, the numbers of ranks and draws, and workloads whose gradients are used too."""
+    """The settings of a run: size and number of random gradients, numbers of ranks, workloads with real gradients."""
 
     workloads: tuple[str, ...] = ("deepfm", "lstm", "topk")
     options: dict[str, Any] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class BalanceSpec:
 
     @property
     def cases(self) -> list[tuple[str, int]]:
-        """Returns (gradient, ranks) of each case: patterns first, then workloads."""
+        """Returns (name of pattern or workload, number of ranks) of each case: patterns first."""
         few = [n for n in self.ranks if n <= MOST_RANKS_OF_WORKLOADS]
         return [(name, n) for name in PATTERNS for n in self.ranks] + [
             (name, n) for name in self.workloads for n in few
@@ -73,7 +73,7 @@ class BalanceSpec:
 
 @dataclass(frozen=True)
 class Gradient:
-    """The rows of some tables that each rank touches; a flat bucket is a table with rows of one element."""
+    """The non-zero rows of tables on each rank; a flat bucket counts as a table with rows of one element."""
 
     specs: tuple[TensorSpec, ...]
     ranks: tuple[Rows, ...]  # a single one if all ranks are alike
@@ -81,7 +81,7 @@ class Gradient:
 
     @cached_property
     def union(self) -> Rows:
-        """Returns the rows that any rank touches."""
+        """Returns, for each table, the rows that are non-zero on any rank."""
         if len(self.ranks) == 1:
             return self.ranks[0]
         of_tables = zip(self.specs, zip(*self.ranks, strict=True), strict=True)
@@ -97,7 +97,7 @@ class Gradient:
 
     @property
     def density(self) -> float:
-        """Returns the density, as mean over the ranks."""
+        """Returns the share of elements in non-zero rows, as mean over the ranks."""
         return statistics.fmean(map(self.elements, self.ranks)) / self.numel
 
     def elements(self, rows: Rows) -> int:
@@ -119,9 +119,7 @@ def even_split(rows: Tensor, num_rows: int, n: int, seed: int) -> Sequence[int]:
 
 
 def hashed(rows: Tensor, num_rows: int, n: int, seed: int) -> Sequence[int]:
-    """Returns each owner's number of rows by the paper's hierarchical hashing, whose first hash alone decides
-    owners.
-    """
+    """Returns each owner's number of rows by the first hash of Zen's hierarchical hashing, which decides owners."""
     return kernels.partition_hashed(rows, num_rows, n, seed).counts
 
 
@@ -135,9 +133,9 @@ SUBJECTS = (*(name for name in BY_ROW if name != BASELINE), OF_TABLES)
 
 
 def loads(gradient: Gradient, rows: Rows, owners: str, n: int, seed: int, *, pulled: bool) -> list[int]:
-    """Returns how many elements of these rows each owner receives or, if `pulled`, sends back.
+    """Returns how many elements of these rows each of `n` owners receives or, if `pulled`, sends back.
 
-    Columns that all owners sum are sent to every owner, and sent back by none.
+    `owners` names the owner map. Columns that all owners sum are sent to every owner, and sent back by none.
     """
     if owners in BY_ROW:
         tables = zip(rows, gradient.specs, strict=True)
@@ -152,13 +150,13 @@ def loads(gradient: Gradient, rows: Rows, owners: str, n: int, seed: int, *, pul
 
 
 def imbalance(gradient: Gradient, rows: Rows, owners: str, n: int, seed: int, *, pulled: bool) -> float:
-    """Returns the largest load over an even one; 1 for a gradient without non-zeros."""
+    """Returns the largest load of an owner divided by an even share; 1 for a gradient without non-zeros."""
     total = gradient.elements(rows)
     return n * max(loads(gradient, rows, owners, n, seed, pulled=pulled)) / total if total else 1.0
 
 
 def push_imbalance(gradient: Gradient, owners: str, n: int, seed: int) -> float:
-    """Returns the push imbalance of the rank with the worst one."""
+    """Returns the largest push imbalance of any rank."""
     return max(imbalance(gradient, rows, owners, n, seed, pulled=False) for rows in gradient.ranks)
 
 
@@ -167,7 +165,7 @@ def pull_imbalance(gradient: Gradient, owners: str, n: int, seed: int) -> float:
 
 
 def drawn(pattern: Pattern, elements: int, n: int, seed: int) -> Gradient:
-    """Draws the gradients of `n` ranks, of `elements` elements each, from the seed."""
+    """Draws a random gradient of this pattern on `n` ranks, with `elements` elements each, from the seed."""
     spec = TensorSpec((elements // pattern.dim, pattern.dim), torch.float32)
     generator = torch.Generator().manual_seed(seed)
     ranks = tuple((pattern.draw(spec.num_rows, generator),) for _ in range(1 if pattern.alike else n))
@@ -175,7 +173,9 @@ def drawn(pattern: Pattern, elements: int, n: int, seed: int) -> Gradient:
 
 
 def computed(workload: Workload, n: int, seed: int) -> Iterator[Gradient]:
-    """Yields the gradients of one step after the other at the initial weights: sparse gradients, or those of `topk`.
+    """Yields the workload's sparse gradients of successive batches on `n` ranks, all at the initial weights.
+
+    For the workload `topk` they are the sparsified gradients.
 
     Raises:
         ValueError: the workload has no sparse gradients.
@@ -200,7 +200,7 @@ def computed(workload: Workload, n: int, seed: int) -> Iterator[Gradient]:
 
 
 def of_tables(ranks: Sequence[tuple[SparseRows, ...]]) -> Gradient:
-    """Returns the gradient that has these tables on each rank."""
+    """Returns the `Gradient` made of each rank's row-sparse tables."""
     surveys = [Survey.of(tables) for tables in ranks]
     specs = tuple(TensorSpec((table.num_rows, table.dim), table.values.dtype) for table in ranks[0])
     rows = tuple(tuple(map(_indices, survey.unions)) for survey in surveys)
@@ -208,7 +208,7 @@ def of_tables(ranks: Sequence[tuple[SparseRows, ...]]) -> Gradient:
 
 
 def run_balance(spec: BalanceSpec, on_event: Callable[[dict[str, Any]], None]) -> list[Record]:
-    """Returns a record for each gradient, number of ranks and map, compared with the paper's hash.
+    """Returns a record for each gradient, number of ranks and owner map, compared with Zen's hash.
 
     Raises:
         ValueError: a workload's gradients are not sparse.
@@ -226,9 +226,10 @@ def run_balance(spec: BalanceSpec, on_event: Callable[[dict[str, Any]], None]) -
 
 
 def _draws(pattern: Pattern, spec: BalanceSpec, n: int) -> Iterator[Gradient]:
-    """Yields a pattern's gradients; one that is the same on all ranks is repeated `ALIKE_DRAWS` times as often.
+    """Yields a pattern's gradients: `spec.repeats` random ones, or `ALIKE_DRAWS` times as many copies of a fixed one.
 
-    A figure of such a pattern comes from one set of indices, not from n.
+    A pattern that is fixed, the same on all ranks, gives figures from one set of indices, not from n; only map seeds
+    vary.
     """
     if pattern.alike:
         return repeat(drawn(pattern, spec.elements, n, spec.seed), spec.repeats * ALIKE_DRAWS)
@@ -237,7 +238,7 @@ def _draws(pattern: Pattern, spec: BalanceSpec, n: int) -> Iterator[Gradient]:
 
 @dataclass
 class _Figures:
-    """The figures of one gradient, draw by draw."""
+    """The imbalances and densities of one case, a list entry for each gradient drawn."""
 
     of_maps: dict[str, list[tuple[float, float]]] = field(default_factory=dict)  # push and pull
     again: list[float] = field(default_factory=list)  # push of the baseline with other seeds

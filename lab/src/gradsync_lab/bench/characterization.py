@@ -1,4 +1,4 @@
-"""Measures the cost of examining a step's gradients (`gradsync characterize`), compared with the step: one process."""
+"""Measures in one process the cost of examining gradients, as `gradsync characterize` does, relative to a step."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ SUBJECT = "look"
 
 @dataclass(frozen=True)
 class LookSpec:
-    """The workloads, the rows to examine, the share of examined steps, and how often examination and step take
-    turns.
-    """
+    """The settings of a run: workloads, the rows to examine, one step in how many is examined, and repeats."""
 
     workloads: tuple[str, ...] = ("deepfm", "lstm")
     options: dict[str, Any] = field(default_factory=dict)
@@ -32,7 +30,7 @@ class LookSpec:
 
 
 def run_looks(spec: LookSpec, on_event: Callable[[dict[str, Any]], None]) -> list[Record]:
-    """Returns a record for each workload: examining all gradients of one rank, per step, over forward and backward."""
+    """Returns a record for each workload: time of examining one rank's gradients over that of forward and backward."""
     records = []
     for name in spec.workloads:
         records.append(_record(name, spec))

@@ -47,7 +47,7 @@ COMPRESS, COMPRESS_FEEDBACK, DECOMPRESS, DECOMPRESS_MANY = (
 
 @dataclass(frozen=True)
 class CompressSpec:
-    """The compressors, tensor sizes and numbers of threads to time, and the workloads whose gradients show errors."""
+    """The settings of a run: compressors, tensor sizes and threads to time, and workloads for compression errors."""
 
     names: tuple[str, ...] = field(default_factory=compressors.usual_names)
     sizes_bytes: tuple[int, ...] = SIZES_BYTES
@@ -75,7 +75,7 @@ class CompressSpec:
 
     @property
     def turns(self) -> int:
-        """Returns the number of events of a run."""
+        """Returns the number of progress events of a run."""
         return len(self.names) * len(self.threads) * len(self.buckets) + len(self.workloads)
 
     @property
@@ -86,7 +86,7 @@ class CompressSpec:
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation of a compressor on a tensor; it writes or reads `payloads` payloads."""
+    """An operation to time, such as encoding; it writes or reads `payloads` compressed tensors per call."""
 
     name: str
     run: Callable[[], object]
@@ -122,7 +122,7 @@ def run_compress(spec: CompressSpec, on_event: Callable[[dict[str, Any]], None])
 
 
 def encoded(compressor: Compressor[Any], x: Tensor, state: CompressorState) -> tuple[Any, CompressorState]:
-    """Encodes `x` as a single rank does, which agrees with itself; returns the payload and the next state."""
+    """Encodes `x` as in a group of one rank; returns the payload and the compressor's next state."""
     agreed = compressor.observe(x, state) if compressor.traits.agrees else None
     return compressor.compress(x, replace(state, agreed=agreed))
 
@@ -135,7 +135,7 @@ def equal_tensors(numel: int, tensors: int) -> FlatSpec:
 
 
 def operations(name: str, x: Tensor, flat: FlatSpec) -> list[Operation]:
-    """Returns the operations of a compressor to time on these tensors."""
+    """Returns the operations of the named compressor to time on bucket `x`, which consists of the tensors in `flat`."""
     named = compressors.named(name)
     bare = named.bare
     payload, _ = encoded(bare, x, bare.init(flat))
@@ -154,7 +154,7 @@ def operations(name: str, x: Tensor, flat: FlatSpec) -> list[Operation]:
 def times(
     name: str, nbytes: int, tensors: int, threads: int, copy: Callable[[], object], spec: CompressSpec
 ) -> list[Record]:
-    """Returns a record for each operation; the operations and the copy take turns."""
+    """Times one compressor: returns a record for each operation; all operations and the copy run in turns."""
     flat = equal_tensors(nbytes // 4, tensors)
     x = torch.randn(flat.numel, generator=torch.Generator().manual_seed(spec.seed))
     bare = compressors.named(name).bare
@@ -202,10 +202,9 @@ def times(
 
 
 def costs(timed: Sequence[Record]) -> list[Record]:
-    """Returns the cost of compressing and decompressing per call and byte, from one compressor's times on single
-    tensors.
+    """Fits one compressor's costs per call and per byte, for plans, to its times on single tensors; returns records.
 
-    Plans use these costs; where the compressor trains with error feedback, compressing includes error feedback.
+    Where the compressor trains with error feedback, compressing includes error feedback.
     """
     timed = [record for record in timed if record.params["tensors"] == 1]
     if len({record.params["size_bytes"] for record in timed}) < 2:
@@ -224,7 +223,7 @@ def costs(timed: Sequence[Record]) -> list[Record]:
 
 
 def fitted(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Fits seconds per call and per byte to (bytes, seconds), by the smallest relative errors; neither is negative."""
+    """Returns seconds per call and per byte, both >= 0, fitted to (bytes, seconds) with least relative errors."""
     table = np.asarray(samples, dtype=np.float64)
     nbytes, seconds = table[:, 0], table[:, 1]
     (call_s, byte_s), *_ = np.linalg.lstsq(np.stack([1 / seconds, nbytes / seconds], axis=1), np.ones(len(table)))
@@ -236,7 +235,7 @@ def fitted(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def record_without_times(metric: Any, name: str, params: dict[str, Any], seeds: list[int], **figures: Any) -> Record:
-    """Returns a record that does not compare times."""
+    """Returns a record of a metric other than time, with these figures."""
     return Record(
         case="compress", metric=metric, subject=name, baseline=BASELINE, params=params, repeats=1, subject_s=None,
         baseline_s=None, ratio=None, aa=None, seeds=seeds, **figures,
@@ -263,7 +262,7 @@ def real_gradient(workload: Workload, steps: int, seed: int) -> tuple[FlatSpec, 
 
 
 def error_record(name: str, workload: str, flat: FlatSpec, x: Tensor, spec: CompressSpec) -> Record:
-    """Returns the record of the errors of the compressor without error feedback."""
+    """Returns the record of a compressor's error, without error feedback, on a workload's gradient `x`."""
     compressor = compressors.named(name).bare
     wire = compressor.nbytes(flat)
     params = {

@@ -2,7 +2,7 @@
 
 No times are measured. The ranks are simulated in one process. Ranks that synchronise gradients share one model, as
 their models would be equal: each rank computes the gradients of its own batch, the schemes of the method's plan average
-them, rank after rank in one thread, and one optimiser takes the step. Tables with sparse gradients are summed exactly.
+them in one thread, and one optimiser takes the step. Tables with sparse gradients are summed exactly.
 In methods that average parameters each rank has its own model and optimiser (`replicas.py`), and the mean model is
 evaluated.
 """
@@ -50,7 +50,7 @@ BASELINE = "dense"  # all-reduce of gradients in float32
 
 
 def usual_methods() -> tuple[str, ...]:
-    """Returns all lossy methods, and without error feedback those compressors that need it."""
+    """Returns the names of all lossy methods, and of compressors that need error feedback also without it."""
     names = compressors.usual_names()
     bare = [f"{name}{compressors.WITHOUT}" for name in names if compressors.named(name).family.feedback]
     return tuple(dict.fromkeys((*DENSE_SCHEMES, *coarse.USUAL, *names, *bare)))
@@ -58,7 +58,7 @@ def usual_methods() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class ConvergeSpec:
-    """The workloads and methods to train, for how many steps, on how many ranks, from which seeds."""
+    """The settings of a run: workloads and methods to train, and the numbers of steps, ranks and seeds."""
 
     workloads: tuple[str, ...] = ("gpt", "lstm")
     methods: tuple[str, ...] = field(default_factory=usual_methods)
@@ -80,7 +80,7 @@ class ConvergeSpec:
             raise ValueError(f"epochs must be positive and finite, got {self.epochs}")
 
     def steps_of(self, task: Workload) -> int:
-        """Returns the steps of each run on a workload."""
+        """Returns the number of steps to train on this workload."""
         return self.steps if self.epochs is None else max(round(self.epochs * task.steps_per_epoch(self.ranks)), 1)
 
     @property
@@ -96,7 +96,7 @@ class ConvergeSpec:
 
 
 def planner_of(name: str, momentum: float = 0.0) -> PlanMaker:
-    """Returns the function that makes the method's plan, see `lossy_planner`.
+    """Returns the function that makes the plan of the method with this name, as `lossy_planner` does.
 
     Raises:
         ValueError: the name is unknown, or its method averages parameters; the message lists the names.
@@ -151,13 +151,13 @@ def run_converge(spec: ConvergeSpec, on_event: Callable[[dict[str, Any]], None])
 
 
 def _finished(measures: Measures, spec: ConvergeSpec, workload: str, name: str) -> bool:
-    """Whether the measures of all seeds are there, the method's and the baseline's."""
+    """Whether the method and the baseline have been trained on the workload from all seeds."""
     return all((workload, method, seed) in measures for method in (BASELINE, name) for seed in range(spec.seeds))
 
 
 @contextmanager
 def processes(jobs: int) -> Iterator[Executor]:
-    """Starts processes that share nothing with this one, so that torch's threads here do no harm there."""
+    """Starts a pool of `jobs` spawned processes, which, unlike forked ones, are unaffected by torch's threads here."""
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as executor:
         try:
             yield executor
@@ -201,24 +201,24 @@ opened = cache(load)
 
 
 def final(workload: str, options: dict[str, Any], name: str, seed: int, steps: int, ranks: int) -> dict[str, float]:
-    """Returns held-out measures after `steps` steps in one thread; the same numbers every time."""
+    """Trains a method for `steps` steps in one thread and returns held-out measures; the same numbers every time."""
     torch.set_num_threads(1)
     task = opened(workload, **options)
     return trained(task, name, seed=seed, steps=steps, ranks=ranks)
 
 
 def trained(task: Workload, name: str, *, seed: int, steps: int, ranks: int) -> dict[str, float]:
-    """Trains a fresh model and returns its measures on held-out samples."""
+    """Trains a fresh model by method `name` for `steps` steps and returns its measures on held-out samples."""
     return task.evaluate(next(islice(training(task, name, seed=seed, ranks=ranks), steps - 1, None)))
 
 
 def training(
     task: Workload, name: str, *, seed: int, ranks: int, mixes_by: Scheme[Any] | None = None
 ) -> Iterator[nn.Module]:
-    """Yields a fresh model after each of its steps, without end; where replicas differ, their mean.
+    """Trains a fresh model and yields it after each step, without end; if ranks have different models, their mean.
 
     Args:
-        mixes_by: the scheme by which a method averages parameters; None: the scheme for links that are all alike.
+        mixes_by: the scheme by which a method averages parameters; None: the one it chooses for equal links.
     """
     if name == ASP:
         return Asynchronous(task, seed=seed, ranks=ranks).train()
@@ -228,7 +228,7 @@ def training(
 
 
 def _together(task: Workload, name: str, *, seed: int, ranks: int) -> Iterator[nn.Module]:
-    """Trains one model for all ranks, as their gradients are averaged."""
+    """Trains one model with the averaged gradients of all ranks, and yields it after each step."""
     model = task.model(sparse=True, seed=seed)
     optimizer = task.optimizer(model)
     planner = planner_of(name, fit_optimizer(name, optimizer))
@@ -255,7 +255,7 @@ def _together(task: Workload, name: str, *, seed: int, ranks: int) -> Iterator[n
 
 
 class Ranks:
-    """All ranks of a group in one thread, with the states of a plan's schemes on each."""
+    """Simulated ranks that average gradients by a plan in one thread; keeps each rank's state of each scheme."""
 
     def __init__(self, plan: Plan, specs: Mapping[str, TensorSpec], size: int) -> None:
         self._groups = LocalGroup.world(size)
@@ -265,7 +265,7 @@ class Ranks:
 
     @classmethod
     def of(cls, gradients: Mapping[str, Tensor], planner: PlanMaker, size: int) -> Ranks:
-        """Returns the ranks with the plan for parameters with such gradients."""
+        """Returns `size` ranks with the plan that `planner` makes for these parameters, given one rank's gradients."""
         profiles = [
             ParameterProfile(name, TensorSpec.of(gradient), gradient.layout is torch.sparse_coo)
             for name, gradient in gradients.items()
@@ -274,7 +274,7 @@ class Ranks:
 
     @torch.no_grad()
     def mean(self, gradients: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Returns the mean that the ranks agree on, given each rank's gradients of one step."""
+        """Averages each rank's gradients of one step by the plan's schemes, and returns the result by parameter."""
         means: dict[str, Tensor] = {}
         arrived: list[Arrival] = []
         size = len(self._groups)

@@ -1,10 +1,10 @@
 """Measures the native CPU kernels, or the CUDA kernels, against torch operations on the same device.
 
-One process, no network. Results must equal those of the kernel's definition in torch. torch is timed by the definition
-too; where the definition keeps to an order of sums or draws, which costs time, torch is timed by the usual code instead
-(`usual`). `bound_s` is the least number of bytes that a kernel must read and write, each input and output once, over
-the rate of a copy larger than any cache, in the same turns. GPU times are between events on the GPU; they include host
-time wherever the GPU waits for the host.
+One process, no network. Results must equal those of the kernel's definition in torch, which is also the torch code that
+is timed; where the definition keeps to an order of sums or random draws, which costs time, faster torch code is timed
+instead (`usual`). `bound_s` is the least number of bytes that a kernel must read and write, each input and output once,
+over the rate of a copy larger than any cache, measured in the same turns. GPU times are between events on the GPU; they
+include host time wherever the GPU waits for the host.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MIN_SAMPLE_S = 2e-3  # short calls are timed several at once
 
 
 class KernelsSpec(BaseModel):
-    """One run over the kernels; by default over all."""
+    """The settings of a run: kernels to measure (empty: all), device, threads, repeats and seed."""
 
     kernels: tuple[str, ...] = ()
     device: Literal["cpu", "cuda"] = "cpu"
@@ -49,7 +49,7 @@ class KernelsSpec(BaseModel):
 
     @property
     def cases(self) -> list[tuple[str, dict[str, Any]]]:
-        """Returns the (kernel, parameters) to measure.
+        """Returns (kernel name, parameters of its inputs) of each case to measure.
 
         Raises:
             ValueError: a kernel is unknown, or has no version for the device.
@@ -88,7 +88,7 @@ class Moved(TorchFunctionMode):
 
 
 def run_kernels(spec: KernelsSpec, on_event: Callable[[dict[str, Any]], None]) -> list[Record]:
-    """Returns the records of a run.
+    """Measures all cases and returns a record for each.
 
     Raises:
         ValueError: a kernel is unknown, or the device is missing.
@@ -111,7 +111,7 @@ def run_kernels(spec: KernelsSpec, on_event: Callable[[dict[str, Any]], None]) -
 
 
 def environment_of(spec: KernelsSpec) -> dict[str, Any]:
-    """Describes the machine and the implementation of the kernels."""
+    """Returns a description of the machine and of the kernels' implementation."""
     if spec.device == "cpu":
         return {**machine(), "native": native.load().__name__.rpartition(".")[2]}
     return {
@@ -138,10 +138,10 @@ def measured(
     environment: dict[str, Any],
     definition: Work | None = None,
 ) -> Record:
-    """Times the kernel and torch in turns; if their results differ, the record has the failure and no times.
+    """Times a kernel and torch in turns, and returns the record; if results differ, it has the failure and no times.
 
     Args:
-        definition: the same work on the CPU, where sums in torch have an order.
+        definition: the same work on the CPU, where torch sums in a fixed order; None: `work` itself.
     """
     params = {"kernel": kernel, **params, "threads": spec.threads}
     record = Record(
@@ -182,7 +182,7 @@ def agree(work: Work, definition: Work, subject: ModuleType) -> bool:
 
 @dataclass(frozen=True)
 class Turns:
-    """Seconds per call: of kernel and copy in every turn, of torch twice in as many turns as there is time for."""
+    """Measured seconds per call: kernel and copy in every turn, torch twice in as many turns as there is time for."""
 
     kernel: list[float] = field(default_factory=list)
     copy: list[float] = field(default_factory=list)
@@ -213,7 +213,7 @@ def calls_a_sample(run: Callable[[], object], device: str) -> int:
 
 
 def sample_s(run: Callable[[], object], calls: int, device: str) -> float:
-    """Returns seconds per call over `calls` consecutive calls; on a GPU, between events there."""
+    """Returns seconds per call over `calls` consecutive calls of `run`; on a GPU, between CUDA events."""
     if device == "cuda":
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()

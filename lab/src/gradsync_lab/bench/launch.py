@@ -1,4 +1,4 @@
-"""Starts the ranks of a run in the lab's namespaces where possible, else on loopback, and says which."""
+"""Starts the ranks of a run in emulated nodes (network namespaces) where possible, else on loopback."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ T = TypeVar("T")
 
 
 class RankCrashedError(RuntimeError):
-    """Raised where a rank was ended by one of `CRASHES`."""
+    """Raised where a rank process was ended by a signal in `CRASHES`, as when it crashes."""
 
 
 class Cluster(Protocol):
-    """The interface for starting ranks."""
+    """The interface for starting rank processes on emulated nodes or on loopback."""
 
     def spawn(self, rank: int, argv: Sequence[str], env: Mapping[str, str], **popen: Any) -> subprocess.Popen[Any]: ...
 
@@ -43,7 +43,7 @@ class Cluster(Protocol):
 
 
 class Loopback:
-    """All ranks on this machine's loopback interface, without limits on rates, as if they were on nodes."""
+    """Starts all ranks on this machine's loopback interface, without limits on rates; nodes exist in name only."""
 
     def __init__(self, world_size: int, ranks_per_node: int = 1, *, is_awake: bool = False) -> None:
         self.world_size = world_size
@@ -78,7 +78,7 @@ class Loopback:
 
 @contextmanager
 def cluster(scenario: Scenario, notes: list[str], *, loopback: bool = False) -> Iterator[Cluster]:
-    """Yields the lab for a scenario, or loopback if asked for or if there can be no lab, which is added to `notes`."""
+    """Yields the emulated cluster of a scenario, or loopback if asked for or if emulation fails; `notes` says why."""
     world_size = scenario.nodes * scenario.ranks_per_node
     with ExitStack() as stack:
         if loopback:
@@ -146,10 +146,10 @@ def once_more_after_crash(run: Callable[[], T], notes: list[str], on_event: Call
 
 
 def _follow(ranks: list[subprocess.Popen[Any]], on_event: Callable[[dict[str, Any]], None]) -> int | None:
-    """Passes rank 0's events on until all ranks have ended; returns the rank that failed first, if one did.
+    """Calls `on_event` with rank 0's events until all ranks have ended; returns the rank that failed first, if any.
 
-    After a failure the others are ended `END_GRACE_S` later: they may wait for the failed rank as long as their group's
-    timeout.
+    After a failure the other ranks are ended `END_GRACE_S` later: they may wait for the failed rank until their
+    group's timeout.
     """
     failures: list[int | None] = []
 
@@ -170,9 +170,7 @@ def _follow(ranks: list[subprocess.Popen[Any]], on_event: Callable[[dict[str, An
 
 
 def _report(failed: int, ranks: list[subprocess.Popen[Any]], place: Path) -> str:
-    """Returns the first failed rank's last lines, and a line for each other: mostly that the rank lost the first
-    one.
-    """
+    """Returns the last lines of the rank that failed first, and the last line of each other failed rank."""
 
     def said(rank: int) -> list[str]:
         text = (place / f"{rank}.err").read_text(encoding="utf-8", errors="replace").strip()

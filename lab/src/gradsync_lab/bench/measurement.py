@@ -19,9 +19,10 @@ from .. import workloads
 def measure_workload(
     name: str, options: dict[str, Any], *, steps: int, warmup: int, candidates: Sequence[SchemeOrCompressor]
 ) -> Profile:
-    """Trains by the default plan, with sparse gradients where the model has some, and returns the job's profile.
+    """Trains the named workload by the default plan while measuring it, and returns the profile.
 
-    Without torchrun's environment variables, this process is the only rank.
+    Embeddings give sparse gradients where the model has some. Without torchrun's environment variables, this process is
+    the only rank.
     """
     task = workloads.load(name, **options)
     if "RANK" in os.environ:

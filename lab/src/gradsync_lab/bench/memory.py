@@ -1,4 +1,4 @@
-"""Measures the peak memory of an operation, in torch's tensors."""
+"""Measures the peak memory of the torch tensors that an operation allocates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class _Storages(TorchDispatchMode):
-    """Tracks the live storages that operations of this thread have made."""
+    """Tracks the bytes of live tensor storages that torch operations on this thread have allocated."""
 
     def __init__(self, given: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it

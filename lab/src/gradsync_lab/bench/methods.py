@@ -43,11 +43,13 @@ ONE_BUCKET_MB = 1 << 20  # larger than any model here: DDP then puts everything 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to wrap a model and its optimiser; a rank that waits for the others longer than the timeout raises.
+    """A benchmark method: a function that wraps a model and its optimiser, and its properties.
 
-    - `sparse`: embeddings give sparse gradients.
-    - `exact`: gradients equal the fp32 mean.
-    - `lossy`: the name of the one lossy way by which gradsync sends dense gradients; optimisers are fitted to it.
+    `wrap` gets the timeout after which a rank that waits for others raises an error.
+
+    - `sparse`: whether embeddings give sparse gradients.
+    - `exact`: whether synchronised gradients equal the fp32 mean.
+    - `lossy`: the name of the one compressor or scheme for dense gradients; optimiser settings are adapted to it.
     """
 
     name: str
@@ -137,7 +139,7 @@ def _averaging(
 
 
 def _hierarchical(nodes_per_rack: int | None, model: nn.Module, optimizer: Optimizer, timeout: timedelta) -> Any:
-    """Wraps a model to sum inside racks first, then between racks; None: two racks."""
+    """Wraps a model with gradsync so that gradients are summed inside racks, then between them; None: two racks."""
     group = torch_group(None, timeout_s=timeout.total_seconds())
     placement = group.placement
     group.close()
@@ -150,7 +152,7 @@ def _hierarchical(nodes_per_rack: int | None, model: nn.Module, optimizer: Optim
 def _automatic(
     planner: Callable[[int], AutoPlanner], model: nn.Module, optimizer: Optimizer, timeout: timedelta
 ) -> Any:
-    """Wraps a model with a planner of its own, as a planner keeps its measurements."""
+    """Wraps a model with gradsync and a new planner; planners keep measurements, so models must not share one."""
     made = planner(dist.get_world_size())
     return model, attach(model, None if made.averaging is None else optimizer, made, timeout=timeout)
 
@@ -160,7 +162,7 @@ def planning(name: str, of: Automatic) -> Method:
 
 
 def lossy(name: str, momentum: float = 0.0) -> Method:
-    """Returns gradsync with a plan that sends dense gradients by this lossy way, and tables by the default plan.
+    """Returns the method gradsync with this compressor or scheme for dense gradients, and default plans for tables.
 
     Args:
         momentum: the momentum that `fit_optimizer` took from the optimiser.
@@ -172,7 +174,7 @@ def lossy(name: str, momentum: float = 0.0) -> Method:
 
 
 def _powersgd(rank: int) -> Callable[..., tuple[nn.Module, None]]:
-    """Returns a wrapper with torch's PowerSGD hook, in one bucket.
+    """Returns a function that wraps a model in DDP with torch's PowerSGD hook for this matrix rank and a single bucket.
 
     The hook waits for collectives in callbacks, which run on gloo's two threads, so two buckets may wait for each other
     for ever.
@@ -231,9 +233,7 @@ RIVALS_IN_WORDS = (
 
 
 def _rival(name: str) -> Method | None:
-    """Returns the other system's method of this name; None for other names, and for numbers that mean synchronous
-    training.
-    """
+    """Returns another system's method of this name; None for other names, and if its number means synchronous steps."""
     if name == "asp":
         return Method(name, False, False, partial(parameter_servers, staleness=None), in_step=False)
     if (match := re.fullmatch(r"ssp(\d*)", name)) and (staleness := int(match[1] or USUAL_STALENESS)) > 0:

@@ -14,8 +14,7 @@ from ..workloads import Workload
 def parse_options(
     names: Sequence[str], texts: Iterable[str], kind_of: Callable[[str], type[Workload]] = workloads.kind_of
 ) -> dict[str, Any]:
-    """Returns the options that `texts` (`dim=32`) set for each of the workloads `names`, without looking for their
-    data.
+    """Parses `texts`, such as `dim=32`, to options for all workloads in `names`, without opening their data.
 
     Raises:
         ValueError: a workload is unknown, a text has another form, an option is given twice or is missing in some

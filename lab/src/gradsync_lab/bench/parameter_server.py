@@ -1,8 +1,8 @@
 """Parameter servers: asynchronous training (ASP), and asynchronous training with bounded staleness (SSP).
 
 ASP and SSP emulate other systems here and are re-implemented for comparison. Every rank is a worker and serves a stripe
-of the parameters. After its backward a worker pushes to each server its stripe of the gradients, and takes over the
-parameters that the servers answer. A server steps its stripe once for each push, in the order in which pushes arrive.
+of the parameters. After its backward a worker pushes to each server its stripe of the gradients, and copies the
+parameters that the servers return. A server steps its stripe once for each push, in the order in which pushes arrive.
 
 In ASP no worker waits for another. In SSP a worker that is ahead of the slowest one by more steps than a bound gets its
 answers when the slowest has caught up (Ho et al., 2013). Wire: 2 (N-1)/N times the parameters in each direction per
@@ -34,7 +34,7 @@ KINDS: tuple[type[Optimizer], ...] = (SGD, Adagrad, Adam, AdamW)
 
 
 def divide_steps(kind: type[Optimizer], groups: Sequence[dict[str, Any]], pushes: int) -> float:
-    """Makes `pushes` steps, each by one worker's gradient, move as far as one step by the mean of the gradients.
+    """Scales settings so that `pushes` steps by one gradient each move as far as one step by the mean of all.
 
     Learning rates are divided by `pushes`. With SGD that equals dividing gradients and weight decay: plain summed
     asynchronous SGD. Adagrad keeps its rate, as its sums of squares grow with each push: there the gradients are
@@ -62,7 +62,7 @@ def divide_steps(kind: type[Optimizer], groups: Sequence[dict[str, Any]], pushes
 
 
 class Server:
-    """A rank's stripe of the parameters and its optimiser, one push at a time; each worker is served by a thread."""
+    """A parameter server's stripe of the parameters and its optimiser; a thread per worker calls it, one at a time."""
 
     def __init__(self, stripe: Tensor, optimizer: Optimizer | None, workers: int, staleness: int | None) -> None:
         self.clocks = [0] * workers  # pushes of each worker
@@ -77,7 +77,7 @@ class Server:
 
     @torch.no_grad()
     def push(self, worker: int, gradient: Tensor) -> None:
-        """Takes one step by a worker's gradients, (stripe,) float32."""
+        """Makes one optimiser step with a worker's gradient, (stripe,) float32."""
         with self._turn:
             if self._optimizer is not None:
                 self._gradient.copy_(gradient)
@@ -86,7 +86,7 @@ class Server:
             self._turn.notify_all()
 
     def pull(self, worker: int, out: Tensor, timeout_s: float | None = None) -> bool:
-        """Overwrites `out`, (stripe,) float32, with the parameters, once the worker is within the staleness bound.
+        """Copies the parameters to `out`, (stripe,) float32, once the worker is within the staleness bound.
 
         Returns:
             False if the worker is still too far ahead after `timeout_s`, or the server closes.
@@ -106,14 +106,14 @@ class Server:
         return self._staleness is None or self.clocks[worker] - min(self.clocks) <= self._staleness
 
     def close(self) -> None:
-        """Closes the server, which ends all waiting."""
+        """Closes the server, which makes all waiting `pull` calls return False."""
         with self._turn:
             self._closed = True
             self._turn.notify_all()
 
 
 class ParameterServers(Rival):
-    """Emulations of ASP or, with a bound on staleness, SSP, in place of the optimiser's steps on one model.
+    """Emulates ASP or, with a bound on staleness, SSP: replaces the optimiser's steps on one model.
 
     Gradients are pushed when the optimiser is about to step, and `param.grad` is None then, so that the optimiser does
     nothing itself. Servers begin without momentum, and with the optimiser's rates at the start. A parameter without a
@@ -151,7 +151,7 @@ class ParameterServers(Rival):
         self._release = weakref.finalize(self, _close, self._server, self._everyone, self._servers, threads)
 
     def _level(self, stripe: Tensor) -> None:
-        """Copies rank 0's model to all ranks, and each server's stripe out of it."""
+        """Copies rank 0's model to all ranks, and each server's part of its parameters to `stripe`."""
         for tensors in (self._parameters, float_buffers(self._model)):
             if tensors:
                 flat = flattened(tensors)
@@ -181,7 +181,7 @@ class ParameterServers(Rival):
 
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Pushes gradients, and takes over the servers' parameters."""
+        """Pushes the gradients to the servers and overwrites the model with their parameters; an optimiser pre-hook."""
         parts = self._gradient.view(-1)[: sum(self._numels)].split(self._numels)
         for parameter, part in zip(self._parameters, parts, strict=True):
             if parameter.grad is None:
@@ -225,7 +225,7 @@ class ParameterServers(Rival):
         average_(float_buffers(self._model), self._everyone)
 
     def detach(self) -> None:
-        """Closes the connections; other workers are served no longer."""
+        """Closes the connections; this rank serves other workers no longer."""
         self._hook.remove()
         self._release()
 
@@ -237,7 +237,7 @@ class ParameterServers(Rival):
 def parameter_servers(
     model: nn.Module, optimizer: Optimizer, timeout: timedelta, *, staleness: int | None
 ) -> tuple[nn.Module, ParameterServers]:
-    """Returns the model unchanged, and the object that synchronises it.
+    """Starts parameter servers for the model; returns the model unchanged, and the object that synchronises it.
 
     Args:
         staleness: SSP's bound in steps; None: ASP.
@@ -248,9 +248,9 @@ def parameter_servers(
 def _of_stripe(
     optimizer: Optimizer, groups: Sequence[dict[str, Any]], stripe: Tensor, start: int, pushes: int
 ) -> tuple[Optimizer | None, float]:
-    """Returns a fresh optimiser of the same kind for the stripe's part of each group, and the factor for gradients.
+    """Returns a new optimiser of the same kind for the parameters in the stripe, and the factor for gradients.
 
-    The optimiser is None where there is nothing to step. Overwrites the groups' settings.
+    The optimiser is None if the stripe has no parameters to step. Overwrites the settings in `groups`.
     """
     if all(group["lr"] == 0 for group in groups):
         return None, 1.0
@@ -267,7 +267,7 @@ def _of_stripe(
 
 
 def _serve(server: Server, worker: int, group: dist.ProcessGroup, numel: int, timeout_s: float) -> None:
-    """Answers one worker's pushes until the worker closes the connection."""
+    """Receives one worker's pushes and sends parameters back, until the worker closes the connection."""
     gradient, answer = torch.empty(numel), torch.empty(numel)
     while _failure(_issue(dist.irecv, gradient, worker, group), time.monotonic() + IDLE_S) is None:
         server.push(worker, gradient)
@@ -309,7 +309,7 @@ def _close(
     servers: dict[int, dist.ProcessGroup],
     threads: Sequence[threading.Thread],
 ) -> None:
-    """Ends this rank's part; closing its connections as a worker also ends the threads of the other ranks' servers."""
+    """Closes this rank's server and connections, which also ends the threads that serve it on other ranks."""
     server.close()
     _end(everyone)
     while servers:

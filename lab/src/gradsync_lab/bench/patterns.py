@@ -1,4 +1,4 @@
-"""Patterns of a gradient's non-zeros that challenge owner maps, drawn as Zen (OSDI 2025) describes them.
+"""Random patterns of a gradient's non-zeros that owner maps spread unevenly, drawn as Zen (OSDI 2025) describes.
 
 Section 2 of the paper finds most non-zeros at the start of a table, where ids are sorted by frequency, or in a few
 tensors of a fused bucket, whose scales differ. Columns and strides are the worst cases of owner maps without a hash.
@@ -25,7 +25,7 @@ UNIT = STRIDE * COLUMNS  # the number of elements must be a multiple, so that pa
 
 @dataclass(frozen=True)
 class Pattern:
-    """A function that draws the rows a rank touches: (rows of the table, generator) -> (nnz,) int64, ascending."""
+    """A pattern; `draw` returns a rank's non-zero rows: (rows of the table, generator) -> (nnz,) int64, ascending."""
 
     draw: Callable[[int, Generator], Tensor]
     dim: int = 1  # elements of a row; 1: a flat bucket, whose elements are drawn
@@ -33,9 +33,9 @@ class Pattern:
 
 
 def spread(size: int, generator: Generator, density: float = DENSITY) -> Tensor:
-    """Draws each place below `size` with the same probability, (nnz,) int64, ascending.
+    """Draws each index below `size` with probability `density`: (nnz,) int64, ascending.
 
-    Gaps between places are geometric, so that the time depends on the drawn places only.
+    Draws the gaps, which are geometric, so that the time depends on the number of drawn indices only.
     """
     mean = size * density
     gaps = torch.empty(math.ceil(mean + 8 * math.sqrt(mean)) + 8)
@@ -54,7 +54,7 @@ def frequent_rows(rows: int, generator: Generator) -> Tensor:
 
 
 def elements_of_frequent_rows(dim: int) -> Callable[[int, Generator], Tensor]:
-    """Returns a function that draws `frequent_rows` as elements of a flat bucket."""
+    """Returns a function that draws `frequent_rows` and returns the indices of all their elements in a flat bucket."""
 
     def draw(size: int, generator: Generator) -> Tensor:
         return (frequent_rows(size // dim, generator)[:, None] * dim + torch.arange(dim)).flatten()
@@ -63,7 +63,7 @@ def elements_of_frequent_rows(dim: int) -> Callable[[int, Generator], Tensor]:
 
 
 def fused_bucket(size: int, generator: Generator) -> Tensor:
-    """Draws the non-zeros of equally long tensors in one bucket; the first has half of all."""
+    """Draws the non-zeros of a bucket of equally long tensors, the first of which has half of them."""
     length = size // FUSED_TENSORS
     densest = DENSITY * FUSED_TENSORS / 2
     return torch.cat([spread(length, generator, densest / 2**k) + k * length for k in range(FUSED_TENSORS)])
@@ -75,7 +75,7 @@ def hot_columns(size: int, columns: Tensor) -> Tensor:
 
 @lru_cache(maxsize=2)
 def _zipf(rows: int) -> Tensor:
-    """Returns for each row the sum of probabilities up to it, not normalised."""
+    """Returns the cumulative sum of Zipf's probabilities over the rows, not normalised."""
     return (1 / torch.arange(1, rows + 1, dtype=torch.float64)).cumsum(0)
 
 

@@ -1,8 +1,8 @@
 """Measures planning: how long a search takes, how good its plan is, and how far from the best it can be at most.
 
-Problems are those of the papers' models under the costs of the reference tables (`papers.reference`), where ByteComp's
-two algorithms are the baseline, and random ones of some hundred items. For random problems with few items all plans are
-tried, so the gap to the best one is exact there.
+Problems are planning tasks: those of the papers' models with the costs of the reference tables (`papers.reference`),
+where ByteComp's two algorithms are the baseline, and random ones with some hundred gradients. For random problems with
+few gradients all plans are tried, so the gap to the best one is exact there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Search = Callable[[], Solution]
 
 @dataclass(frozen=True)
 class PlanSpec:
-    """The papers' models, the sizes of random problems, the number of small problems, and how often each is planned."""
+    """The settings of a run: the papers' models, sizes of random problems, number of small problems, and repeats."""
 
     models: tuple[str, ...] = tuple(PAPER_MODELS)
     drawn: tuple[int, ...] = DRAWN_ITEMS
@@ -50,12 +50,12 @@ class PlanSpec:
 
     @property
     def turns(self) -> int:
-        """Returns the number of events of a run."""
+        """Returns the number of progress events of a run."""
         return len(self.models) * len(CASES) + len(self.drawn) + bool(self.small)
 
 
 def run_planning(spec: PlanSpec, on_event: Callable[[dict[str, Any]], None]) -> list[Record]:
-    """Returns a record for each problem, and one for all small problems."""
+    """Returns a record for each planning problem, and one for all small problems together."""
     records = []
     for params, problem, rival in _problems(spec):
         records.append(_timed(params, problem, rival, spec.repeats))
@@ -80,7 +80,7 @@ def _problems(spec: PlanSpec) -> Iterator[tuple[dict[str, Any], Problem, Search]
 
 
 def _timed(params: dict[str, Any], problem: Problem, rival: Search, repeats: int) -> Record:
-    """Times the search and its rival in turns."""
+    """Times gradsync's search and a rival search on one problem in turns, and returns the record."""
     mine_s, rival_s, again_s = [], [], []
     for _ in range(repeats):
         found, took_s = _clocked(lambda: search(problem))
@@ -118,7 +118,7 @@ def _clocked(function: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def _of_small(count: int) -> Record:
-    """Returns the record of steps by the search's plans over steps by the best of all plans, problem by problem."""
+    """Returns the record of step times by the search's plans over those by the best plans, for small problems."""
     seen = list(gap_cases(range(count)))
     gaps = [trial.gap for trial in seen]
     return Record(

@@ -11,7 +11,7 @@ from typing import Any
 
 
 def machine() -> dict[str, Any]:
-    """Describes the machine: cores, CPU model and kernel; without names or paths."""
+    """Returns a description of this machine: cores, CPU model and OS kernel; without names or paths."""
     model = "unknown"
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -25,7 +25,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """Returns the commit of the checkout that this module is in; None outside of one."""
+    """Returns the git commit of the checkout that this module is in; None outside of a checkout."""
     try:
         command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD"]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -1,4 +1,4 @@
-"""The setup of a rank around its measurement; `launch.run_ranks` starts it as `python -m MODULE SPEC OUT PARENT`."""
+"""Sets up a rank process that measures; `launch.run_ranks` starts it as `python -m MODULE SPEC OUT PARENT`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=3)  # of the harness: ranks wait for one 
 
 
 def run_rank(measure: Callable[[str], Any]) -> None:
-    """Joins the other ranks, calls `measure` with the specification's text, and writes its result as JSON to OUT."""
+    """Joins the process group, calls `measure` with the argument SPEC, and writes its result as JSON to file OUT."""
     spec_path, out_path, parent = sys.argv[1:]
     end_with(int(parent))
     dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
@@ -42,7 +42,7 @@ def end_with(parent: int) -> None:
 
 @contextmanager
 def in_time(what: str, patience_s: float) -> Iterator[None]:
-    """Ends this process, and says what was stuck and where, if the block has not ended after `patience_s` seconds.
+    """Ends this process, with a message and stack trace, if the `with` block takes longer than `patience_s` seconds.
 
     Callbacks of torch's hooks, for example, wait without a timeout.
     """
@@ -63,7 +63,7 @@ def in_time(what: str, patience_s: float) -> Iterator[None]:
 
 
 def event(**data: Any) -> None:
-    """Reports progress to the parent process."""
+    """Reports progress to the parent process: rank 0 prints a line of JSON, other ranks nothing."""
     if dist.get_rank() == 0:
         sys.stdout.write(json.dumps(data) + "\n")
         sys.stdout.flush()

@@ -1,9 +1,9 @@
 """Estimates the time that methods take to a loss: steps, which do not depend on the network, times seconds per step.
 
-A run of `gradsync bench train` has the times. Steps are counted in training as `converge` does, with simulated ranks in
-one process, from several seeds. Held-out losses are noisy: the loss of a step is the mean of the last few evaluations,
-linear between two of them. For methods named in `whole` the product is compared with runs that train to the loss on the
-emulated cluster.
+Seconds per step come from records of `gradsync bench train`. Steps are counted by training as `converge` does, with
+simulated ranks in one process, from several seeds. Held-out losses are noisy: the loss of a step is the mean of the
+last few evaluations, interpolated linearly. For methods named in `whole` the product is compared with runs that train
+to the loss on the emulated cluster.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SAME_AS = {
 
 @dataclass(frozen=True)
 class ReachSpec:
-    """The loss to reach, the methods to compare, and how the steps are counted."""
+    """The settings of a run: the loss to reach, the baseline method, and how steps to the loss are counted."""
 
     loss: float
     baseline: str
@@ -63,23 +63,23 @@ class ReachSpec:
 
     @property
     def trained_whole(self) -> tuple[str, ...]:
-        """Returns `whole` with the baseline before it."""
+        """Returns the methods to train on the emulated cluster: the baseline and `whole`; empty if `whole` is."""
         return tuple(dict.fromkeys((self.baseline, *self.whole))) if self.whole else ()
 
 
 @dataclass(frozen=True)
 class Learner:
-    """A method as `converge` trains it: its name there, and the scheme by which it averages parameters, if it does."""
+    """A method to count steps of: its name in `converge`, and the scheme by which it averages parameters, if any."""
 
     name: str
     mixes_by: str | None = None  # as JSON
 
     @classmethod
     def of(cls, name: str, mixes_by: dict[str, Any] | None = None) -> Learner:
-        """Returns the learner of a method of `gradsync bench train`.
+        """Returns the learner for the method of this name in `gradsync bench train`.
 
         Raises:
-            ValueError: `converge` has no method that learns the same.
+            ValueError: `converge` has no method whose models would be the same.
         """
         if name in SAME_AS:
             return cls(SAME_AS[name])
@@ -103,7 +103,7 @@ Reached = dict[tuple[Learner, int], list[float | None]]  # (learner, number of r
 
 @dataclass(frozen=True)
 class TimedRun:
-    """The step times of methods in one run on one network."""
+    """The measured step times of several methods in one run of `gradsync bench train`, on one network."""
 
     steps_s: dict[str, Spread]
     about: dict[str, Any]  # the workload, nodes and links
@@ -159,14 +159,14 @@ def timed_runs(records: Sequence[Record]) -> list[TimedRun]:
 
 
 def learners_of(runs: Sequence[TimedRun]) -> list[tuple[Learner, int]]:
-    """Returns each learner once, with the number of its ranks."""
+    """Returns the different (learner, number of ranks) pairs of all runs."""
     return list(dict.fromkeys((learner, run.ranks) for run in runs for learner in run.learners.values()))
 
 
 def run_reach(
     runs: Sequence[TimedRun], spec: ReachSpec, on_event: Callable[[dict[str, Any]], None]
 ) -> tuple[list[Record], list[str]]:
-    """Returns a record for each method of each run, compared with the baseline, and notes on methods left out.
+    """Returns records of time to the loss for each run's methods against the baseline, and notes on omitted methods.
 
     Raises:
         ValueError: a run lacks the baseline, the baseline does not reach the loss, or methods of `whole` cannot be
@@ -197,7 +197,7 @@ def run_reach(
 
 
 def _whole_spec(run: TimedRun, spec: ReachSpec) -> WholeSpec:
-    """Returns the specification of training runs to the loss on the emulated cluster.
+    """Returns the settings for training a run's methods to the loss on the emulated cluster.
 
     Raises:
         ValueError: methods cannot be trained on the cluster.
@@ -230,9 +230,7 @@ def _whole_spec(run: TimedRun, spec: ReachSpec) -> WholeSpec:
 def _whole(
     run: TimedRun, whole: WholeSpec, reached: Reached, spec: ReachSpec, on_event: Callable[[dict[str, Any]], None]
 ) -> tuple[list[Record], list[str]]:
-    """Returns records of methods trained on the run's cluster, and notes: how they compare with the product, or what
-    failed.
-    """
+    """Trains methods to the loss on the emulated cluster; returns records, and notes that compare with the estimate."""
     where = ", ".join(str(run.about[key]) for key in ("link", "scenario") if key in run.about)
     try:
         found, described, notes = run_whole(whole, on_event)
@@ -295,7 +293,7 @@ def _whole_record(
 
 
 def _reached(runs: Sequence[TimedRun], spec: ReachSpec, on_event: Callable[[dict[str, Any]], None]) -> Reached:
-    """Trains every learner from every seed and returns its steps to the loss."""
+    """Trains every learner from every seed, and returns the steps to the loss by (learner, ranks), one per seed."""
     workload, given = str(runs[0].about["workload"]), runs[0].record.options
     options = {name: value for name, value in given.items() if name != "source"}
     if (here := opened(workload, **options).options.get("source")) != given.get("source"):
@@ -317,7 +315,7 @@ def _reached(runs: Sequence[TimedRun], spec: ReachSpec, on_event: Callable[[dict
 def steps_to(
     workload: str, options: dict[str, Any], learner: Learner, seed: int, ranks: int, spec: ReachSpec
 ) -> float | None:
-    """Returns the steps until the loss is reached; None if that takes more than `most_steps`."""
+    """Trains a learner and returns its steps to the loss `spec.loss`; None if it takes more than `most_steps`."""
     torch.set_num_threads(1)
     task = opened(workload, **options)
     losses: list[float] = []
@@ -331,7 +329,7 @@ def steps_to(
 
 
 def crossing(losses: Sequence[float], target: float) -> float | None:
-    """Returns the place, interpolated, at which the smoothed losses first reach the target; 0 is the first loss."""
+    """Returns the interpolated index in `losses`, smoothed, where they first reach the target; None if they do not."""
     smoothed = [
         sum(losses[max(0, place + 1 - SMOOTHED) : place + 1]) / min(place + 1, SMOOTHED) for place in range(len(losses))
     ]

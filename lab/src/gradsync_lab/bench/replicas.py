@@ -1,7 +1,7 @@
 """Simulates the learning of ranks that average parameters: replicas in one process, each with its own optimiser.
 
-A matrix for each round says which ranks average with which, so schedules of groups and neighbours on a graph are the
-same here. A replica's parameters are a row of a matrix; after each step the rows are mixed.
+A mixing matrix for each round says which ranks average with which: so groups of ranks and neighbours on a graph are
+treated alike. A replica's parameters are a row of a matrix, which each step multiplies by the round's mixing matrix.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ALIKE_BYTES_PER_S = 1.25e8  # 1 Gbit/s; where all links are alike, the rate chan
 
 
 def mixings_of(scheme: Scheme[Any], size: int) -> list[Matrix]:
-    """Returns the mixing matrix W, (size, size), of each round of the scheme's cycle.
+    """Returns the mixing matrix, (size, size), by which each round of the scheme's cycle multiplies ranks' parameters.
 
     Raises:
         ValueError: the scheme does not average parameters.
@@ -51,7 +51,7 @@ def mixings_of(scheme: Scheme[Any], size: int) -> list[Matrix]:
 
 
 def rests_of(scheme: Scheme[Any]) -> list[bool]:
-    """Returns, for each round of the scheme's cycle, whether no rank, or node, averages with another one."""
+    """Returns, for each round of the scheme's cycle, whether it averages nothing: every rank, or node, is alone."""
     if isinstance(scheme, Hierarchical):
         return rests_of(scheme.inter)
     if isinstance(scheme, Shuffled):
@@ -60,9 +60,9 @@ def rests_of(scheme: Scheme[Any]) -> list[bool]:
 
 
 class Replicas:
-    """Replicas of a workload's model, one per rank.
+    """Replicas of a workload's model, one per simulated rank.
 
-    In a step each replica trains one step, then a round averages parameters.
+    In a step each replica trains on its own batch, then one round of the schedule averages parameters.
     """
 
     def __init__(
@@ -96,9 +96,7 @@ class Replicas:
     def of(
         cls, method: AveragingMethod, workload: Workload, *, seed: int, ranks: int, scheme: Scheme[Any] | None
     ) -> Replicas:
-        """Returns replicas that average by this scheme; None: by the method's own choice on links that are all
-        alike.
-        """
+        """Returns replicas that average by `scheme`; None: by the one that the method chooses for equal links."""
         if scheme is None:
             model = workload.model(sparse=False, seed=seed)
             made = method.plan(model, ranks)
@@ -116,7 +114,7 @@ class Replicas:
         )
 
     def train(self) -> Iterator[nn.Module]:
-        """Yields the mean model after each step; the next step overwrites it."""
+        """Trains, and yields the replicas' mean model after each step; the next step overwrites it."""
         for step in count():
             before = self._parameters.clone() if self._is_stale else None
             for model, optimizer, batches in zip(self._models, self._optimizers, self._batches, strict=True):
@@ -130,7 +128,7 @@ class Replicas:
 
     @property
     def spread(self) -> float:
-        """Returns how far apart the replicas are: the mean squared distance to their mean."""
+        """Returns the mean squared distance of the replicas' parameters to their mean."""
         return float((self._parameters - self._parameters.mean(dim=0)).square().sum(dim=1).mean())
 
     @torch.no_grad()
@@ -154,7 +152,7 @@ class Replicas:
                             kept[key].copy_(mean)
 
     def mixes_momenta(self, step: int) -> bool:
-        """Whether the step's round is one in which `AveragingPlanner` averages momenta."""
+        """Whether the averaging round of this step averages momenta too, as in `AveragingPlanner`."""
         every, place = self._momentum_every, step % len(self._meets)
         if not (every and self._meets[place]):
             return False
@@ -174,7 +172,7 @@ class Replicas:
 
 
 def _compressor_of(scheme: Scheme[Any]) -> Compressor[Any] | None:
-    """Returns the compressor of parameters within groups; None if they travel unchanged."""
+    """Returns the compressor by which the scheme sends parameters within groups; None if it sends them unchanged."""
     inner: Any = scheme.inter if isinstance(scheme, Hierarchical) else scheme
     inner = inner.scheme if isinstance(inner, Shuffled) else inner
     if isinstance(inner, HalfPrecision):
@@ -183,7 +181,7 @@ def _compressor_of(scheme: Scheme[Any]) -> Compressor[Any] | None:
 
 
 def _sent(compressor: Compressor[Any], row: Tensor, rank: int) -> Tensor:
-    """Returns the row as other ranks receive it."""
+    """Returns a rank's parameters, (elements,), compressed and decompressed, as other ranks receive them."""
     payload, _ = compressor.compress(row, compressor.init(FlatSpec.of(row), rank))
     arrived = torch.empty_like(row)
     compressor.sum_into(arrived, [payload], 1.0)
@@ -192,7 +190,7 @@ def _sent(compressor: Compressor[Any], row: Tensor, rank: int) -> Tensor:
 
 @torch.no_grad()
 def _rows(tensors: list[list[Tensor]]) -> Tensor:
-    """Returns (ranks, elements) float32 and makes the tensors views of it, so that a change of a row changes them."""
+    """Moves each rank's tensors to a row of a new matrix, (ranks, elements) float32, of which they become views."""
     rows = torch.stack([torch.cat([t.reshape(-1).float() for t in each] or [torch.zeros(0)]) for each in tensors])
     for row, each in zip(rows, tensors, strict=True):
         for tensor, part in zip(each, row.split([t.numel() for t in each]), strict=True):

@@ -1,6 +1,4 @@
-"""Other systems' methods that do not average gradients in each step: their interface in the harness, and post-local
-SGD.
-"""
+"""Methods of other systems that do not average gradients in each step: their interface, and post-local SGD."""
 
 from __future__ import annotations
 
@@ -30,9 +28,9 @@ GRADIENT_STEPS = 4  # synchronous steps of post-local SGD before local ones; few
 
 
 class Rival(ABC):
-    """The interface of a method that has no gradsync `Attachment`.
+    """The interface of another system's method, in place of a gradsync `Attachment`.
 
-    There are no plans, so no trials and no predictions.
+    It has no plans, so no trials of plans and no predicted times.
     """
 
     settled = True
@@ -56,7 +54,7 @@ class Rival(ABC):
         return nullcontext()
 
     def arrived(self, parameter: Tensor) -> Sections | None:
-        """Returns None, as every gradient arrives in full."""
+        """Returns None, which means that every element of the gradient was synchronised."""
         return None
 
     def statistics(self) -> list[BucketStatistics]:
@@ -116,7 +114,7 @@ class PostLocalSGD(Rival):
 def post_local_sgd(
     model: nn.Module, optimizer: Optimizer, timeout: timedelta, *, every: int
 ) -> tuple[nn.Module, PostLocalSGD]:
-    """Returns the model in DDP, and the object that averages its parameters."""
+    """Wraps the model in DDP for post-local SGD; returns it, and the object that averages its parameters."""
     made = PostLocalSGD(model, optimizer, timeout, every=every)
     return made.ddp, made
 

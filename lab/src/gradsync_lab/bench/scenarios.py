@@ -1,6 +1,4 @@
-"""Clusters with a bottleneck, by name, as in DS-Sync's motivation: a link's rate determines the lab's other
-settings.
-"""
+"""Emulated clusters with a bottleneck, by name, as in DS-Sync's paper; settings scale with the links' rate."""
 
 from __future__ import annotations
 
@@ -19,23 +17,23 @@ def _uniform(nodes: int, rate: float) -> Settings:
 
 
 def _slow_node(share: float) -> Callable[[int, float], Settings]:
-    """Slows the last node's link."""
+    """Returns a function that makes settings in which the last node's link has `share` of the others' rate."""
     return lambda nodes, rate: {"slow": {nodes - 1: format_rate(rate * share)}}
 
 
 def _racks(nodes: int, rate: float) -> Settings:
-    """Makes two racks; an uplink has a quarter of the rate that the nodes of the larger rack could send at."""
+    """Returns settings of two racks, whose uplinks have a quarter of the rate that the larger rack's nodes can send."""
     rack_size = -(-nodes // 2)
     return {"rack_size": rack_size, "trunk": format_rate(rate * rack_size / 4)}
 
 
 def _contention(nodes: int, rate: float) -> Settings:
-    """Adds a foreign flow between two nodes, which moves to another pair every few seconds."""
+    """Returns settings with foreign traffic between two nodes, which moves to another pair every few seconds."""
     return {"moving_background": (format_rate(rate * 0.75), 4.0)}
 
 
 def _stalls(nodes: int, rate: float) -> Settings:
-    """Stops a random rank for half a second, every four seconds on average."""
+    """Returns settings in which a random rank pauses for half a second, every four seconds on average."""
     return {"stalls": (0.5, 4.0)}
 
 

@@ -1,7 +1,7 @@
 """Detects steal: time for which the host of a virtual machine gives its processors to other machines.
 
-Meanwhile ranks that wait for each other take several times as long, and earlier measurements do not fit later ones. So
-measurements with much steal are repeated, within a limit of time.
+During steal, ranks that wait for each other take several times as long, and measurements cannot be compared. So
+measurements with much steal are repeated, within a time limit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Agreed = Callable[[float], float]  # rank 0's figure on all ranks; collective
 
 
 class Steal:
-    """A meter of steal that begins when it is made."""
+    """A meter of stolen processor time, from its creation on."""
 
     def __init__(self) -> None:
         self._began_s = time.monotonic()
@@ -28,25 +28,25 @@ class Steal:
 
     @property
     def seconds(self) -> float:
-        """Returns the seconds since the begin."""
+        """Returns the seconds since the meter was created."""
         return time.monotonic() - self._began_s
 
     @property
     def share(self) -> float:
-        """Returns the stolen share of all processors' time; 0 where the kernel does not report steal."""
+        """Returns the stolen share of all processors' time so far; 0 where the OS kernel does not report steal."""
         stolen, total = _ticks()
         return (stolen - self._stolen) / max(total - self._total, 1)
 
 
 class Patience:
-    """A limit in seconds on waiting for steal to end and on repeating measurements."""
+    """A budget of seconds for waiting until steal ends and for repeating measurements."""
 
     def __init__(self, seconds: float, agreed: Agreed = float) -> None:
         self._left_s = seconds
         self._agreed = agreed
 
     def is_lost(self, since: Steal) -> bool:
-        """Whether a measurement must be repeated; if so, waits until the steal is over or the patience is spent."""
+        """Whether a measurement since `since` must be repeated; then waits until steal ends or the budget is spent."""
         if not self._spend(since):
             return False
         while self._spend_a_window():
@@ -60,7 +60,7 @@ class Patience:
         return self._spend(window)
 
     def _spend(self, since: Steal) -> bool:
-        """Charges the time since `since` if too much of it was stolen and patience is left; returns whether it did."""
+        """Charges the time since `since` to the budget if much was stolen and budget is left; returns whether so."""
         if self._left_s <= 0 or self._agreed(since.share) <= MOST_STOLEN:
             return False
         self._left_s -= self._agreed(since.seconds)
@@ -68,7 +68,7 @@ class Patience:
 
 
 def _ticks() -> tuple[int, int]:
-    """Returns stolen ticks and all ticks, summed over the processors."""
+    """Returns the stolen and all clock ticks of the OS kernel so far, each summed over the processors."""
     if not STAT.exists():
         return 0, 0
     _, *figures = STAT.read_text(encoding="utf-8").partition("\n")[0].split()

@@ -31,7 +31,7 @@ FIT_SIZES_BYTES = (8, 4 << 10, 1 << 20, 4 << 20)
 
 
 class SyncSpec(BaseModel):
-    """The specification of one run of exchanges."""
+    """The settings of a run that times gradient exchanges."""
 
     workloads: tuple[str, ...] = ("deepfm",)
     options: dict[str, Any] = {}  # of every workload
@@ -51,7 +51,7 @@ class SyncSpec(BaseModel):
 
 
 def run_sync(spec: SyncSpec, on_event: Callable[[dict[str, Any]], None]) -> tuple[list[Record], list[str]]:
-    """Returns the records of a run, and notes on the cluster that it ran on.
+    """Times the exchanges, and returns their records and notes on the cluster that was used.
 
     Raises:
         ValueError: a workload or option is unknown.
@@ -74,7 +74,7 @@ def run_sync(spec: SyncSpec, on_event: Callable[[dict[str, Any]], None]) -> tupl
 def sync_records(
     spec: SyncSpec, ranks: list[dict[str, Any]], environment: dict[str, Any], *, on_loopback: bool
 ) -> list[Record]:
-    """Returns a record of every exchange against its case's baseline, from the ranks' measurements."""
+    """Makes a record for each timed exchange against its case's baseline, from the measurements of all ranks."""
     cost = CostModel.of(ranks[0]["cost"])  # all ranks have agreed on it
     environment = {**environment, **ranks[0]["cost"]}
     params = {"nodes": spec.nodes, "link": LOOPBACK if on_loopback else spec.link}
@@ -93,11 +93,10 @@ def sync_records(
 
 
 def _selection_record(case: dict[str, Any], ranks: list[dict[str, Any]], selected: Record) -> Record:
-    """Returns a record of the selected scheme against the fastest of all, DDP's collectives included.
+    """Returns a record of the selected scheme against the fastest exchange, DDP's collectives included.
 
-    Half of the repeats choose the fastest, the other half compare, so that the rival is not the one that was lucky. The
-    rival may be the selected scheme itself. Repeats come in pairs of both orders of turns, and each half has whole
-    pairs.
+    One half of the repeats chooses the fastest, the other half compares, so that luck does not decide. The fastest may
+    be the selected scheme itself. Turns alternate in order; each half has whole pairs of both orders.
     """
     times = {name: _slowest(ranks, name) for name in case["times"] if name != "again"}
 
@@ -123,7 +122,7 @@ def _selection_record(case: dict[str, Any], ranks: list[dict[str, Any]], selecte
 
 
 def _slowest(ranks: list[dict[str, Any]], name: str) -> list[float]:
-    """Returns the times of an exchange by repeat: each is the slowest rank's."""
+    """Returns the seconds of the named exchange on the slowest rank, one for each repeat."""
     return [max(times) for times in zip(*(rank["times"][name] for rank in ranks), strict=True)]
 
 
@@ -172,7 +171,7 @@ def _record(
 
 
 def _expected_s(costs: dict[str, Any], cost: CostModel) -> tuple[float | None, float]:
-    """Returns the bound of a scheme's transfers, and the predicted time of all its steps in sequence; seconds."""
+    """Returns the least seconds of a scheme's transfers, and the predicted seconds of all its steps in sequence."""
     if "predicted_s" in costs:
         return None, float(costs["predicted_s"])
     rounds, fewest, nbytes = (sum(column) for column in zip(*costs["transfers"], strict=True))

@@ -1,4 +1,4 @@
-"""The program of one rank in an exchange run; see `sync.py`."""
+"""The program of one rank that times gradient exchanges; `sync.py` starts it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ ELEMENT_SCHEMES: dict[str, Scheme[Any]] = {s.name: s for s in (BalancedElements(
 
 @dataclass(frozen=True)
 class Contender:
-    """A timed function, and the preparation before each call."""
+    """An exchange to time: the function `run`, and `prepare`, which is called before each run and not timed."""
 
     run: Callable[[], object]
     prepare: Callable[[], object] = lambda: None
@@ -82,17 +82,17 @@ class Contender:
 
 @dataclass(frozen=True)
 class Timing:
-    """The time of one exchange on this rank."""
+    """The wall-clock and processor seconds of one exchange on this rank."""
 
     seconds: float
     cpu_s: float  # of all threads
 
 
 def timed(exchange: Contender) -> Timing:
-    """Times an exchange from an instant at which all ranks start to its end on this rank.
+    """Times an exchange from a common start of all ranks to its end on this rank.
 
-    A barrier alone lets ranks go milliseconds apart, which the first of them would wait for. All ranks are on one
-    machine and share its clock.
+    Ranks leave a barrier milliseconds apart, so all wait for an agreed instant on the clock of the machine, which they
+    share.
     """
     exchange.prepare()
     dist.barrier()
@@ -105,7 +105,7 @@ def timed(exchange: Contender) -> Timing:
 
 
 def take_turns(exchanges: dict[str, Contender], spec: SyncSpec) -> tuple[dict[str, list[Timing]], dict[str, float]]:
-    """Returns every repeat's times, and the mean interface bytes, by name; the order alternates."""
+    """Times exchanges in turns, in alternating order; returns the times of all repeats and mean sent bytes, by name."""
     names = list(exchanges)
     for name in names:
         for _ in range(spec.warmup):
@@ -122,13 +122,13 @@ def take_turns(exchanges: dict[str, Contender], spec: SyncSpec) -> tuple[dict[st
 
 
 def fit_samples(group: TorchGroup, spec: SyncSpec) -> list[tuple[int, float, float]]:
-    """Returns (rounds, bytes on the busiest link, median seconds) of all-reduces."""
+    """Times all-reduces of several sizes: returns (rounds, bytes on the busiest link, median seconds) of each."""
     steps = [Transfer("", Pattern.ALL_REDUCE, (float(nbytes),) * spec.world_size) for nbytes in FIT_SIZES_BYTES]
     return [(bound_rounds(s), link_bytes(s, group), median_s(group, int(s.part_bytes[0]), spec)) for s in steps]
 
 
 def stage_s(group: TorchGroup, spec: SyncSpec, small: tuple[int, float, float]) -> float:
-    """Returns the fixed cost in seconds of a transfer, rounds excluded.
+    """Returns the fixed cost in seconds of a transfer, without the latency of its rounds of messages.
 
     The estimate uses the time of a transfer with a single message each way, and `small`: (rounds, bytes, seconds) of a
     small all-reduce.
@@ -140,7 +140,7 @@ def stage_s(group: TorchGroup, spec: SyncSpec, small: tuple[int, float, float]) 
 
 
 def link_bytes(transfer: Transfer, group: TorchGroup) -> float:
-    """Returns the bytes on the busiest link direction; where a node's ranks share a link, of the node's link."""
+    """Returns the bytes of a transfer on the busiest link direction; ranks on one node share the node's link."""
     on_one_node = group.placement.num_nodes == 1
     return (
         transfer.busiest_bytes
@@ -150,10 +150,10 @@ def link_bytes(transfer: Transfer, group: TorchGroup) -> float:
 
 
 def bound_rounds(transfer: Transfer) -> int:
-    """Returns the rounds whose latency a transfer cannot hide: all of a direct one, else 1.
+    """Returns the number of message rounds whose latency adds to a transfer's time: all if it is small, else 1.
 
-    A large transfer may hide all but one of its latencies behind its bytes. Fit and bound must agree in this: else the
-    rate came out too high, or the bound too easy.
+    A large transfer may hide all but one of its latencies behind its bytes. The fit of link costs and the bound must
+    count alike: else the fitted rate is too high, or the bound too low.
     """
     traffic = transfer.carried_by(DEFAULT_TRANSPORT)
     return 1 if traffic.passed_on or traffic.busiest_bytes > DIRECT_BYTES else traffic.rounds
@@ -168,7 +168,7 @@ def median_s(group: TorchGroup, nbytes: int, spec: SyncSpec) -> float:
 
 
 def seconds_of(exchange: Contender, spec: SyncSpec) -> list[float]:
-    """Returns the seconds of the repeats after the warm-up."""
+    """Runs an exchange repeatedly and returns the seconds of each repeat after the warm-up."""
     return [timed(exchange).seconds for _ in range(spec.warmup + spec.repeats)][spec.warmup :]
 
 
@@ -182,7 +182,7 @@ def memory_bytes_per_s(spec: SyncSpec) -> float:
 def scheme_exchange(
     scheme: Scheme[Any], group: TorchGroup, x: Callable[[], Any], prepare: Callable[[], object] = lambda: None
 ) -> tuple[Contender, Ledger]:
-    """Returns an exchange that runs the scheme on `x()`, and a ledger that fills at each run."""
+    """Returns an exchange that runs the scheme on `x()`, and the ledger to which each run appends its sent bytes."""
     ledger = Ledger()
     recording = RecordingGroup(group, ledger)
     scale = 1.0 / group.size
@@ -191,7 +191,7 @@ def scheme_exchange(
 
 
 def ddp_sparse_exchange(gradients: Sequence[Tensor]) -> Contender:
-    """Returns an exchange by DDP's sparse all-reduces: issued one after the other, then waited for; on copies."""
+    """Returns an exchange that all-reduces copies of the sparse gradients as DDP does: issues all, then waits."""
     copies: list[Tensor] = []
 
     def prepare() -> None:
@@ -229,10 +229,10 @@ def measure(
     spec: SyncSpec,
     selected: str | None = None,
 ) -> dict[str, Any]:
-    """Measures one case: baselines (the first one twice, for A/A) and schemes take turns.
+    """Times baselines and schemes in turns on one input, the first baseline twice for A/A; returns plain data.
 
     Args:
-        selected: name of the scheme that selection chooses; None: there was no selection.
+        selected: name of the scheme that gradsync selects; None: not all schemes are timed, so none was selected.
     """
     first = next(iter(baselines))
     exchanges = {**baselines, **{name: run for name, (run, _) in schemes.items()}, "again": baselines[first]}
@@ -253,7 +253,7 @@ def measure(
 
 
 def dense_case(nbytes: int, group: TorchGroup, spec: SyncSpec, cost: CostModel) -> dict[str, Any]:
-    """Measures gradsync's all-reduce and torch's on a dense tensor of this size."""
+    """Times gradsync's all-reduce and torch's on a dense tensor of `nbytes` bytes; returns plain data."""
     x = torch.zeros(nbytes // 4)
     scheme = AllReduce()
     return measure(
@@ -267,7 +267,7 @@ def dense_case(nbytes: int, group: TorchGroup, spec: SyncSpec, cost: CostModel) 
 
 @dataclass(frozen=True)
 class Gradients:
-    """The gradients of one real step on this rank, and DDP's exchanges of them."""
+    """The gradients of one real training step on this rank, and DDP's exchanges of them as baselines."""
 
     layout: Layout
     x: Callable[[], Any]
@@ -279,7 +279,7 @@ class Gradients:
 
 
 def workload_case(name: str, group: TorchGroup, spec: SyncSpec, cost: CostModel) -> dict[str, Any]:
-    """Measures schemes and DDP's collectives on the gradients of one real step."""
+    """Times schemes and DDP's collectives on the gradients of a workload's first step; returns plain data."""
     workload = topk.load(name, **spec.options)
     found = gradients_of_step(workload, workload.model(sparse=True, seed=spec.seed), group, spec.seed)
     planned, selected = schemes_of(found.layout, found.specs, found.profiles, group.placement, spec, cost)
@@ -303,7 +303,7 @@ def workload_case(name: str, group: TorchGroup, spec: SyncSpec, cost: CostModel)
 
 
 def gradients_of_step(workload: Workload, model: nn.Module, group: TorchGroup, seed: int) -> Gradients:
-    """Returns the first step's sparse gradients, by rows; without any, all gradients concatenated, by elements."""
+    """Returns a first step's sparse gradients as tables; if there are none, all gradients as one flat tensor."""
     batches = workload.batches(group.rank, group.size, seed)
     if isinstance(workload, TopKWorkload):
         return elements_of_step(workload.sparsified(model, batches), group)
@@ -315,9 +315,7 @@ def gradients_of_step(workload: Workload, model: nn.Module, group: TorchGroup, s
 
 
 def exchange_bytes(exchange: Contender, given: Sequence[Tensor]) -> int:
-    """Returns the peak memory of one exchange without the gradients, but with lists that are otherwise kept between
-    exchanges.
-    """
+    """Returns the peak bytes that one exchange allocates, without `given` tensors but with lists kept by schemes."""
     exchange.prepare()
     dist.barrier()
     hash_lists.forget()
@@ -325,7 +323,7 @@ def exchange_bytes(exchange: Contender, given: Sequence[Tensor]) -> int:
 
 
 def rows_of_step(gradients: list[Tensor], group: TorchGroup) -> Gradients:
-    """Returns tables with sparse gradients; DDP can sum them sparse or dense."""
+    """Returns sparse gradients as tables, with two baselines: DDP sums them sparse or dense."""
     tables = tuple(SparseRows.from_torch(g) for g in gradients)
     dense = [g.to_dense() for g in gradients]
     return Gradients(
@@ -342,7 +340,7 @@ def rows_of_step(gradients: list[Tensor], group: TorchGroup) -> Gradients:
 
 
 def elements_of_step(gradient: Tensor, group: Group) -> Gradients:
-    """Returns the gradients of all parameters as one flat tensor; DDP sums all of it, in 32 or 16 bits."""
+    """Returns all gradients as one flat tensor, with two baselines: DDP sums all of it, in 32 or 16 bits."""
     bucket = torch.empty_like(gradient)  # exchanges overwrite it
 
     def bf16() -> None:
@@ -372,7 +370,7 @@ def schemes_of(
     spec: SyncSpec,
     cost: CostModel,
 ) -> tuple[dict[str, Scheme[Any]], str | None]:
-    """Returns the schemes to measure, by name, and the name of the selected one if all schemes are measured."""
+    """Returns the schemes to time, by name, and the name of the one that gradsync selects, if all are timed."""
     if spec.schemes == "planned":
         planned = ELEMENT_SCHEMES if layout is Layout.FLAT else SPARSE_SCHEMES
         return {name: s.planned_for(profiles) for name, s in planned.items()}, None
@@ -384,12 +382,12 @@ def schemes_of(
 
 
 def measured_profiles(tables: tuple[SparseRows, ...], group: TorchGroup) -> tuple[DensityProfile, ...]:
-    """Returns the exact profiles of this step, from the indices of all ranks."""
+    """Returns the exact density profile of each table in this step, from the indices of all ranks. Collective."""
     return profile_tables([(table.num_rows, from_all_ranks(table.indices, group)) for table in tables])
 
 
 def measured_elements(x: Tensor, group: Group) -> DensityProfile:
-    """Returns the exact profile of a flat tensor by element, and by block."""
+    """Returns the exact density profile of a flat tensor, by element and by block, over all ranks. Collective."""
     indices = from_all_ranks(x.nonzero().flatten(), group)
     length = BLOCKS_OF_256.block
     blocks = profile_rows([rank // length for rank in indices], -(-x.numel() // length))
@@ -406,7 +404,7 @@ def union_rows(profiles: tuple[DensityProfile, ...], size: int) -> list[float]:
 
 
 def agreed_cost(fit: Sequence[tuple[int, float, float]], stage: float, memory: float, group: TorchGroup) -> CostModel:
-    """Returns the cost model by the slowest rank's measurements, the same on every rank, so that all select alike."""
+    """Returns the cost model of the slowest rank's measurements, the same on all ranks, so that all select alike."""
     slowest_s = torch.tensor([*(seconds for _, _, seconds in fit), stage, -memory], dtype=torch.float64)
     dist.all_reduce(slowest_s, op=dist.ReduceOp.MAX)
     *seconds, stage, negated = slowest_s.tolist()
@@ -420,7 +418,7 @@ def agreed_cost(fit: Sequence[tuple[int, float, float]], stage: float, memory: f
 
 
 def exchange(text: str) -> dict[str, Any]:
-    """Returns this rank's figures of every case."""
+    """Runs all cases of the settings in `text`, JSON, and returns this rank's measurements."""
     spec = SyncSpec.model_validate_json(text)
     group = torch_group(timeout_s=TIMEOUT_S)
     fit = fit_samples(group, spec)

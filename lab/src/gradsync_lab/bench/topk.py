@@ -1,8 +1,8 @@
 """The workload `topk`: `gpt` with only the largest elements of a rank's gradients.
 
-Exchanges use it as their element-sparse case. All gradients of a step, in the order of the model, are one flat tensor;
-a share `ratio` of it is kept, after some steps whose residuals are added (error feedback). No method trains so yet:
-only exchanges and their characterisation know this workload.
+Benchmarks of exchanges use it as their element-sparse case. All gradients of a step, in the order of the model, are one
+flat tensor; a share `ratio` of it is kept, after some steps whose residuals are added (error feedback). Training
+benchmarks do not know this workload.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..workloads import Batch, GPTWorkload, Workload
 
 @dataclass(frozen=True, kw_only=True)
 class TopKWorkload(GPTWorkload):
-    """The workload `gpt` with sparsified gradients."""
+    """The workload `gpt` with gradients of which only the largest elements are kept (top-k)."""
 
     name: ClassVar[str] = "topk"
 
@@ -38,7 +38,7 @@ class TopKWorkload(GPTWorkload):
             raise ValueError(f"feedback_steps must not be negative, got {self.feedback_steps}")
 
     def sparsified(self, model: nn.Module, batches: Iterator[Batch]) -> Tensor:
-        """Returns a rank's next payload as (parameters,) float32, mostly zero, with the residuals of steps before."""
+        """Returns a rank's next top-k gradient, (parameters,) float32, mostly zero; adds earlier steps' residuals."""
         compressor = ErrorFeedback(TopK(self.ratio))
         numel = sum(parameter.numel() for parameter in model.parameters())
         state = compressor.init(FlatSpec.of(torch.empty(numel, device="meta")))

@@ -1,8 +1,8 @@
-"""Measures training: methods train the same model on the same data in turns, block by block.
+"""Measures training: methods train the same model on the same data in turns, each for a block of steps.
 
 Turns keep the ratio of two methods right when the machine's speed drifts. The first method is the baseline and runs
-twice, as two copies: their ratio (A/A) is the noise of the run. `ddp` and `ddp_16bit` are the best of DDP's settings,
-which run in turns before the others do: the steps that choose the best are not the steps that are compared.
+twice, as two copies: their ratio (A/A) is the noise of the run. `ddp` and `ddp_16bit` are DDP with the best of several
+settings (a sweep), which are timed first: the steps that choose the best are not the steps that are compared.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Figures = dict[str, list[dict[str, Any]]]  # the ranks' measurements, by method 
 
 
 class TrainSpec(BaseModel):
-    """The specification of one training run. The first method is the baseline of the others."""
+    """The settings of one training benchmark; the first of `methods` is the baseline of all others."""
 
     workload: str = "deepfm"
     options: dict[str, Any] = {}
@@ -63,27 +63,27 @@ class TrainSpec(BaseModel):
 
     @property
     def block_average(self) -> str:
-        """Returns how the steps of a block are averaged, a key of `BLOCK_AVERAGES`."""
+        """Returns how step times are averaged over a block of steps: a key of `BLOCK_AVERAGES`."""
         return "median" if self.scenario_name is None else "mean"
 
     @property
     def sweep(self) -> tuple[str, ...]:
-        """Returns DDP's settings, of which methods ask for the best."""
+        """Returns the names of the DDP variants to time first, if `methods` ask for the best of them; else empty."""
         return tuple(chain.from_iterable(SWEEPS[name] for name in self.methods if name in SWEEPS))
 
     @property
     def sweep_repeats(self) -> int:
-        """Returns the number of blocks that choose the best of a sweep: half as many as those that are compared."""
+        """Returns the number of blocks of steps that choose the best DDP variant: half as many as are compared."""
         return max(3, self.repeats // 2)
 
     @property
     def turns(self) -> int:
-        """Returns the events of a run: a warm-up and the blocks of every copy, the baseline's second one included."""
+        """Returns the number of progress events: a warm-up and the blocks of each model."""
         return len(self.sweep) * (1 + self.sweep_repeats) + (len(self.methods) + 1) * (1 + self.repeats)
 
 
 def run_training(spec: TrainSpec, on_event: Callable[[dict[str, Any]], None]) -> TrainingRun:
-    """Runs the training and merges the ranks' figures.
+    """Runs the benchmark and returns its records and each method's figures, merged over the ranks.
 
     Raises:
         ValueError: a workload, method or option is unknown.
@@ -131,7 +131,7 @@ def run_training(spec: TrainSpec, on_event: Callable[[dict[str, Any]], None]) ->
 
 
 def _times(workload: workloads.Workload, sparse: bool, patience: Patience) -> ComputeTimes:
-    """Measures the times for emulated computation, again while the host steals processors, as far as patience goes."""
+    """Measures the times that emulated computation sleeps; repeats this while the host steals much processor time."""
     while True:
         since = Steal()
         times = measured_times(workload, sparse=sparse)
@@ -140,7 +140,7 @@ def _times(workload: workloads.Workload, sparse: bool, patience: Patience) -> Co
 
 
 def _fill(run: TrainingRun, spec: TrainSpec, ranks: list[dict[str, Any]], sharing: int) -> None:
-    """Sets the run's methods, records and best of sweeps, from the ranks' results."""
+    """Sets the methods, records and chosen DDP variants of `run`, from the results of all ranks."""
     picked: dict[str, str] = ranks[0]["picked"]
     judged: Figures = {name: [rank["judged"][name] for rank in ranks] for name in ranks[0]["judged"]}
     sweep: Figures = {name: [rank["sweep"][name] for rank in ranks] for name in ranks[0]["sweep"]}
@@ -158,7 +158,7 @@ def _fill(run: TrainingRun, spec: TrainSpec, ranks: list[dict[str, Any]], sharin
 def training_records(
     spec: TrainSpec, run: TrainingRun, methods: list[MethodRun], figures: Figures, picked: Mapping[str, str]
 ) -> list[Record]:
-    """Returns a record of every method against the first one."""
+    """Returns a record for each method, compared with the first one."""
     baseline, *subjects = methods
     aa = _ratio(_blocks(figures[f"{baseline.name}:{AGAIN}"]), _blocks(figures[baseline.name]))
     return [_record(spec, run, subject, baseline, figures, aa, picked) for subject in subjects]
@@ -167,7 +167,7 @@ def training_records(
 def sweep_records(
     spec: TrainSpec, run: TrainingRun, members: list[MethodRun], figures: Figures, name: str, picked: str
 ) -> list[Record]:
-    """Returns records of the members of a sweep against the best of them, over the blocks that chose the best."""
+    """Returns records of all timed DDP variants of a sweep against the best one, over the blocks that chose it."""
     best = next(member for member in members if member.name == picked)
     records = [_record(spec, run, member, best, figures, None, {}) for member in members if member is not best]
     return [r.model_copy(update={"baseline": name, "params": {**r.params, "phase": "pick"}}) for r in records]
@@ -182,7 +182,7 @@ def _pick_in_words(name: str, picked: str, sweep: Figures) -> str:
 
 
 def _ratio(mine: list[float], base: list[float]) -> Spread | None:
-    """Returns the ratios pair by pair; None when one of the two failed."""
+    """Returns the ratios of paired block times; None if one of the two methods failed."""
     return Spread.of([a / b for a, b in zip(mine, base, strict=True)]) if mine and base else None
 
 
@@ -195,7 +195,7 @@ def _record(
     aa: Spread | None,
     picked: Mapping[str, str],
 ) -> Record:
-    """Returns one record from the block times of both; without figures, but with the error, if one failed."""
+    """Returns the record of a method against a baseline; if one of them failed, with its error and no times."""
     mine, base = _blocks(figures[subject.name]), _blocks(figures[baseline.name])
     lost = f"the baseline {baseline.name} failed: {baseline.failed}" if baseline.failed else None
     params = {"nodes": spec.nodes, "link": run.link, "workload": spec.workload}
@@ -241,22 +241,20 @@ def _record(
 
 
 def _alone_s(spec: TrainSpec, name: str) -> float | None:
-    """Returns the seconds of a step of the method's model with nothing to exchange; None unless computation is
-    emulated.
-    """
+    """Returns the emulated seconds of a step without communication; None unless computation is emulated."""
     times = spec.compute.get(method(name).sparse)
     return times.step_s if times else None
 
 
 def _blocks(ranks: list[dict[str, Any]]) -> list[float]:
-    """Returns `block_steps_s`; an empty list for a method that failed."""
+    """Returns `block_steps_s`, the step time of each block; empty for a method that failed."""
     return [] if ranks[0]["failed"] else block_steps_s(ranks)
 
 
 def block_steps_s(ranks: list[dict[str, Any]]) -> list[float]:
-    """Returns the usual step time of each counted block, by the slowest rank, for which all ranks wait.
+    """Returns the average step time of each counted block on the slowest rank, for which all ranks wait.
 
-    Where ranks do not wait, it is the time in which the ranks together make as many steps as there are ranks.
+    In asynchronous methods it is the time in which all ranks together make as many steps as there are ranks.
     """
     usual = BLOCK_AVERAGES[ranks[0]["block_average"]]
     together = max if ranks[0]["in_step"] else statistics.harmonic_mean
@@ -264,12 +262,12 @@ def block_steps_s(ranks: list[dict[str, Any]]) -> list[float]:
 
 
 def steps_of(ranks: list[dict[str, Any]]) -> int:
-    """Returns the number of counted steps."""
+    """Returns the number of steps in all counted blocks, given one method's results on each rank."""
     return sum(len(block) for block in ranks[0]["blocks"])
 
 
 def _merge(name: str, ranks: list[dict[str, Any]], spec: TrainSpec, sharing: int) -> MethodRun:
-    """Returns one method's figures over the ranks; `sharing` ranks count on the same interface."""
+    """Merges one method's results on all ranks; `sharing` ranks count sent bytes on the same network interface."""
     if failures := [r for r in ranks if r["failed"]]:
         # The first one is the cause: the other ranks only lost this one.
         return MethodRun(name=name, failed=min(failures, key=lambda r: float(r["failed_s"]))["failed"])

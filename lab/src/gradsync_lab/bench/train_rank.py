@@ -1,4 +1,4 @@
-"""The program of one rank in a training run; see `train.py`."""
+"""The program of one rank in a training benchmark; `train.py` starts it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ CALIBRATION_STEPS = 3  # steps without synchronisation, which measure backward a
 
 @dataclass
 class Contestant:
-    """A method at run time on this rank: its model, optimiser and measurements."""
+    """A benchmark method on this rank during a run: its model, optimiser and measurements."""
 
     name: str
     model: nn.Module
@@ -72,12 +72,12 @@ class Contestant:
 
     @property
     def settled(self) -> bool:
-        """Whether the method's plan stays as it is; the same on all ranks."""
+        """Whether the method has finished trying plans and will keep its plan; the same on all ranks."""
         return self.attachment is None or self.attachment.settled
 
     @property
     def cycle(self) -> int:
-        """Returns after how many rounds the schedule of averaging repeats; 1 where all ranks average together."""
+        """Returns the number of steps after which the schedule of averaging groups repeats; 1 for all-rank averages."""
         scheme, attachment = mixing_scheme(self), self.attachment
         if scheme is None or attachment is None:
             return 1
@@ -85,7 +85,7 @@ class Contestant:
         return lcm(*(len(rests_of(each)) for each in schemes))
 
     def forget_block(self) -> None:
-        """Removes the measurements of the last block; its steps stay made, and its losses are kept."""
+        """Deletes the times of the last block of steps; the model and the losses stay."""
         for kept in (self.blocks, self.backward_s, self.sent_bytes):
             if kept:
                 kept.pop()
@@ -93,10 +93,10 @@ class Contestant:
 
 @contextmanager
 def attempt(who: Contestant) -> Iterator[None]:
-    """Runs the block; a method that fails inside, on any rank, has failed on all ranks, and the other methods go on.
+    """Runs the `with` block; if method `who` fails in it on any rank, it is marked as failed on all ranks.
 
-    Ranks that wait in a collective of the method wait until its timeout. The harness' collectives are not affected. A
-    failed method is detached, so that others can measure the job.
+    Other methods continue. Ranks in a collective of the method wait until its timeout; the harness' collectives are not
+    affected. A failed method is detached, so that other methods can measure the job.
     """
     try:
         yield
@@ -111,7 +111,7 @@ def attempt(who: Contestant) -> Iterator[None]:
 
 
 def enter(workload: AnyWorkload, name: str, way: Method, spec: TrainSpec) -> Contestant:
-    """Returns a fresh copy of the model under a method."""
+    """Makes a fresh copy of the workload's model, wraps it by a method, and returns the contestant."""
     model = workload.model(sparse=way.sparse, seed=spec.seed)
     batches = workload.batches(dist.get_rank(), dist.get_world_size(), spec.seed)
     optimizer = workload.optimizer(model)
@@ -152,7 +152,7 @@ def _train_step(workload: AnyWorkload, who: Contestant, *, sync: bool) -> tuple[
 
 
 def run_block(workload: AnyWorkload, who: Contestant, steps: int, *, counted: bool) -> None:
-    """Trains a block of steps; the first is not timed, as it finds caches as another method left them."""
+    """Trains a block of steps; the first step is not timed, as caches still hold another method's data."""
     if who.failed:
         return
     with attempt(who):
@@ -190,7 +190,7 @@ def calibrate(workload: AnyWorkload, who: Contestant) -> None:
 
 
 def settle(workload: AnyWorkload, who: Contestant) -> None:
-    """Lets gradsync try its plans, then restores the model: all methods train from the same start on the same data."""
+    """Trains until gradsync has settled on a plan, then restores the model: all methods start from the same state."""
     if who.failed or who.settled:
         return
     saved = copy.deepcopy((who.inner.state_dict(), who.optimizer.state_dict()))
@@ -208,7 +208,7 @@ def settle(workload: AnyWorkload, who: Contestant) -> None:
 
 
 def ready(workload: AnyWorkload, name: str, way: Method, spec: TrainSpec, patience: Patience) -> Contestant:
-    """Returns a method that has settled; starts again where too much processor time was stolen meanwhile."""
+    """Returns a method that has settled on a plan; starts again if the host stole much processor time meanwhile."""
     while True:
         since, who = Steal(), enter(workload, name, way, spec)
         if who.settled:
@@ -220,7 +220,7 @@ def ready(workload: AnyWorkload, name: str, way: Method, spec: TrainSpec, patien
 
 
 def affordable_steps(contestants: list[Contestant], spec: TrainSpec) -> int:
-    """Returns the steps of a block, the same for all methods: fewer than asked for where the slowest takes too long."""
+    """Returns the number of steps in a block, the same for all methods; fewer if the slowest would take too long."""
     step_s = torch.tensor([statistics.median(who.step_s) for who in contestants if who.step_s and not who.failed])
     if len(step_s) == 0:
         return spec.block_steps
@@ -229,17 +229,17 @@ def affordable_steps(contestants: list[Contestant], spec: TrainSpec) -> int:
 
 
 def rounded_up(steps: int, cycle: int) -> int:
-    """Returns the number of steps, rounded up to whole cycles."""
+    """Returns the number of steps, rounded up to a multiple of `cycle`."""
     return steps + -steps % cycle
 
 
 def compete(
     workload: AnyWorkload, ways: dict[str, Method], spec: TrainSpec, repeats: int, patience: Patience
 ) -> tuple[list[Contestant], list[float]]:
-    """Runs all methods in turns, block by block, in alternating order.
+    """Trains all methods in turns, a block of steps each, in alternating order.
 
     Returns:
-        The methods, and the share of the processors' time that was stolen in each counted round of blocks.
+        The contestants, and the share of processor time that the host stole in each counted turn of all methods.
     """
     # One by one: automatic plans measure one model at a time.
     contestants = [ready(workload, name, way, spec, patience) for name, way in ways.items()]
@@ -275,7 +275,7 @@ def agreed(figure: float) -> float:
 
 
 def pick(sweep: list[Contestant], spec: TrainSpec) -> str:
-    """Returns the best method by its median block, each block by its slowest rank: the same on all ranks."""
+    """Returns the name of the fastest method by its median block time on the slowest rank; the same on all ranks."""
     rows = [
         [inf] * spec.sweep_repeats
         if who.failed
@@ -289,7 +289,7 @@ def pick(sweep: list[Contestant], spec: TrainSpec) -> str:
 
 
 def result_of(workload: AnyWorkload, who: Contestant, spec: TrainSpec) -> dict[str, Any]:
-    """Returns this rank's figures of one method as plain data."""
+    """Returns this rank's measurements of one method as plain data, which JSON can hold."""
     if who.failed:
         return {"failed": who.failed, "failed_s": who.failed_s}
     if who.attachment is not None:
@@ -348,10 +348,10 @@ def mixing_scheme(who: Contestant) -> Scheme[Any] | None:
 
 
 def predicted_s(who: Contestant, jobs: list[Job]) -> float | None:
-    """Predicts a whole step by the contestant's plan, from this run's measurements of the job.
+    """Predicts the seconds of a training step by the contestant's plan, from this run's measurements of the job.
 
     The measurement is the contestant's own, or else the first of `jobs` in which all of the plan's kernels were
-    measured: of models with the same kind of gradients. None for plans of parameters.
+    measured, with the same kind of gradients. None for plans that average parameters.
     """
     if who.attachment is None or isinstance(who.attachment, Rival) or who.failed:
         return None
@@ -374,7 +374,7 @@ def measured_jobs(contestants: list[Contestant]) -> list[Job]:
 
 
 def measure(text: str) -> dict[str, Any]:
-    """Returns this rank's figures: of DDP's sweeps, if methods are the best of them, and of the methods themselves."""
+    """Times the DDP variants of sweeps, then the methods; returns this rank's measurements. `text` is a `TrainSpec`."""
     spec = TrainSpec.model_validate_json(text)
     real = workloads.load(spec.workload, **spec.options)
     size, rank = dist.get_world_size(), dist.get_rank()

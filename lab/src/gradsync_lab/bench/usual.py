@@ -1,8 +1,8 @@
-"""Fast code in torch operations for kernels whose definition keeps to an order of sums.
+"""Fast code in torch operations for kernels whose definition in torch is slow, as it fixes the order of sums.
 
-Each function returns a callable that writes the kernel's results into the same tensors. Results are equal up to
-rounding, to the choice among equal elements, and to random draws. There are no checks; None is returned for sizes that
-do not divide evenly.
+Each function returns a callable that writes the kernel's results into the same tensors. Results equal the kernel's up
+to rounding, the choice among equal elements, and random draws. There are no checks; functions return None for sizes
+that do not divide evenly.
 """
 
 from __future__ import annotations
@@ -66,9 +66,7 @@ def squared_norms(x: Tensor, norms: Tensor, block: int) -> Run | None:
 def take_chunks(
     x: Tensor, residual: Tensor, chosen: Tensor, payload: Tensor, left: Tensor, norms: Tensor, chunk: int
 ) -> Run | None:
-    """Implements `kernels.take_chunks` by rows, with one pass each for the sum, payload, subtraction, norms and
-    zeros.
-    """
+    """Implements `kernels.take_chunks` with a matrix row per chunk: one torch operation for each of its results."""
     if len(x) % chunk:
         return None
 
@@ -91,7 +89,7 @@ def pack_signs(
     residual: Tensor | None = None,
     next_residual: Tensor | None = None,
 ) -> Run | None:
-    """Implements `kernels.pack_signs`; bits are packed by a sum of 8 bytes."""
+    """Implements `kernels.pack_signs`; 8 signs are packed into a byte by a weighted sum."""
     if len(x) % (block or len(x)) or len(x) % 8 or scale not in ("mean", "two"):
         return None
     weights = 2 ** torch.arange(8, device=x.device, dtype=torch.uint8)
@@ -124,7 +122,7 @@ def quantize(
     residual: Tensor | None = None,
     next_residual: Tensor | None = None,
 ) -> Run | None:
-    """Implements `kernels.quantize` by rows, with torch's own small float types and random generator."""
+    """Implements `kernels.quantize` with a matrix row per block, torch's small float types and random generator."""
     block, planes = grid.block or len(x), 8 // grid.bits
     if len(x) % block or block % planes:
         return None
@@ -156,7 +154,7 @@ def quantize(
 
 
 def _powers_of_two(x: Tensor, codes: Tensor) -> None:
-    """Rounds to the exponent, after adding noise of as many bits as the fraction has."""
+    """Rounds `x` randomly to powers of two, written to `codes`: adds noise to the fraction bits, keeps the exponent."""
     bits = x.view(torch.int32)
     exponent = (bits & 0x7FFFFFFF).add_(torch.randint_like(bits, 1 << 23)) >> 23
     exponent.add_(1 - SMALLEST_EXPONENT - 127).clamp_(0, LARGEST_EXPONENT - SMALLEST_EXPONENT + 1)

@@ -1,4 +1,4 @@
-"""Trains methods to a loss on an emulated cluster: the whole runs that steps times seconds per step estimate."""
+"""Trains methods to a loss on an emulated cluster, to check the estimate of steps times seconds per step."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from .train import TrainSpec
 
 
 class WholeSpec(TrainSpec):
-    """The specification of whole runs: each synchronous method trains by itself, one after the other, from `seed`
-    on.
-    """
+    """The settings of training runs to a loss: each synchronous method trains alone, one after the other."""
 
     loss: float  # held-out, of the mean model, smoothed as `reach.crossing` does
     every: int = Field(ge=1)  # steps between evaluations, which are not timed
@@ -27,7 +25,7 @@ class WholeSpec(TrainSpec):
 
 @dataclass(frozen=True)
 class WholeRun:
-    """The time and steps of one method; None where it did not reach the loss, or failed."""
+    """The seconds and steps of one method to the loss; None if it did not reach the loss, or failed."""
 
     seconds: float | None  # of the slowest rank, without evaluations and without measuring and trying plans before
     steps: float | None
@@ -37,7 +35,9 @@ class WholeRun:
 def run_whole(
     spec: WholeSpec, on_event: Callable[[dict[str, Any]], None]
 ) -> tuple[dict[str, WholeRun], dict[str, Any], list[str]]:
-    """Returns each method's run, the lab's description, and notes. There is one event for each method.
+    """Trains each method to the loss; returns the runs by method, a description of the cluster, and notes.
+
+    Calls `on_event` once for each method.
 
     Raises:
         ValueError: a workload is unknown.
@@ -61,7 +61,7 @@ def run_whole(
 
 
 def _merged(ranks: list[dict[str, Any]]) -> WholeRun:
-    """Merges the ranks' results of one method; each part of the run took as long as on the slowest rank."""
+    """Merges one method's results on all ranks; between evaluations the slowest rank's seconds count."""
     failures = [rank for rank in ranks if rank["failed"]]
     if failures:
         return WholeRun(None, None, min(failures, key=lambda rank: float(rank["failed_s"]))["failed"])

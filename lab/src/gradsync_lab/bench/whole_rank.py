@@ -1,4 +1,4 @@
-"""The program of one rank in whole training runs; see `whole.py`."""
+"""The program of one rank that trains methods to a loss; `whole.py` starts it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from .whole import WholeSpec
 
 
 def held_out_loss(workload: Workload, who: Contestant, spec: WholeSpec) -> float:
-    """Returns the held-out loss of the mean of the ranks' models, which are not changed.
+    """Returns the held-out loss of the mean of the ranks' models, the same on all ranks. Collective.
 
-    Collective, the same on all ranks.
+    The models are not changed.
     """
     mean = {name: value.clone() for name, value in who.inner.state_dict().items()}
     average_([value for value in mean.values() if value.is_floating_point()])
@@ -35,7 +35,7 @@ def held_out_loss(workload: Workload, who: Contestant, spec: WholeSpec) -> float
 
 
 def part_s(workload: Workload, who: Contestant, steps: int) -> float:
-    """Trains `steps` steps and returns their seconds, to the end of their exchange."""
+    """Trains `steps` steps and returns their seconds, until all communication has ended."""
     dist.barrier()
     began_s = time.perf_counter()
     for _ in range(steps):
@@ -46,7 +46,7 @@ def part_s(workload: Workload, who: Contestant, steps: int) -> float:
 
 
 def to_loss(workload: Workload, name: str, spec: WholeSpec) -> dict[str, Any]:
-    """Runs one method on this rank, and returns its figures."""
+    """Trains one method on this rank; returns seconds between evaluations, and the one that reached the loss."""
     who = ready(workload, name, method(name), spec, Patience(0.0, agreed))
     losses: list[float] = []
     parts_s: list[float] = []
@@ -70,7 +70,7 @@ def to_loss(workload: Workload, name: str, spec: WholeSpec) -> dict[str, Any]:
 
 
 def measure(text: str) -> dict[str, Any]:
-    """Returns this rank's figures, by method."""
+    """Trains each method of the settings in `text`, JSON, and returns this rank's results by method."""
     spec = WholeSpec.model_validate_json(text)
     workload = workloads.load(spec.workload, **spec.options)
     return {name: to_loss(workload, name, spec) for name in spec.methods}

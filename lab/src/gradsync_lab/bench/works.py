@@ -1,6 +1,6 @@
-"""The works that kernels are measured on: inputs, the call, and the bytes that the kernel must move at least.
+"""Benchmark cases of kernels: inputs, the call, and the least bytes that the kernel must read and write.
 
-Each function named as a kernel makes one, with inputs drawn from generator `g`.
+The function of a kernel's name makes its case (`Work`), with inputs drawn from generator `g`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STRIPES = 8  # owners that rows are spread over by columns
 
 @dataclass(frozen=True)
 class Work:
-    """One kernel call on one input: how to run it, its outputs, and the bytes that it must move at least."""
+    """A benchmark case: a kernel call with its outputs, and the least bytes that it must read and write."""
 
     run: Callable[[ModuleType], object]  # with gradsync.kernels.cpu, .triton or .reference
     outs: Sequence[Tensor]
@@ -45,7 +45,7 @@ def column_stripes(dim: int, n: int) -> list[tuple[int, int]]:
 
 
 def sum_rows(g: torch.Generator, *, ranks: int, size: int, density: float, dim: int, dtype: str) -> Work:
-    """Returns the work of summing the row lists of `ranks` ranks, as an owner does."""
+    """Returns the benchmark case of summing the row lists of `ranks` ranks, as an owner does."""
     lists = [some_of(size, density, g) for _ in range(ranks)]
     parts = [(indices, torch.randn(len(indices), dim, generator=g).to(getattr(torch, dtype))) for indices in lists]
     union = automatic.unite_rows(lists, size).count
@@ -55,7 +55,7 @@ def sum_rows(g: torch.Generator, *, ranks: int, size: int, density: float, dim: 
 
 
 def unite_rows(g: torch.Generator, *, nnz: int, size: int, dim: int, owners: int) -> Work:
-    """Returns the work of coalescing one rank's unsorted rows, spread over owners' stripes of columns."""
+    """Returns the benchmark case of coalescing one rank's unsorted rows, spread over owners' stripes of columns."""
     indices, values = torch.randint(size, (nnz,), generator=g), torch.randn(nnz, dim, generator=g)
     stripes = column_stripes(dim, owners)
     union = automatic.unite_rows([indices], size).count
@@ -71,7 +71,7 @@ def unite_rows(g: torch.Generator, *, nnz: int, size: int, dim: int, owners: int
 
 
 def join_columns(g: torch.Generator, *, nnz: int, dim: int, owners: int) -> Work:
-    """Returns the work of joining the owners' stripes to rows."""
+    """Returns the benchmark case of joining the owners' stripes to rows."""
     stripes = column_stripes(dim, owners)
     parts = [torch.randn(nnz, stop - start, generator=g) for start, stop in stripes]
     out = torch.zeros(nnz, dim)
@@ -79,7 +79,7 @@ def join_columns(g: torch.Generator, *, nnz: int, dim: int, owners: int) -> Work
 
 
 def scatter_rows(g: torch.Generator, *, size: int, density: float, dim: int, accumulate: bool) -> Work:
-    """Returns the work of setting or adding sorted rows in a table."""
+    """Returns the benchmark case of setting or adding sorted rows in a table."""
     indices = some_of(size, density, g)
     values, dense = torch.randn(len(indices), dim, generator=g), torch.zeros(size, dim)
     touched = tensor_bytes(indices) + tensor_bytes(values) * (3 if accumulate else 2)
@@ -87,7 +87,7 @@ def scatter_rows(g: torch.Generator, *, size: int, density: float, dim: int, acc
 
 
 def nonzero_rows(g: torch.Generator, *, size: int, density: float, dim: int) -> Work:
-    """Returns the work of finding the non-zero rows of a dense table."""
+    """Returns the benchmark case of finding the non-zero rows of a dense table."""
     chosen, dense = some_of(size, density, g), torch.zeros(size, dim)
     dense[chosen] = torch.randn(len(chosen), dim, generator=g)
     rows, values = torch.zeros(len(chosen), dtype=torch.int32), torch.zeros(len(chosen), dim)
@@ -101,7 +101,7 @@ def nonzero_rows(g: torch.Generator, *, size: int, density: float, dim: int) -> 
 
 
 def nonzero_elements(g: torch.Generator, *, size: int, density: float) -> Work:
-    """Returns the work of finding the non-zero elements of a dense tensor."""
+    """Returns the benchmark case of finding the non-zero elements of a dense tensor."""
     chosen, x = some_of(size, density, g), torch.zeros(size)
     x[chosen] = 1.0
     indices, values = torch.zeros(len(chosen), dtype=torch.int32), torch.zeros(len(chosen))
@@ -113,7 +113,7 @@ def nonzero_elements(g: torch.Generator, *, size: int, density: float) -> Work:
 
 
 def top_k(g: torch.Generator, *, size: int, density: float, feedback: bool = False, sections: int = 1) -> Work:
-    """Returns the work of choosing the largest elements of each tensor of a bucket, with or without error feedback."""
+    """Returns the benchmark case of choosing the largest elements of tensors, with or without error feedback."""
     lengths = [size * (section + 1) // sections - size * section // sections for section in range(sections)]
     counts = [round(density * length) for length in lengths]
     x, k = torch.randn(size, generator=g), sum(counts)
@@ -129,7 +129,7 @@ def top_k(g: torch.Generator, *, size: int, density: float, feedback: bool = Fal
 
 
 def select_above(g: torch.Generator, *, size: int, threshold: float, feedback: bool) -> Work:
-    """Returns the work of selecting normal numbers above a threshold, with room for all of them."""
+    """Returns the benchmark case of selecting normal numbers above a threshold, with room for all of them."""
     x = torch.randn(size, generator=g)
     residual = torch.randn(size, generator=g) if feedback else torch.zeros(size)
     count = int(((x + residual).abs() > threshold).sum())
@@ -144,14 +144,14 @@ def select_above(g: torch.Generator, *, size: int, threshold: float, feedback: b
 
 
 def count_above(g: torch.Generator, *, size: int, threshold: float) -> Work:
-    """Returns the work of counting the elements above a threshold."""
+    """Returns the benchmark case of counting the elements above a threshold."""
     x, counts = torch.randn(size, generator=g), torch.zeros(1, dtype=torch.int64)
     bound = torch.tensor([threshold])
     return Work(lambda module: module.count_above(x, bound, counts), [counts], tensor_bytes(x, counts))
 
 
 def squared_norms(g: torch.Generator, *, size: int, block: int) -> Work:
-    """Returns the work of computing blocks' squared norms, by which blocks are chosen."""
+    """Returns the benchmark case of computing blocks' squared norms, by which blocks are chosen."""
     x, sections = torch.randn(size, generator=g), Sections((size,))
     norms = torch.zeros(-(-size // block), dtype=torch.float64)
     return Work(
@@ -163,14 +163,14 @@ def squared_norms(g: torch.Generator, *, size: int, block: int) -> Work:
 
 
 def digest(g: torch.Generator, *, size: int, tensors: int, dtype: str = "float32") -> Work:
-    """Returns the work of computing the digests by which ranks compare their parameters."""
+    """Returns the benchmark case of computing the digests by which ranks compare their parameters."""
     x, out = torch.randn(size, generator=g).to(getattr(torch, dtype)), torch.zeros(tensors, dtype=torch.int64)
     parts = x.chunk(tensors)
     return Work(lambda module: module.digest(parts, out), [out], tensor_bytes(x, out))
 
 
 def take_chunks(g: torch.Generator, *, size: int, chunk: int, ratio: float, dtype: str = "float32") -> Work:
-    """Returns the work of taking evenly spread chunks to send and keeping the others.
+    """Returns the benchmark case of taking evenly spread chunks to send and keeping the others.
 
     The gradients are zero, as the kernel leaves them.
     """
@@ -192,7 +192,7 @@ def take_chunks(g: torch.Generator, *, size: int, chunk: int, ratio: float, dtyp
 
 
 def random_k(g: torch.Generator, *, size: int, density: float, block: int) -> Work:
-    """Returns the work of drawing random elements of a dense tensor, without reading it."""
+    """Returns the benchmark case of drawing random elements of a dense tensor, without reading it."""
     count = round(density * size / block)
     indices = torch.zeros(count * block, dtype=torch.int32)
     sections = Sections((size,), (0,), (int(torch.randint(2**62, (), generator=g)),))
@@ -202,7 +202,7 @@ def random_k(g: torch.Generator, *, size: int, density: float, block: int) -> Wo
 
 
 def hadamard(g: torch.Generator, *, size: int, chunk: int, inverse: bool) -> Work:
-    """Returns the work of rotating a dense tensor at random, or back."""
+    """Returns the benchmark case of rotating a dense tensor at random, or back."""
     x, out = torch.randn(size, generator=g), torch.zeros(size)
     sections = Sections((size,), (0,), (int(torch.randint(2**62, (), generator=g)),))
     return Work(
@@ -214,7 +214,7 @@ def hadamard(g: torch.Generator, *, size: int, chunk: int, inverse: bool) -> Wor
 
 
 def count_sketch(g: torch.Generator, *, size: int, ratio: float, rows: int) -> Work:
-    """Returns the work of adding a dense tensor into the counters of a count sketch."""
+    """Returns the benchmark case of adding a dense tensor into the counters of a count sketch."""
     sections, columns, x, counters = _sketch(g, size, ratio, rows)
     return Work(
         lambda module: module.count_sketch(x, sections, columns, counters, rows=rows),
@@ -224,7 +224,7 @@ def count_sketch(g: torch.Generator, *, size: int, ratio: float, rows: int) -> W
 
 
 def sketch_estimates(g: torch.Generator, *, size: int, ratio: float, rows: int) -> Work:
-    """Returns the work of estimating each element from the counters of a count sketch."""
+    """Returns the benchmark case of estimating each element from the counters of a count sketch."""
     sections, columns, x, counters = _sketch(g, size, ratio, rows)
     counters.copy_(torch.randn(len(counters), generator=g))
     return Work(
@@ -235,7 +235,7 @@ def sketch_estimates(g: torch.Generator, *, size: int, ratio: float, rows: int) 
 
 
 def _sketch(g: torch.Generator, size: int, ratio: float, rows: int) -> tuple[Sections, list[int], Tensor, Tensor]:
-    """Returns one section, its number of columns, its elements, and room for `ratio` counters per element."""
+    """Returns a section (range of a flat tensor), the sketch's number of columns, the elements, and empty counters."""
     sections = Sections((size,), (0,), (int(torch.randint(2**62, (), generator=g)),))
     columns = [round(ratio * size / rows / 32) * 32]
     return sections, columns, torch.randn(size, generator=g), torch.zeros(rows * columns[0])
@@ -244,14 +244,14 @@ def _sketch(g: torch.Generator, size: int, ratio: float, rows: int) -> tuple[Sec
 def _signs(
     g: torch.Generator, size: int, block: int, scale: SignScale
 ) -> tuple[Sections, dict[str, Any], Tensor, tuple[Tensor, Tensor]]:
-    """Returns one section, the options, its elements, and room for signs and scales."""
+    """Returns a section (range of a flat tensor), the kernel's options, the elements, and empty signs and scales."""
     sections, options = Sections((size,)), {"block": block, "scale": scale}
     scales = torch.zeros(automatic.sign_scales_shape(sections, block=block, scale=scale))
     return sections, options, torch.randn(size, generator=g), (torch.zeros(-(-size // 8), dtype=torch.uint8), scales)
 
 
 def pack_signs(g: torch.Generator, *, size: int, block: int, scale: SignScale, feedback: bool) -> Work:
-    """Returns the work of encoding a dense tensor as signs and scales, with or without error feedback."""
+    """Returns the benchmark case of encoding a dense tensor as signs and scales, with or without error feedback."""
     sections, options, x, outs = _signs(g, size, block, scale)
     residuals = [torch.randn(size, generator=g), torch.zeros(size)] if feedback else []
     options |= dict(zip(("residual", "next_residual"), residuals, strict=False))
@@ -264,7 +264,7 @@ def pack_signs(g: torch.Generator, *, size: int, block: int, scale: SignScale, f
 
 
 def unpack_signs(g: torch.Generator, *, size: int, block: int, scale: SignScale, ranks: int) -> Work:
-    """Returns the work of decoding and summing the signs of `ranks` ranks."""
+    """Returns the benchmark case of decoding and summing the signs of `ranks` ranks."""
     sections, options, out, _ = _signs(g, size, block, scale)
     parts = []
     for _ in range(ranks):
@@ -282,19 +282,19 @@ def _bitmap(g: torch.Generator, size: int, density: float) -> tuple[Tensor, Tens
 
 
 def encode_bitmap(g: torch.Generator, *, size: int, density: float) -> Work:
-    """Returns the work of encoding indices as bits."""
+    """Returns the benchmark case of encoding indices as bits."""
     indices, words = _bitmap(g, size, density)
     return Work(lambda module: module.encode_bitmap(indices, size, words), [words], tensor_bytes(indices, words))
 
 
 def decode_bitmap(g: torch.Generator, *, size: int, density: float) -> Work:
-    """Returns the work of decoding bits to indices."""
+    """Returns the benchmark case of decoding bits to indices."""
     indices, words = _bitmap(g, size, density)
     return Work(lambda module: module.decode_bitmap(words, indices), [indices], tensor_bytes(indices, words))
 
 
 def count_bits(g: torch.Generator, *, size: int, density: float) -> Work:
-    """Returns the work of counting a bitmap's indices."""
+    """Returns the benchmark case of counting a bitmap's indices."""
     _, words = _bitmap(g, size, density)
     count = torch.zeros(1, dtype=torch.int64)
     return Work(lambda module: count.fill_(module.count_bits(words)), [count], tensor_bytes(words))
@@ -308,13 +308,13 @@ def _offsets(g: torch.Generator, size: int, density: float, bits: int) -> tuple[
 
 
 def narrow(g: torch.Generator, *, size: int, dtype: str) -> Work:
-    """Returns the work of scaling gradients and rounding them to 16 bits."""
+    """Returns the benchmark case of scaling gradients and rounding them to 16 bits."""
     x, out = torch.randn(size, generator=g), torch.zeros(size, dtype=getattr(torch, dtype))
     return Work(lambda module: module.narrow(x, out, scale=0.25), [out], tensor_bytes(x, out))
 
 
 def sum_parts(g: torch.Generator, *, size: int, ranks: int, dtype: str) -> Work:
-    """Returns the work of averaging the gradients of `ranks` ranks."""
+    """Returns the benchmark case of averaging the gradients of `ranks` ranks."""
     parts = [torch.randn(size, generator=g).to(getattr(torch, dtype)) for _ in range(ranks)]
     out, scale = torch.zeros(size), 1 / ranks
     return Work(
@@ -326,14 +326,14 @@ def sum_parts(g: torch.Generator, *, size: int, ranks: int, dtype: str) -> Work:
 
 
 def encode_offsets(g: torch.Generator, *, size: int, density: float, bits: int) -> Work:
-    """Returns the work of encoding indices as offsets within blocks."""
+    """Returns the benchmark case of encoding indices as offsets within blocks."""
     indices, message = _offsets(g, size, density, bits)
     nbytes = tensor_bytes(indices, message)
     return Work(lambda module: module.encode_offsets(indices, size, bits, message), [message], nbytes)
 
 
 def decode_offsets(g: torch.Generator, *, size: int, density: float, bits: int) -> Work:
-    """Returns the work of decoding offsets within blocks to indices."""
+    """Returns the benchmark case of decoding offsets within blocks to indices."""
     indices, message = _offsets(g, size, density, bits)
     nbytes = tensor_bytes(indices, message)
     return Work(lambda module: module.decode_offsets(message, size, bits, indices), [indices], nbytes)
@@ -346,12 +346,12 @@ def _elements(g: torch.Generator, size: int, nnz: int) -> Tensor:
 
 
 def partition_rotated(g: torch.Generator, *, nnz: int, size: int, owners: int) -> Work:
-    """Returns the work of spreading sorted elements over their owners by rotated stripe."""
+    """Returns the benchmark case of spreading sorted elements over their owners by rotated stripe."""
     return _partition(g, nnz, size, lambda module, indices: module.partition_rotated(indices, size, owners, 1))
 
 
 def partition_hashed(g: torch.Generator, *, nnz: int, size: int, owners: int) -> Work:
-    """Returns the work of spreading sorted elements over their owners by hash."""
+    """Returns the benchmark case of spreading sorted elements over their owners by hash."""
     return _partition(g, nnz, size, lambda module, indices: module.partition_hashed(indices, size, owners, 1))
 
 
@@ -369,14 +369,14 @@ def _partition(g: torch.Generator, nnz: int, size: int, split: Callable[[Any, Te
 
 
 def owners_by_hash(g: torch.Generator, *, nnz: int, size: int, owners: int) -> Work:
-    """Returns the work of computing the owner of each element."""
+    """Returns the benchmark case of computing the owner of each element."""
     indices = _elements(g, size, nnz)
     out = torch.zeros_like(indices)
     return Work(lambda module: module.owners_by_hash(indices, owners, 1, out), [out], tensor_bytes(indices, out))
 
 
 def owned_by_hash(g: torch.Generator, *, size: int, owners: int) -> Work:
-    """Returns the work of listing each owner's elements for hash bitmaps, allocated anew as at setup."""
+    """Returns the benchmark case of listing each owner's elements for hash bitmaps, allocated anew as at setup."""
     out = torch.zeros(size, dtype=torch.int32)
 
     def run(module: ModuleType) -> None:
@@ -386,7 +386,7 @@ def owned_by_hash(g: torch.Generator, *, size: int, owners: int) -> Work:
 
 
 def hierarchical_hash(g: torch.Generator, *, nnz: int, size: int, owners: int) -> Work:
-    """Returns the work of hashing elements into memory of 2.2 slots an index; the result is each owner's count."""
+    """Returns the benchmark case of hashing elements into memory of 2.2 slots per index; outputs each owner's count."""
     indices = _elements(g, size, nnz)
     slots, counts = 2 * len(indices), torch.zeros(owners, dtype=torch.int64)
 
@@ -398,7 +398,7 @@ def hierarchical_hash(g: torch.Generator, *, nnz: int, size: int, owners: int) -
 
 
 def positions_in(g: torch.Generator, *, size: int, density: float, owners: int) -> Work:
-    """Returns the work of mapping an owner's elements to positions in its hash bitmap."""
+    """Returns the benchmark case of mapping an owner's elements to positions in its hash bitmap."""
     owned = automatic.owned_by_hash(size, owners, 1)[0].clone()  # the copy is made on the measured device
     indices = owned[some_of(len(owned), density, g)]
     out = torch.zeros_like(indices)
@@ -406,7 +406,7 @@ def positions_in(g: torch.Generator, *, size: int, density: float, owners: int) 
 
 
 def rotated_index(g: torch.Generator, *, nnz: int, size: int, owners: int) -> Work:
-    """Returns the work of mapping an owner's positions back to indices."""
+    """Returns the benchmark case of mapping an owner's positions back to indices."""
     positions, _ = _parts(g, nnz=nnz, size=size, owners=owners)
     out = torch.zeros_like(positions[0])
     return Work(
@@ -415,13 +415,13 @@ def rotated_index(g: torch.Generator, *, nnz: int, size: int, owners: int) -> Wo
 
 
 def _room(count: int, size: int) -> automatic.PackedPositions:
-    """Returns room for `count` positions below `size`, in the smallest format."""
+    """Returns an empty buffer for `count` positions below `size`, in the smallest format."""
     nbytes, bits = min((automatic.packed_nbytes(count, size, bits), bits) for bits in (1, 8, 16, 32))
     return automatic.PackedPositions(torch.zeros(-(-nbytes // 8) * 8, dtype=torch.uint8), count, bits)
 
 
 def _messages(x: Tensor, owners: int) -> tuple[list[automatic.PackedPositions], list[Tensor]]:
-    """Returns room for the positions and values of all owners."""
+    """Returns empty buffers for the positions and values that are sent to each owner."""
     counts = automatic.partition_elements(x, owners, 1).counts
     return [_room(count, -(-len(x) // owners)) for count in counts], [torch.zeros(count) for count in counts]
 
@@ -437,7 +437,7 @@ def _packed_bytes(parts: Sequence[automatic.PackedPositions], values: Sequence[T
 
 
 def partition_elements(g: torch.Generator, *, size: int, density: float, owners: int) -> Work:
-    """Returns the work of writing a dense vector's non-zeros as messages to all owners."""
+    """Returns the benchmark case of writing a dense vector's non-zeros as messages to all owners."""
     x = _sparse(g, size, density)
     parts, values = _messages(x, owners)
     packed = [part.packed for part in parts]
@@ -449,7 +449,7 @@ def partition_elements(g: torch.Generator, *, size: int, density: float, owners:
 
 
 def unite_elements(g: torch.Generator, *, ranks: int, size: int, density: float) -> Work:
-    """Returns the work of summing the messages of `ranks` ranks, as an owner does."""
+    """Returns the benchmark case of summing the messages of `ranks` ranks, as an owner does."""
     parts, values = [], []
     for _ in range(ranks):
         x = _sparse(g, size, density)
@@ -467,7 +467,7 @@ def unite_elements(g: torch.Generator, *, ranks: int, size: int, density: float)
 
 
 def join_elements(g: torch.Generator, *, size: int, density: float, owners: int) -> Work:
-    """Returns the work of writing all owners' sums into one dense vector."""
+    """Returns the benchmark case of writing all owners' sums into one dense vector."""
     x = _sparse(g, size, density)
     parts, values = _messages(x, owners)
     automatic.partition_elements(x, owners, 1).write(parts, values)
@@ -477,7 +477,7 @@ def join_elements(g: torch.Generator, *, size: int, density: float, owners: int)
 
 
 def _parts(g: torch.Generator, *, nnz: int, size: int, owners: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns elements by owner: positions inside the owner's part, and values."""
+    """Returns random elements by owner: positions among the elements of the owner, and values."""
     indices = _elements(g, size, nnz)
     partition = automatic.partition_rotated(indices, size, owners, 1)
     positions = [torch.zeros(count, dtype=torch.int32) for count in partition.counts]
@@ -487,7 +487,7 @@ def _parts(g: torch.Generator, *, nnz: int, size: int, owners: int) -> tuple[lis
 
 
 def _grid(block: int, **settings: Any) -> automatic.AnyGrid:
-    """Returns a grid of small floats if the settings name a format, else of whole levels."""
+    """Returns a quantisation grid: of small floats if the settings name a format, else of integer levels."""
     return (
         automatic.FloatGrid(block=block, **settings)
         if "format" in settings
@@ -496,7 +496,7 @@ def _grid(block: int, **settings: Any) -> automatic.AnyGrid:
 
 
 def quantize(g: torch.Generator, *, size: int, feedback: bool = False, **settings: Any) -> Work:
-    """Returns the work of quantising a gradient to codes of few bits, with or without error feedback."""
+    """Returns the benchmark case of quantising a gradient to codes of few bits, with or without error feedback."""
     grid, sections = _grid(**settings), Sections((size,), seeds=(1,))
     x, codes, scales = torch.randn(size, generator=g), *_coded(sections, grid)
     kept = {name: torch.zeros(size) for name in ("residual", "next_residual")} if feedback else {}
@@ -511,14 +511,14 @@ def quantize(g: torch.Generator, *, size: int, feedback: bool = False, **setting
 
 
 def block_scales(g: torch.Generator, *, size: int, **settings: Any) -> Work:
-    """Returns the work of computing the scales that ranks agree on before they send codes that can be summed."""
+    """Returns the benchmark case of computing the scales that ranks agree on before sending summable codes."""
     grid, sections = _grid(**settings), Sections((size,))
     x, (_, scales) = torch.randn(size, generator=g), _coded(sections, grid)
     return Work(lambda module: module.block_scales(x, sections, grid, scales), [scales], tensor_bytes(x, scales))
 
 
 def dequantize(g: torch.Generator, *, size: int, ranks: int, **settings: Any) -> Work:
-    """Returns the work of decoding and summing the codes of `ranks` ranks."""
+    """Returns the benchmark case of decoding and summing the codes of `ranks` ranks."""
     grid, sections = _grid(**settings), Sections((size,), seeds=(1,))
     parts, out = [_coded(sections, grid) for _ in range(ranks)], torch.zeros(size)
     for codes, scales in parts:
@@ -533,7 +533,7 @@ def dequantize(g: torch.Generator, *, size: int, ranks: int, **settings: Any) ->
 
 
 def _coded(sections: Sections, grid: automatic.AnyGrid) -> tuple[Tensor, Tensor]:
-    """Returns room for codes and scales."""
+    """Returns empty tensors for the codes and block scales of a quantised tensor."""
     codes = torch.zeros(automatic.codes_nbytes(sections, grid), dtype=torch.uint8)
     return codes, torch.zeros(automatic.num_scales(sections, grid))
 

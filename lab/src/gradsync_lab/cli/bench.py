@@ -1,4 +1,4 @@
-"""The command `gradsync bench`: measurements with records."""
+"""The command `gradsync bench`: measures methods side by side, prints the results and saves them as records."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ OPTIONS_OF_TOPK = [name for name in declared_options(TopKWorkload) if name not i
 
 
 class SchemeSet(StrEnum):
-    """The schemes that `bench sync` measures on each workload."""
+    """The schemes that `bench sync` measures on each workload: those of the plan, or all."""
 
     PLANNED = "planned"
     ALL = "all"
@@ -260,7 +260,7 @@ def characterize(
     json: Json = None,
     require: Require = None,
 ) -> None:
-    """Measures the cost of examining a step's gradients, compared with the step."""
+    """Measures the time of examining the sparsity of a step's gradients, compared with the step's own time."""
     chosen = tuple(workload.split(","))
     with plain_errors():
         spec = LookSpec(chosen, parse_options(chosen, option or ()), sample or None, every, repeats)
@@ -287,8 +287,9 @@ def balance(
     quick: Quick = False,
     require: Require = None,
 ) -> None:
-    """Measures how evenly owner maps spread gradients, compared with the paper's hash: imbalance of push and pull, no
-    times.
+    """Measures how evenly owner maps (which rank sums which element) spread gradients, compared with Zen's hash.
+
+    Figures are imbalances of messages to owners (push) and of their sums (pull), no times.
     """
     chosen = _listed(workload)
     with plain_errors():
@@ -464,7 +465,7 @@ def reach(
 
 
 def cells_of(grid: bool, scenarios: Sequence[str], nodes: int, link: str) -> list[dict[str, Any]]:
-    """Returns the changes that each run of a command makes to its specification: none, or workload, link and scenario.
+    """Returns, for each run of a command, the changed fields of its specification: none, or workload, link, scenario.
 
     Raises:
         ValueError: a scenario is unknown, or does not suit these nodes and links.
@@ -492,7 +493,7 @@ def _numbers(name: str, text: str) -> tuple[int, ...]:
 
 
 def bounds_of(requirements: Sequence[str] | None, subjects: Sequence[str]) -> list[tuple[str, float]]:
-    """Parses `--require` texts into (subject, bound); a wrong one ends the command before anything runs."""
+    """Parses `--require` texts like "gradsync<=0.35" into (subject, bound); a wrong one ends the command at once."""
     bounds = []
     for text in requirements or ():
         match = re.fullmatch(r"\s*([^\s<=]+)\s*<=\s*([0-9]*\.?[0-9]+)\s*", text)

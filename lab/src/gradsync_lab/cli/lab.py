@@ -47,7 +47,7 @@ def scenario_of(
     moving_background: str | None = None,
     stalls: str | None = None,
 ) -> Scenario:
-    """Returns the scenario; a wrong option ends the command with its message."""
+    """Returns the emulated cluster's scenario for these options; a wrong option ends the command with its message."""
     try:
         return Scenario(
             nodes=nodes,

@@ -1,4 +1,4 @@
-"""Progress bars for the events of a run."""
+"""A progress bar that advances with the events of a benchmark run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..bench.rank import DISTURBED
 
 @contextmanager
 def event_bar(title: str, total: int, first: str = "starting the ranks") -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Shows a progress bar inside the block; yields a function that advances the bar by one and shows its event.
+    """Shows a progress bar inside the block; yields a function that takes an event, shows it and advances the bar.
 
     Args:
         first: text before the first event.

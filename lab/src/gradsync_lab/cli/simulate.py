@@ -1,4 +1,4 @@
-"""The command `gradsync simulate`: predictions by schemes' steps and the planner, compared with published results."""
+"""The command `gradsync simulate`: predicts papers' results by gradsync's cost models and planner."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def simulate(
     paper: Annotated[Paper, typer.Option(help="Whose evaluation to simulate.")] = Paper.ZEN,
     json: Annotated[str | None, typer.Option(help="Write the rows here; - prints them instead of the table.")] = None,
 ) -> None:
-    """Simulates a paper's evaluation and shows the published values: communication (zen), or whole steps."""
+    """Simulates a paper's evaluation and prints it beside the published values: communication (zen), or whole steps."""
     rows: Sequence[Any]
     match paper:
         case Paper.ZEN:

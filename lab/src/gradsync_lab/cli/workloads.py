@@ -1,4 +1,4 @@
-"""Named workloads for `gradsync measure --workload` and `gradsync characterize --workload`."""
+"""Runs named workloads for `gradsync measure --workload` and `gradsync characterize --workload`."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 def measured(
     name: str, options: Sequence[str], *, steps: int, warmup: int, candidates: Sequence[SchemeOrCompressor]
 ) -> Profile:
-    """Trains a workload as this process' rank and returns its profile; `options` are texts `NAME=VALUE`."""
+    """Trains a workload as this rank; returns its ready times, densities and costs. `options`: texts `NAME=VALUE`."""
     return measure_workload(name, parse_options([name], options), steps=steps, warmup=warmup, candidates=candidates)
 
 
 def footprints(
     name: str, options: Sequence[str], *, ranks: int, steps: int, seed: int, sample: int | None
 ) -> list[list[Footprints]]:
-    """Computes all ranks' gradients at the initial weights, one after the other, and returns footprints by step.
+    """Computes all ranks' gradients at the initial weights, and returns the indices of their non-zeros, by step.
 
     Args:
         options: texts `NAME=VALUE`.
@@ -50,7 +50,7 @@ def footprints(
 
 
 def _gradients(task: Workload, model: nn.Module, batches: Iterator[Batch]) -> dict[str, Tensor | None]:
-    """Returns the next step's gradients by parameter; those of `topk` are one sparsified tensor of all parameters."""
+    """Returns the next step's gradients by parameter; of the workload `topk`, one sparsified tensor of all of them."""
     if isinstance(task, TopKWorkload):
         return {"all parameters": task.sparsified(model, batches)}
     model.zero_grad()

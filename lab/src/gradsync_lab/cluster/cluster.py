@@ -171,7 +171,7 @@ class Lab:
     # Measurement.
 
     def check(self, seconds: float = 3.0) -> list[LinkRate]:
-        """Loads every link in both directions at once, measures the rates that arrive, and then idle round trips.
+        """Loads every link in both directions at once; returns the rates that arrive, and round trips of idle links.
 
         Args:
             seconds: how long the links are loaded.
@@ -357,9 +357,9 @@ class Lab:
             return _figure(ping)
 
     def _slowest(self, source: int, target: int) -> float | None:
-        """Returns the least rate on the path in bytes per second, None if unlimited.
+        """Returns the lowest rate of a link or trunk on the path in bytes per second; None if unlimited.
 
-        Flows of one direction share a trunk.
+        A trunk counts with its whole rate, though flows of one direction share it.
         """
         rates = [self.scenario.rate_of(source), self.scenario.rate_of(target)]
         racks = self.scenario.rack_of(source), self.scenario.rack_of(target)

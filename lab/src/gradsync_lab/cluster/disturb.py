@@ -12,7 +12,7 @@ from .scenario import Scenario
 
 
 class Disturbed(Protocol):
-    """The part of a `Lab` that disturbances use."""
+    """The interface of an emulated cluster (`Lab`) that disturbances use."""
 
     scenario: Scenario
 
@@ -74,9 +74,9 @@ def _move_background(lab: Disturbed, ended: threading.Event) -> None:
 
 
 def _stall(lab: Disturbed, ended: threading.Event) -> None:
-    """Stalls one random rank at a time.
+    """Stops one random rank at a time, for the scenario's stall time.
 
-    The pauses between stalls are exponentially distributed with the mean asked for.
+    The pauses between stalls are exponentially distributed with the scenario's mean.
     """
     assert lab.scenario.stalls is not None
     stall_s, every_s = lab.scenario.stalls

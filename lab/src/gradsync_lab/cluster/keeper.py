@@ -1,4 +1,4 @@
-"""The script that holds a lab's network, and enters a node.
+"""The script that builds and holds an emulated cluster's network, and runs commands inside its nodes.
 
 The script imports nothing of the package, which makes it start fast.
 
@@ -55,12 +55,12 @@ def check(result: int, what: str) -> None:
 
 
 def unshare(flags: int) -> None:
-    """Leaves the namespaces that `flags` name for new ones."""
+    """Moves this process into new namespaces of the kinds that `flags` name, as CLONE_NEWNET."""
     check(libc.unshare(flags), "unshare")
 
 
 def join(pid: int, kind: str, flag: int) -> None:
-    """Enters the namespace of this kind of the process `pid`."""
+    """Moves this process into the namespace of kind `kind`, such as "net", in which the process `pid` is."""
     fd = os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY)
     try:
         check(libc.setns(fd, flag), f"setns {kind}")
@@ -77,7 +77,7 @@ def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
 
 
 def packet_bytes(rate_bytes_per_s: float | None) -> int:
-    """Returns the size in bytes of the largest segmentation-offload packet on such a link.
+    """Returns the size in bytes of the largest segmentation-offload packet on a link of this rate.
 
     The packet is small on slow links, as a burst of the token bucket must hold it.
     """
@@ -231,7 +231,7 @@ class NamespaceNetwork:
         self.shape(self.nodes[node], self.index(self.nodes[node], interface), rate)
 
     def uplinks(self, racks: int) -> list[tuple[int, int]]:
-        """Returns the bytes that have left each rack and entered it over its end of the trunk."""
+        """Returns the bytes that have left each rack, and entered it, over its end of the trunk; empty for one rack."""
         found = []
         for rack in range(racks) if racks > 1 else ():
             (link,) = self.switch.get_links(self.index(self.switch, f"up{rack}"))
@@ -243,7 +243,7 @@ class NamespaceNetwork:
         self.switch.link("set", index=self.index(self.switch, f"port{node}"), state=state)
 
     def observe(self, interface: str) -> dict[str, Any]:
-        """Reads congestion control and off-loads in the first node, for the record."""
+        """Returns the first node's congestion control and segmentation off-loads, for the record."""
         join(self.pids[0], "net", CLONE_NEWNET)
         try:
             return {"congestion_control": congestion_control(), "segmentation_offload": offload(interface)}
@@ -251,7 +251,7 @@ class NamespaceNetwork:
             self._go_home()
 
     def leave(self, *_signal: Any) -> NoReturn:
-        """Kills all processes in the nodes, whichever process started them, and this process.
+        """Kills all processes in the nodes, whichever process started them, and ends this process.
 
         Later signals are ignored.
         """
@@ -289,7 +289,7 @@ def processes_inside(spaces: set[str]) -> list[int]:
 
 
 def keep() -> None:
-    """Builds the network, reports, and obeys commands until its input ends."""
+    """Builds the network that the first line of input describes, then executes commands until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the ranks and their parent
     die_with_parent(signal.SIGTERM)
     spec = json.loads(sys.stdin.readline())
@@ -327,7 +327,7 @@ def answer(**what: Any) -> None:
 
 
 def enter(keeper_pid: int, node_pid: int, command: list[str]) -> None:
-    """Replaces this process by `command` inside the node."""
+    """Replaces this process by `command`, running inside the node."""
     die_with_parent()
     if keeper_pid:
         join(keeper_pid, "user", CLONE_NEWUSER)

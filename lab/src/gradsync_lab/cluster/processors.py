@@ -14,12 +14,12 @@ Shares = list[tuple[int, ...]]
 
 
 def shares_of_nodes(nodes: int) -> Shares | None:
-    """Returns the processors of each node, out of those that this process may use; see `share_out`."""
+    """Returns each node's processors, out of those that this process may use; None if they do not divide evenly."""
     return share_out(os.sched_getaffinity(0), nodes) if hasattr(os, "sched_getaffinity") else None
 
 
 def share_out(processors: Collection[int], nodes: int) -> Shares | None:
-    """Returns equally many processors for each node, or one for equally many nodes each.
+    """Divides processors: returns equally many for each node, or one processor for equally many nodes each.
 
     Returns None where neither divides evenly.
     """
@@ -36,7 +36,7 @@ def share_out(processors: Collection[int], nodes: int) -> Shares | None:
 def confined(shares: Shares | None, node: int) -> Iterator[None]:
     """Makes processes that this thread starts inside the block run on the node's processors.
 
-    Does nothing without shares.
+    Does nothing where `shares` is None.
     """
     if shares is None:
         yield

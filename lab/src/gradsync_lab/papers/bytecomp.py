@@ -60,7 +60,7 @@ PUBLISHED_SYSTEMS = ("FP32", "BytePS-Compress", "HiTopKComm", "HiPress", "ByteCo
 
 @dataclass(frozen=True)
 class ByteCompJob:
-    """One job of the paper's throughput figures."""
+    """One training job of the paper's throughput figures: model, compressor and network."""
 
     model: str
     coding: Coding
@@ -91,27 +91,28 @@ PLANNING_MS = {"vgg16": 17, "resnet101": 179, "ugatit": 84, "bert-base": 125, "g
 
 @cache
 def problem_of(job: ByteCompJob, nodes: int = NODES) -> Problem:
-    """Returns the job's gradients with all options, on `nodes` nodes."""
+    """Returns the planning problem of the job: its gradients and all exchange options, on `nodes` nodes."""
     model = paper_model(job.model)
     return Problem(model.gaps_s, model.nbytes, Costs(job.network, job.coding, nodes).options())
 
 
 def without_kernels(problem: Problem) -> Problem:
-    """Returns the problem with free compression: the paper's upper bound."""
+    """Returns the problem with compression that takes no time: the paper's upper bound."""
     links = (Resource.INTRA, Resource.INTER)
     options = (Option(o.name, tuple(d for d in o.chain if d.resource in links)) for o in problem.options)
     return replace(problem, options=tuple(options))
 
 
 def published_choice(problem: Problem) -> Solution:
-    """Returns the solution of Algorithms 1 and 2, beginning with FP32, without the 16-bit option, which the paper
-    lacks.
+    """Returns the solution of ByteComp's Algorithms 1 and 2, beginning with FP32.
+
+    The 16-bit option is left out, as the paper lacks it.
     """
     return bytecomp_offload(problem, bytecomp_device(problem, ON_DEVICE).parts, OFFLOADED)
 
 
 def _fp32_s(job: ByteCompJob, nodes: int) -> float:
-    """Returns BytePS' seconds: partitions of tensors follow one another through the links."""
+    """Returns the seconds of backward and BytePS' FP32 exchange; partitions of tensors follow one another on links."""
     problem = split_items(problem_of(job, nodes), PARTITION_BYTES).problem
     return step_s(problem, layerwise(problem, FP32))
 
@@ -173,16 +174,12 @@ def synced_s(system: str, job: ByteCompJob, nodes: int = NODES) -> float:
 
 
 def rest_s(job: ByteCompJob) -> float:
-    """Returns the seconds of an iteration outside of backward and synchronisation, fitted to the published upper
-    bound.
-    """
+    """Returns an iteration's seconds besides backward and synchronisation, fitted to the published upper bound."""
     return job.published_s("upper bound") - synced_s("upper bound", job)
 
 
 def misfit(network: Interconnect) -> float:
-    """Returns how far FP32 is from its published bars on this network, as root mean square of the ratios'
-    logarithms.
-    """
+    """Returns how far simulated FP32 is from its published bars on this network: root mean square of log ratios."""
     jobs = [replace(job, network=network) for job in JOBS if job.network.name == network.name]
     logs = [math.log((rest_s(job) + synced_s("FP32", job)) / job.published_s("FP32")) for job in jobs]
     return math.sqrt(sum(log**2 for log in logs) / len(logs))
@@ -190,7 +187,7 @@ def misfit(network: Interconnect) -> float:
 
 @dataclass(frozen=True)
 class Simulated:
-    """Iterations of a job, by system, with the fitted part."""
+    """The simulated seconds of an iteration of a job, by system: a fitted part, and backward with synchronisation."""
 
     job: ByteCompJob
     rest_s: float
@@ -214,9 +211,7 @@ class Simulated:
         return None if bar is None else self.job.published_s("FP32") / self.job.published_s(bar)
 
     def misplaced(self) -> list[str]:
-        """Returns the pairs of systems whose order differs from the paper's, where the published bars are more than 2 %
-        apart.
-        """
+        """Returns the pairs of systems in another order than the paper's, if published bars are more than 2 % apart."""
         found = []
         for place, first in enumerate(COMPARED):
             for second in COMPARED[place + 1 :]:
@@ -237,7 +232,7 @@ class Simulated:
 
 
 def bar_of(system: str) -> str | None:
-    """Returns the published bar to compare a system with.
+    """Returns the name of the published bar to compare a system with; None if the paper has none.
 
     Both the rule and the release of HiPress have the bar HiPress.
     """
@@ -334,7 +329,7 @@ def unexplained_table(simulated: list[Simulated]) -> Table:
 
 
 def _host_s(job: ByteCompJob) -> float:
-    """Returns the host's seconds for all gradients in BytePS' partitions."""
+    """Returns the host's seconds for encoding and decoding all gradients in BytePS' partitions."""
     problem = split_items(problem_of(job), PARTITION_BYTES).problem
     chain = problem.options[HOST_TWO_WAY].chain
     demands = [demand for demand in chain if demand.resource is Resource.OFFLOAD]
@@ -442,7 +437,7 @@ _TRIED = {  # options of each variant on the device, and their counterparts on t
 
 
 def ablation_table() -> Table:
-    """Tabulates VGG16's throughput with one of the four choices taken away."""
+    """Tabulates VGG16's throughput by variants of ByteComp that lack one of its four choices."""
     rows = Rows("ablation", "1e4 img/s")
     (vgg16,) = (job for job in JOBS if job.model == "vgg16")
     fixed_s = rest_s(vgg16)
@@ -460,7 +455,7 @@ def ablation_table() -> Table:
 
 
 def ablated_s(job: ByteCompJob, variant: str) -> float:
-    """Returns the seconds of backward and synchronisation without one of the choices."""
+    """Returns the seconds of backward and synchronisation by a variant of ByteComp that lacks one of its choices."""
     if variant == "FP32":
         return synced_s("FP32", job)
     problem = problem_of(job)

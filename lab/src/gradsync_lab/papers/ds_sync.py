@@ -1,11 +1,10 @@
-"""Group schedules (after DS-Sync, INFOCOM 2022) in a (max,+) model of rounds, compared with one ring of all ranks
-(BSP).
+"""Averaging in changing groups of ranks (after DS-Sync, INFOCOM 2022), simulated, compared with one ring of all (BSP).
 
-In each round every rank computes, then a group starts when its last member is ready, and its members go on when the
-group's ring is done. So a delay spreads only through groups, and where the paths are long it meets the next delay too
-late to add to it. The paper's own tables are not known to us: figures in brackets are by other code, computed
-separately from this code. Nothing is fitted. Kernels are left out, as that code has none, and so is overlap with
-computation.
+The model of rounds is (max,+) linear. In each round every rank computes, then a group starts when its last member is
+ready, and its members go on when the group's ring is done. So a delay spreads only through groups, and where the paths
+are long it meets the next delay too late to add to it. The paper's own tables are not known to us: figures in brackets
+are by other code, computed separately from this code. Nothing is fitted. Kernels are left out, as that code has none,
+and so is overlap with computation.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ RACKS = ((2, 8), (4, 8), (8, 8))  # (racks, ranks in each)
 
 @dataclass(frozen=True)
 class Scenario:
-    """A disturbance of ranks or links."""
+    """A simulated disturbance of ranks or links: jitter, stalls, or a slow link."""
 
     name: str
     jitter: float = 0.0  # standard deviation of a rank's computation, over its mean
@@ -90,7 +89,7 @@ STATED_MS = {  # worked out by other code, in the order of SCHEDULES
 
 @dataclass(frozen=True)
 class Wait:
-    """One round as arrays: which ranks wait for each other, and how long their ring then takes."""
+    """One averaging round as arrays: which ranks wait for each other, and how long their ring then takes."""
 
     order: NDArray[np.intp]  # (n,) ranks, group by group
     starts: NDArray[np.intp]  # (groups,) where in that order a group begins
@@ -127,9 +126,9 @@ def ring_of(members: int) -> Transfer:
 
 
 def iteration_s(schedule: GroupSchedule, scenario: Scenario) -> float:
-    """Returns the seconds of an iteration in the long run.
+    """Returns the seconds of an iteration (computation, then one averaging round) in the long run.
 
-    The result is the mean over ranks, rounds and, where there is chance, worlds.
+    The result is the mean over ranks, rounds and, where there is chance, worlds (independent draws).
     """
     waits = [Wait.of(each, scenario) for each in attended(schedule, scenario).rounds]
     worlds = max(RANKS_DRAWN // schedule.size, 1) if scenario.is_random else 1
@@ -143,14 +142,15 @@ def iteration_s(schedule: GroupSchedule, scenario: Scenario) -> float:
 
 
 def attended(schedule: GroupSchedule, scenario: Scenario) -> GroupSchedule:
-    """Returns the schedule without the slow rank in the rounds that it skips."""
+    """Returns the schedule of groups without the slow rank in the rounds that it skips."""
     every = scenario.joins_every
     return schedule if every == 1 else sitting_out(schedule, (SLOW,), every)
 
 
 def grids(size: int) -> Iterator[tuple[int, ...]]:
-    """Yields radices for a power of two of ranks: for each number of rounds from two on the most equal ones, largest
-    first.
+    """Yields the radices (group sizes by round) of grids of `size` ranks, a power of two.
+
+    For each number of rounds from two on, these are the most equal ones, largest first.
     """
     exponent = size.bit_length() - 1
     for rounds in range(2, exponent + 1):
@@ -159,7 +159,7 @@ def grids(size: int) -> Iterator[tuple[int, ...]]:
 
 
 def grid_spread(radices: Sequence[int]) -> float:
-    """Returns `grid(radices).spread()` without matrices, for any size.
+    """Returns how far noise keeps ranks apart in a grid: `grid(radices).spread()` without matrices, for any size.
 
     Noise from k rounds ago is the same on as many ranks as k radices multiply to.
     """
@@ -220,7 +220,7 @@ def spreads_table() -> Table:
 
 
 def sizes_table(scenario: Scenario) -> Table:
-    """Tabulates BSP, the fastest grid, and the fastest grid of two rounds (the fewest), by number of ranks."""
+    """Tabulates iterations by number of ranks: one ring (BSP), the fastest grid, the fastest grid of two rounds."""
     rows = Rows(f"sizes, {scenario.name}", "ms")
     for size in SIZES:
         found_s = {radices: iteration_s(grid(radices), scenario) for radices in grids(size)}
@@ -242,7 +242,7 @@ def sizes_table(scenario: Scenario) -> Table:
 
 
 def _spread(radices: Sequence[int], scenario: Scenario) -> float | None:
-    """Returns the spread without momentum; None where it would take too long."""
+    """Returns how far ranks' parameters stay apart, without momentum; None where computing it would take too long."""
     if scenario.joins_every == 1:
         return grid_spread(radices)
     if math.prod(radices) > MOST_FOR_SPREAD:
@@ -275,7 +275,7 @@ def loads_table() -> Table:
 def uplink_load(name: str, racks: int, per_rack: int) -> float:
     """Returns the bytes that the busiest rack sends or receives in a round, over the bucket's bytes.
 
-    Racks are the nodes of a placement.
+    `name` is the way of averaging, a key of `LOADS`. Racks are the nodes of a placement.
     """
     placement = Placement.regular(racks, per_rack)
     columns, rows = grid((racks, per_rack)).rounds
@@ -306,12 +306,12 @@ def _uplink_bytes(steps: Sequence[Step], placement: Placement) -> float:
 
 
 def _rings(each: Round) -> tuple[Step, ...]:
-    """Returns an all-reduce in each group, all at the same time."""
+    """Returns the transfers of a ring all-reduce in each group of the round, all at the same time."""
     return (Transfer.at_once("all_reduce", each.size, each.groups, [ring_of(len(group)) for group in each.groups]),)
 
 
 def chosen_table() -> Table:
-    """Tabulates the planner's choices on networks with a bottleneck, and their speed-up."""
+    """Tabulates the groups that gradsync's planner chooses on networks with a bottleneck, and their speed-up."""
     link = Link(LINK_BYTES_PER_S, HOP_S)
     slow, narrow = Link(LINK_BYTES_PER_S / SLOW_LINK.slowdown, HOP_S), Link(LINK_BYTES_PER_S / 2, HOP_S)
     clusters = {

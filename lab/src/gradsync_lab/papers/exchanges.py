@@ -26,7 +26,7 @@ HOST_BYTES = (0.0, *(4.0 * (1 << exponent) for exponent in (10, 16, 20, 26)))  #
 
 @dataclass(frozen=True)
 class Coding:
-    """A compressor with the authors' constants, in microseconds."""
+    """A compressor's payload ratio and kernel times in microseconds, as constants of ByteComp's authors."""
 
     name: str
     wire_ratio: float  # payload over dense bytes; indices double a sparse one
@@ -45,7 +45,7 @@ HALF_US = (4.0, 22.0)  # conversion of a shard to 16 bits and back
 
 @dataclass(frozen=True)
 class Interconnect:
-    """The links inside nodes at the released planner's rate, and between nodes at the fitted rate."""
+    """The rates of links inside nodes, from the released planner, and between nodes, fitted."""
 
     name: str
     intra_bytes_per_s: float
@@ -66,7 +66,7 @@ OFFLOADED = {GATHERED: HOST_GATHERED, TWO_WAY: HOST_TWO_WAY}
 
 @dataclass(frozen=True)
 class Costs:
-    """The options of a bucket in a cluster of `nodes` nodes, from the steps of their collectives."""
+    """The options to exchange a bucket in a cluster of `nodes` nodes, with the costs of collectives and kernels."""
 
     network: Interconnect
     coding: Coding
@@ -82,7 +82,7 @@ class Costs:
         return CostModel(0.0, self.network.inter_bytes_per_s, intra=inside, stage_s=COLLECTIVE_S)
 
     def options(self) -> tuple[Option, ...]:
-        """Returns the options in the order FP32, HALF, ..
+        """Returns the exchange options in the order of the constants FP32, HALF, ...
 
         Tensors that are compressed between nodes only travel inside nodes in 16 bits.
         """
@@ -128,7 +128,7 @@ class Costs:
         return tuple(Option(name, tuple(chain)) for name, chain in chains.items())
 
     def secopa(self) -> SeCoPa:
-        """Returns HiPress' rule for a node's sum."""
+        """Returns HiPress' rule with the costs of this cluster, for gradients summed inside a node."""
         knee = 4.0 * KNEE_ELEMENTS
         encode, decode = (Curve.knee(1e-6 * us, 1e-6 * us / knee, knee) for us in self.coding.between)
         send = Curve.linear(COLLECTIVE_S, 1 / self.network.inter_bytes_per_s)
@@ -147,12 +147,12 @@ class Costs:
         return Demand(Resource.INTRA, self._curve(pattern, share, groups))
 
     def _between(self, pattern: Pattern, share: float) -> list[Demand]:
-        """Returns the demand on links between nodes; none in a cluster of one node."""
+        """Returns a collective's demand on links between nodes; an empty list in a cluster of one node."""
         groups = tuple(self._placement.across(rank) for rank in range(RANKS_PER_NODE))
         return [Demand(Resource.INTER, self._curve(pattern, share, groups))] if self.nodes > 1 else []
 
     def _curve(self, pattern: Pattern, share: float, groups: tuple[tuple[int, ...], ...]) -> Curve:
-        """Returns seconds over a bucket's bytes, of which each member's part is `share`.
+        """Returns a collective's seconds as a curve over a bucket's bytes, of which each member's part is `share`.
 
         The curve is a line, as latency is per collective.
         """
@@ -166,8 +166,9 @@ class Costs:
 
 
 def _on_device(*kernels: tuple[float, float]) -> Demand:
-    """Returns the demand of kernels in sequence, each (microseconds up to the knee, share of a shard that it works
-    on).
+    """Returns the demand of device kernels that run in sequence.
+
+    Each is (microseconds up to the knee, share of a shard that it works on).
     """
     return Demand(Resource.COMPUTE, _sum(map(_knee, kernels)))
 
@@ -179,8 +180,9 @@ def _knee(kernel: tuple[float, float]) -> Curve:
 
 
 def _on_host(*kernels: tuple[tuple[float, ...], float, float]) -> Demand:
-    """Returns the demand on the host of a node's ranks, kernels as (microseconds at HOST_BYTES, share of the bucket,
-    times).
+    """Returns the demand of kernels on the host of a node's ranks.
+
+    Each is (microseconds at HOST_BYTES, share of the bucket, times).
     """
     return Demand(
         Resource.OFFLOAD,

@@ -103,7 +103,7 @@ def scheme_of(technique: str, gpus: int) -> Scheme[Any]:
 
 
 class Counted(IntEnum):
-    """Costs besides bytes, cumulative: each level includes those before it."""
+    """The costs besides bytes that a simulated step includes; each level includes those before it."""
 
     NOTHING = 0
     LATENCY = 1
@@ -113,7 +113,7 @@ class Counted(IntEnum):
 
 @cache
 def problem_of(job: GradientFlowJob, gpus: int, *techniques: str, counted: Counted = Counted.CHOOSING) -> Problem:
-    """Returns the model's gradients, with the techniques as options; costs that are not counted take no time."""
+    """Returns the planning problem of the model, with the techniques as options; costs not `counted` take no time."""
     chains = {n: tuple(_chain(scheme_of(n, gpus), gpus, counted)) for n in techniques}
     options = tuple(Option(name, chain) for name, chain in chains.items())
     return Problem(job.gaps_s, paper_model(job.model).nbytes, options)
@@ -188,7 +188,7 @@ def epochs_minutes(job: GradientFlowJob, gpus: int, technique: str) -> float:
 
 
 def gradientflow_tables() -> list[Table]:
-    """Returns the speed-up of each technique, where the remaining time goes, and the arithmetic behind."""
+    """Returns tables of each technique's speed-up, of the remaining time by cause, and of bucket sizes and bytes."""
     return [
         *(speed_ups_table(job) for job in JOBS),
         attribution_table(),
@@ -281,7 +281,7 @@ THRESHOLDS = {  # MB of 16-bit values, worked out by other code
 
 
 def threshold_table() -> Table:
-    """Tabulates the lazy threshold, and how good it is compared with others."""
+    """Tabulates the bucket size that lazy all-reduce takes by its rule, and its step time over the best size's."""
     rows = Rows("threshold", "MB")
     for (job, technique, way), stated in THRESHOLDS.items():
         problem = problem_of(job, 512, technique)
@@ -320,7 +320,7 @@ SIZES = {  # worked out by other code, in the order of QUANTITIES
 
 
 def sizes_table() -> Table:
-    """Tabulates the arithmetic of moving gradients, without latency."""
+    """Tabulates the bytes of gradients, and the time to move them around a ring without latency."""
     rows = Rows("sizes", "number")
     for job, stated in SIZES.items():
         model = paper_model(job.model)

@@ -38,7 +38,7 @@ SIZES = tuple(float(1 << exponent) for exponent in range(10, 31, 2))  # bytes, b
 
 @dataclass(frozen=True)
 class Server:
-    """The links between the server's GPUs."""
+    """The links between the GPUs of the paper's server: latency of a message, and rate."""
 
     name: str
     message_s: float  # fitted
@@ -54,8 +54,10 @@ NVLINK = Server("NVLink", 2.42e-6, 50e9)  # the rate is that of ByteComp's plann
 
 @dataclass(frozen=True)
 class Kind:
-    """A way to send gradients: microseconds up to the knee, for one tensor and one payload, and payload over dense
-    bytes.
+    """A way to send gradients: dense, or by a compressor, with the costs of its kernels.
+
+    `encode_us` and `decode_us` are microseconds up to the knee, for one tensor and one payload; `wire_ratio` is payload
+    over dense bytes.
     """
 
     name: str
@@ -98,7 +100,7 @@ HIGHEST = 99  # published, %: the text says at 8 ranks, the figure at 2 and 4
 
 
 def problem_of(model: str, server: Server, ranks: int, *kinds: Kind) -> Problem:
-    """Returns the model's gradients, with these kinds as options."""
+    """Returns the planning problem of the model's gradients, with these kinds of sending as options."""
     found = paper_model(model)
     scale = (1 - FORWARD) * ITERATION_S[model] / found.backward_s
     options = (Option(kind.name, tuple(_chain(server, ranks, kind))) for kind in kinds)
@@ -116,13 +118,17 @@ def _chain(server: Server, ranks: int, kind: Kind) -> Iterator[Demand]:
 
 
 def _knee(us: float) -> Curve:
-    """Returns a curve that is constant up to the knee and then grows in proportion."""
+    """Returns a curve that is constant up to `KNEE_ELEMENTS` elements and then grows in proportion."""
     knee = 4.0 * KNEE_ELEMENTS
     return Curve.knee(1e-6 * us, 1e-6 * us / knee, knee)
 
 
 def scaling_factor(model: str, synced_s: float) -> float:
-    """Returns the scaling factor in per cent, given the seconds of backward and synchronisation."""
+    """Returns the scaling factor in per cent (a rank's throughput over that of one rank alone).
+
+    Args:
+        synced_s: seconds of backward and synchronisation.
+    """
     return 100 * ITERATION_S[model] / (FORWARD * ITERATION_S[model] + synced_s)
 
 
@@ -132,7 +138,7 @@ def layerwise_factor(model: str, server: Server, ranks: int, kind: Kind) -> floa
 
 
 def released_factor(model: str, server: Server, ranks: int, kind: Kind) -> float:
-    """Returns the scaling factor of two buckets, cut by the released search on exact times."""
+    """Returns the scaling factor in per cent with two buckets, cut by the released search on exact times."""
     problem = problem_of(model, server, ranks, kind)
 
     def seconds(cut: int) -> float:
@@ -142,7 +148,7 @@ def released_factor(model: str, server: Server, ranks: int, kind: Kind) -> float
 
 
 def cut_factor(model: str, server: Server, ranks: int, kind: Kind) -> float:
-    """Returns the scaling factor of any number of buckets, cut by gradsync's search.
+    """Returns the scaling factor in per cent with any number of buckets, cut by gradsync's search.
 
     `best_cuts` is not used, as it is exact for MergeComp's model only, which is not the machine.
     """
@@ -150,7 +156,7 @@ def cut_factor(model: str, server: Server, ranks: int, kind: Kind) -> float:
 
 
 def joint_factor(model: str, server: Server, ranks: int, *kinds: Kind) -> float:
-    """Returns the scaling factor when both cuts and each bucket's kind are searched.
+    """Returns the scaling factor in per cent when both cuts and each bucket's kind of sending are searched.
 
     FP32 and FP16 are always allowed.
     """
@@ -158,7 +164,7 @@ def joint_factor(model: str, server: Server, ranks: int, *kinds: Kind) -> float:
 
 
 def misfit() -> float:
-    """Returns how far the bars of the fit are missed, as root mean square of the ratios' logarithms."""
+    """Returns how far simulated bars are from those they are fitted to: root mean square of the ratios' logarithms."""
     logs = [
         math.log(layerwise_factor(model, server, ranks, kind) / bar)
         for model, server, kind, bars in _fitted()
@@ -176,7 +182,7 @@ def _fitted() -> Iterator[tuple[str, Server, Kind, tuple[int, ...]]]:
 
 
 def mergecomp_tables() -> list[Table]:
-    """Returns the reference tables, curves and searches, and the paper's scaling factors."""
+    """Returns the reference tables, curves and searches, and the paper's scaling factors, as simulated."""
     return [
         cuts_table(),
         ways_table(),
@@ -219,7 +225,7 @@ def factors_table() -> Table:
 
 
 def best_case_table() -> Table:
-    """Tabulates the speed-up by merging, and by choosing kinds, at 8 ranks."""
+    """Tabulates the speed-up at 8 ranks by merging gradients, and by choosing how each bucket is sent."""
     rows = Rows("best case", "ratio")
     for (model, server, kind), (before, after) in BARS.items():
         layer_wise = layerwise_factor(model, server, RANKS[-1], kind)

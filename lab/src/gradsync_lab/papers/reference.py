@@ -1,4 +1,4 @@
-"""Small problems for which every search's result is known: reference tables for ByteComp and MergeComp, by other code.
+"""Small problems with known results of every search: reference tables for ByteComp and MergeComp, by other code.
 
 The stated figures are our own, computed by other code before this library existed; the papers print no such tables.
 ResNet101's are for the authors' trace, which is not included: here its gaps are modelled (`models`).
@@ -81,9 +81,9 @@ STATED_WAYS = {  # ms, in cases A, B, C, by way
 
 
 def bytecomp_problem(model: str, case: str) -> Problem:
-    """Returns a model's gradients on 8 nodes: 16-bit all-reduce, or a thirty-second encoded on device or host.
+    """Returns the planning problem of a model on 8 nodes: 16-bit all-reduce, or payloads encoded on device or host.
 
-    There is no decoding, and one channel.
+    Payloads have a thirty-second of the bytes. There is no decoding, and one channel.
     """
     beta, encode_ms = CASES[case]
     dense = Curve.linear(0.3e-3, 2 * (7 / 8) * beta / 2 * MS_PER_KB)
@@ -99,9 +99,9 @@ def bytecomp_problem(model: str, case: str) -> Problem:
 
 
 def mergecomp_problem(model: str) -> Problem:
-    """Returns a model's gradients as 1-bit payloads gathered over 8 nodes at 10 Gb/s, decoded after the last transfer.
+    """Returns the planning problem of a model whose 1-bit payloads are gathered over 8 nodes at 10 Gb/s.
 
-    Costs are linear.
+    Decoding waits for the last transfer. Costs are linear.
     """
     chain = (
         Demand(Resource.COMPUTE, Curve.linear(130e-6, 4e-6 * MS_PER_KB)),
@@ -117,7 +117,7 @@ def _problem(model: str, *options: Option) -> Problem:
 
 
 def only(problem: Problem, *options: int) -> Problem:
-    """Returns the problem limited to these options."""
+    """Returns the problem limited to the exchange options with these numbers."""
     return replace(problem, allowed=(frozenset(options),) * problem.size)
 
 
@@ -126,7 +126,7 @@ _TRACE = "ResNet101 is stated for the authors' trace, here its gaps are modelled
 
 
 def searches_table(models: Sequence[str] = MODELS) -> Table:
-    """Tabulates each search's result on the same problems, without cuts or merging, and with cuts and a bound."""
+    """Tabulates the step time that each search finds for the same problems, unmerged; gradsync's also with merging."""
     rows = Rows("searches", "ms")
     for model in models:
         for case in CASES:
@@ -153,7 +153,7 @@ def searches_table(models: Sequence[str] = MODELS) -> Table:
 
 
 def cuts_table(models: Sequence[str] = MODELS) -> Table:
-    """Tabulates steps by how compressed gradients are cut into buckets: MergeComp's question."""
+    """Tabulates step times by how compressed gradients are cut into buckets, the question of MergeComp."""
     rows = Rows("cuts", "ms")
     for model in models:
         problem = mergecomp_problem(model)
@@ -172,7 +172,7 @@ def cuts_table(models: Sequence[str] = MODELS) -> Table:
 
 
 def ways_table(models: Sequence[str] = MODELS) -> Table:
-    """Tabulates steps where cuts and options are searched together."""
+    """Tabulates step times where buckets, exchange options, or both together are searched for."""
     rows = Rows("cuts and options", "ms")
     for model in models:
         for case, stated in zip(CASES, STATED_WAYS[model], strict=True):
@@ -199,7 +199,7 @@ COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16, 24, 32)  # numbers of buckets that a 
 
 
 def curves_table(models: Sequence[str] = MODELS) -> Table:
-    """Tabulates F(y), the step of the best cuts into y buckets, and of layer-wise compression."""
+    """Tabulates F(y), the step time with the best cuts into y buckets, and that of layer-wise compression."""
     rows = Rows("F(y)", "ms")
     for model in models:
         problem = mergecomp_problem(model)
@@ -214,7 +214,7 @@ def curves_table(models: Sequence[str] = MODELS) -> Table:
 
 
 def released_table(models: Sequence[str] = MODELS) -> Table:
-    """Tabulates the binary search that MergeComp released, compared with exact cuts."""
+    """Tabulates step times by the binary search that MergeComp's authors released, and by the best cuts."""
     rows = Rows("released search", "ms")
     for model in models:
         problem = mergecomp_problem(model)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Figure:
-    """One number of a table; `published` is the paper's number, None where there is none."""
+    """One simulated number of a table; `published` is the paper's number, None where there is none."""
 
     table: str
     row: str
@@ -20,7 +20,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Table:
-    """Figures under one title; `notes` say what is modelled, fitted and assumed."""
+    """Simulated figures under one title; `notes` say what is modelled, fitted and assumed."""
 
     title: str
     figures: tuple[Figure, ...]

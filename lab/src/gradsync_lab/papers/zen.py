@@ -49,7 +49,7 @@ BLOCK = 256
 
 @dataclass(frozen=True)
 class Model:
-    """A gradient of the paper's evaluation."""
+    """A model of the paper's evaluation, as its gradient's size and density."""
 
     name: str
     numel: int  # elements of the sparse tensors
@@ -122,7 +122,7 @@ _GATHER = Point(Way.POINT_TO_POINT, Aggregation.ONE_SHOT, Partition.CENTRALIZATI
 
 @dataclass(frozen=True)
 class Communication:
-    """One scheme on one model at one rate."""
+    """The simulated communication of one scheme, for one model's gradient at one rate of the links."""
 
     model: str
     rate: str
@@ -134,7 +134,7 @@ class Communication:
 
 
 def zen_table() -> list[Communication]:
-    """Returns every model, rate and scheme of the paper, and gradsync's own; the dense all-reduce first."""
+    """Returns the communication by each scheme of the paper and gradsync's, for each model and rate; dense first."""
     return [row for model in MODELS for row in _rows(model)]
 
 
@@ -177,7 +177,7 @@ def _with(point: ElementPoint, formats: dict[str, str]) -> ElementPoint:
 
 
 def _profile(model: Model, rows: int, block: int | None = None) -> DensityProfile:
-    """Returns the profile of `rows` with the model's density, skewed as the paper says.
+    """Returns the density profile of `rows` rows with the model's density, skewed as the paper says.
 
     With `block`, the profile also has blocks of so many elements.
     """
@@ -189,7 +189,10 @@ def _profile(model: Model, rows: int, block: int | None = None) -> DensityProfil
 
 
 def _in_blocks(model: Model, numel: int, block: int) -> DensityProfile:
-    """Returns the profile of blocks; a block of an embedding holds whole rows or lies within one."""
+    """Returns the density profile of blocks of `block` elements: how many are non-zero, by number of ranks.
+
+    A block of an embedding holds whole rows or lies within one.
+    """
     growth, ranks = model.final_density / model.density, [1, 2, 4, 8, 16]
     if model.block_density is not None:
         touched = {k: min(model.block_density * growth ** (math.log2(k) / 4), 1.0) for k in ranks}

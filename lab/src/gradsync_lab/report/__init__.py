@@ -1,1 +1,1 @@
-"""Reports: turns records into tables, plots, an HTML page and a Chrome trace."""
+"""Turns records (one measured comparison each) into tables, plots, an HTML page and a Chrome trace."""

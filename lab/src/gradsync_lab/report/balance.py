@@ -1,6 +1,4 @@
-"""The table of `gradsync bench balance`: how evenly owner maps spread gradients, one row for a gradient and number of
-ranks.
-"""
+"""The table of `gradsync bench balance`: how evenly owner maps (which rank sums which element) spread gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def balance_columns(records: Sequence[Record]) -> list[str]:
-    """Returns the headings of `balance_rows`: the baseline, then the owner maps in the order of the records."""
+    """Returns the table's headings: gradient, ranks, density, baseline, then the owner maps in the records' order."""
     baselines = list(dict.fromkeys(record.baseline for record in records))
     return ["gradient", "ranks", "density, %", *baselines, *dict.fromkeys(record.subject for record in records)]
 
@@ -23,8 +21,9 @@ def balance_columns(records: Sequence[Record]) -> list[str]:
 def balance_rows(records: Sequence[Record], *, compact: bool = False) -> list[list[str]]:
     """Returns one row of cells for each gradient and number of ranks, with the imbalance of every owner map.
 
-    A cell is `push / pull` and in brackets by how much the map's push imbalance exceeds the baseline's, with its
-    standard error. With `compact` a cell has the push imbalance only.
+    Imbalance is the most loaded owner's load over an even share. A cell is `push / pull` (a rank's messages to owners,
+    and the owners' sums), and in brackets the map's push imbalance minus the baseline's, with its standard error. With
+    `compact` a cell has the push imbalance only.
     """
     columns = balance_columns(records)[3:]
     rows: dict[tuple[str, int], dict[str, str]] = {}
@@ -49,7 +48,7 @@ def _in_words(imbalance: Imbalance, *, compact: bool) -> str:
 
 
 def balance_table(records: Sequence[Record], *, compact: bool = False) -> Table:
-    """Returns the rows of `balance_rows` as a rich table; `compact` suits narrow terminals."""
+    """Returns the imbalances of owner maps (`balance_rows`) as a rich table; `compact` suits narrow terminals."""
     from rich.table import Table
     from rich.text import Text
 

@@ -17,10 +17,10 @@ _LAWS = {"unbiased": "omega", "contraction": "delta", "absolute": "tau"}
 
 
 def time_rows(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
-    """Returns headings, and a row for each compressor, number of threads, size and number of tensors.
+    """Returns headings, and a row of times for each compressor, number of threads, size and number of tensors.
 
-    The cell of an operation has milliseconds, and in brackets GB/s of the bytes that the operation must read and write,
-    and their rate as a percentage of a copy's.
+    The cell of an operation, such as encoding, has milliseconds, and in brackets GB/s of the bytes that the operation
+    must read and write, and their rate as a percentage of a copy's.
     """
     timed = [record for record in records if record.metric == "kernel_s"]
     operations = list(dict.fromkeys(record.params["operation"] for record in timed))
@@ -40,7 +40,8 @@ def time_rows(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
 def error_rows(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
     """Returns headings, and a row for each compressor: its fitted costs, and its error on each workload.
 
-    A cell with an error also has the constant of the law (`gradsync.compressors.law`), measured and declared.
+    A cell with an error also has the constant of the compressor's error bound (`gradsync.compressors.law`), measured
+    and, in brackets, declared.
     """
     rows: dict[str, dict[str, str]] = {}
     for record in records:
@@ -62,7 +63,7 @@ def error_rows(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
 
 
 def compress_tables(records: Sequence[Record], *, compact: bool = False) -> Group:
-    """Returns the tables of times and of errors for a terminal; `compact` keeps the times of the largest size only."""
+    """Returns the tables of compressors' times and errors; `compact` keeps the times of the largest size only."""
     from rich.console import Group
 
     headings, rows = time_rows(records)
@@ -99,7 +100,7 @@ def loss_rows(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
 
 
 def loss_table(records: Sequence[Record], *, compact: bool = False) -> Table:
-    """Returns the rows of `loss_rows` as a rich table; `compact` changes nothing."""
+    """Returns a rich table of each method's held-out loss on each workload (`loss_rows`); `compact` is ignored."""
     note = "held-out loss, mean over seeds (over the baseline's, seed by seed); points of accuracy above it"
     return _table("Losses after as many steps", note, *loss_rows(records))
 

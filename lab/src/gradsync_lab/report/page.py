@@ -18,7 +18,7 @@ LOOPBACK = "loopback"  # how `TrainingRun.link` begins when no link's rate was l
 
 
 def verdict(run: TrainingRun) -> str:
-    """Describes the run's result in sentences, and says so when gradsync is slower or any method failed."""
+    """Returns the run's result in sentences, which also say when gradsync is slower or a method failed."""
     sentences = [_standing(run)]
     records = against_baseline(run)
     if SUBJECT in records:
@@ -47,8 +47,11 @@ def _standing(run: TrainingRun) -> str:
 
 
 def _pace(ratio: Spread, aa: Spread | None) -> str:
-    """Returns "faster than", "slower than", or "within noise", given the ratio's spread and the baseline's A/A
-    ratio.
+    """Returns "faster than", "slower than" or "within this run's noise of".
+
+    Args:
+        ratio: step times of a method over the baseline's.
+        aa: step times of the baseline over its own in other blocks of steps.
     """
     if ratio.p5 <= 1 <= ratio.p95 or (aa and aa.p5 <= ratio.median <= aa.p95):
         return "within this run's noise of"
@@ -68,7 +71,7 @@ def _others(records: dict[str, Record]) -> list[str]:
 
 
 def figures(run: TrainingRun) -> list[tuple[str, str, go.Figure]]:
-    """Returns (title, what to look for, figure) in the page's order, only for what the run has data of."""
+    """Returns the page's plots in order, as (title, hint for the reader, figure), without those that lack data."""
     result: list[tuple[str, str, go.Figure]] = []
     if plots.shown(run):
         result = [
@@ -93,7 +96,7 @@ def figures(run: TrainingRun) -> list[tuple[str, str, go.Figure]]:
 
 
 def write_page(run: TrainingRun, path: str | Path) -> None:
-    """Writes the page to `path`.
+    """Writes the HTML page about the run to `path`.
 
     Raises:
         ImportError: plotly or Jinja2 is missing; the message says what to install.

@@ -1,4 +1,4 @@
-"""The table of `gradsync bench plan`: how long planners take, and the steps that their plans predict."""
+"""The table of `gradsync bench plan`: the times to find plans, and the step times predicted for the plans."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ COLUMNS = ("problem", "items", "plan, ms", "bytecomp, ms", "step, ms", "by bytec
 
 
 def planning_table(records: Sequence[Record], *, compact: bool = False) -> Table:
-    """Returns one row for each planning problem: the time to plan, and the step time of the plan.
+    """Returns a rich table with a row for each planning problem: the time to find a plan, and its predicted step time.
 
-    `compact` changes nothing.
+    `compact` is ignored.
     """
     from rich.table import Table
 
@@ -30,7 +30,7 @@ def planning_table(records: Sequence[Record], *, compact: bool = False) -> Table
 
 
 def planning_rows(records: Sequence[Record]) -> list[list[str]]:
-    """Returns the cells of `planning_table`."""
+    """Returns a row of text for each problem: size, planners' times, predicted step times, gap to the best plan."""
     rows = []
     for record in records:
         params, found = record.params, record.planning

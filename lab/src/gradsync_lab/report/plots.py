@@ -27,7 +27,7 @@ MOST_SHOWN_BUCKETS = 40
 
 
 def colour_of(run: TrainingRun, name: str) -> str:
-    """Returns the method's colour, which is the same in every plot."""
+    """Returns the colour of the method `name`, which is the same in every plot."""
     names = [method.name for method in run.methods]
     return COLOURS[names.index(name) % len(COLOURS)]
 
@@ -93,7 +93,7 @@ def step_distribution(run: TrainingRun) -> go.Figure:
 
 
 def bytes_by_bucket(run: TrainingRun, method: MethodRun) -> go.Figure:
-    """Plots the bytes that each bucket of a method handed to the transport, recorded and predicted.
+    """Plots the payload bytes that rank 0 sends for each bucket of a method in a step, recorded and predicted.
 
     Only the `MOST_SHOWN_BUCKETS` largest buckets are shown.
     """
@@ -126,7 +126,7 @@ def bytes_by_bucket(run: TrainingRun, method: MethodRun) -> go.Figure:
 
 
 def step_timeline(method: MethodRun) -> go.Figure:
-    """Plots one step as a timeline: each stream's tasks as recorded, and below them as predicted."""
+    """Plots one step as a timeline: each stream's tasks (computation, link, ...) as recorded, below as predicted."""
     known = list(STREAM_COLOURS)
     rows = []
     for what, tasks in (("", method.timeline), (", predicted", method.predicted_timeline)):
@@ -156,7 +156,7 @@ def step_timeline(method: MethodRun) -> go.Figure:
 
 
 def bucket_name(names: list[str]) -> str:
-    """Returns a short name for a bucket with these parameters."""
+    """Returns a short name for a bucket with these parameters, as `first.weight + 3 more`."""
     if not names:
         return "no parameter"
     return names[0] if len(names) == 1 else f"{names[0]} + {len(names) - 1} more"

@@ -44,7 +44,10 @@ class Spread(BaseModel):
 
 
 class WireBytes(BaseModel):
-    """Bytes per step at the busiest node's network interface, protocol overhead included."""
+    """Bytes per step of subject and baseline.
+
+    They count the busiest node's network interface with protocol overhead, or payload only (`Record.payload_bytes`).
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -53,9 +56,10 @@ class WireBytes(BaseModel):
 
 
 class Imbalance(BaseModel):
-    """The load of the most loaded owner over an even share, as mean over draws (Zen, OSDI 2025, section 2); ideal is 1.
+    """The load of the most loaded owner (rank that sums a part) over an even share, as mean over draws; ideal is 1.
 
-    Where it holds the difference of two owner maps, the figures are differences and the ideal is not defined.
+    It is Zen's measure (OSDI 2025, section 2). Where it holds the difference of two owner maps, the figures are
+    differences and the ideal is not defined.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -65,7 +69,7 @@ class Imbalance(BaseModel):
 
 
 class Balance(BaseModel):
-    """The imbalance of two owner maps on the same draws."""
+    """The imbalance of two owner maps (which rank sums which element) on the same random draws."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -75,7 +79,7 @@ class Balance(BaseModel):
 
 
 class FittedCost(BaseModel):
-    """A cost fitted to timings: an operation takes `call_s + byte_s * bytes`, as `costs.KernelCost` does.
+    """The linear cost fitted to timings of an operation: `call_s + byte_s * bytes` seconds, as in `costs.KernelCost`.
 
     `bytes` counts what the operation must read and write.
     """
@@ -93,7 +97,7 @@ class FittedCost(BaseModel):
 
 
 class CompressionError(BaseModel):
-    """A compressor's error |C(x) - x| / |x| on a gradient, and the law that it declares. Norms are Euclidean."""
+    """A compressor's error |C(x) - x| / |x| (Euclidean norms) on a gradient, and the error bound (`law`) it states."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -105,7 +109,7 @@ class CompressionError(BaseModel):
 
 
 class Losses(BaseModel):
-    """Held-out losses, or accuracies, by seed."""
+    """Held-out losses, or accuracies, of subject and baseline, one for each seed."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -114,7 +118,7 @@ class Losses(BaseModel):
 
 
 class PlanningRun(BaseModel):
-    """The predicted step of a searched plan, the baseline plan's, and a lower bound of all plans' steps.
+    """The predicted step time of a searched plan, that of the baseline's plan, and a lower bound for all plans.
 
     Steps are predicted for the machine that the plans are made for.
     """
@@ -129,7 +133,7 @@ class PlanningRun(BaseModel):
 
 
 class PlanRan(BaseModel):
-    """The plan that a method ran."""
+    """The synchronisation plan (buckets and their schemes) that a method used in a run."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -203,14 +207,12 @@ class Record(BaseModel):
         return self.alone_s / self.subject_s.median
 
     def within(self, bound: float) -> bool:
-        """Whether "ratio <= bound" holds by the noise rule: the ratio's 5th percentile <= bound * the A/A ratio's
-        95th.
-        """
+        """Whether "ratio <= bound" holds beyond noise: the ratio's 5th percentile <= bound * the 95th of `aa`."""
         return self.ratio is not None and self.aa is not None and self.ratio.p5 <= bound * self.aa.p95
 
 
 class TimelineTask(BaseModel):
-    """A `gradsync.costs.timeline.Task` as data; times are seconds since the step's backward began."""
+    """One task of a step's timeline (`gradsync.costs.timeline`); times are seconds since the step's backward began."""
 
     name: str
     stream: str
@@ -232,7 +234,10 @@ class BucketRow(BaseModel):
 
 
 class MethodRun(BaseModel):
-    """One method of a training run. Step times exclude warm-up; losses are the mean over the ranks, step by step."""
+    """The step times, losses, bytes and plan of one method in a training run.
+
+    Step times exclude warm-up; losses are the mean over the ranks, step by step.
+    """
 
     name: str
     failed: str | None = None
@@ -251,12 +256,12 @@ class MethodRun(BaseModel):
 
     @property
     def ran(self) -> PlanRan | None:
-        """Returns the plan that ran; None for a method without a plan, such as DDP."""
+        """Returns the plan that the method used; None for a method without a plan, such as DDP."""
         return PlanRan(digest=self.plan_digest, words=self.plan) if self.plan else None
 
 
 class TrainingRun(BaseModel):
-    """All methods of one run, with the workload, network and machine."""
+    """The results of all methods in one run, with the workload, network and machine."""
 
     workload: str
     options: dict[str, Any] = {}  # of the workload, defaults included

@@ -64,12 +64,12 @@ def megabytes(nbytes: float | None) -> str:
 
 
 def payload_bytes(method: MethodRun) -> float | None:
-    """Returns the bytes per step that rank 0 handed to the transport; None for methods that do not count them."""
+    """Returns the payload bytes that rank 0 sends per step; None for methods that do not count them."""
     return sum(row.sent_bytes for row in method.buckets) if method.buckets else None
 
 
 def failure(method: MethodRun) -> str | None:
-    """Returns why a method has no figures; None for a method that has some."""
+    """Returns why a method has no step times, as text; None if it has some."""
     if method.failed:
         return f"failed: {method.failed}"
     return None if method.step_s else "failed: no step was counted"
@@ -78,7 +78,7 @@ def failure(method: MethodRun) -> str | None:
 def against_baseline(run: TrainingRun) -> dict[str, Record]:
     """Returns each method's record against the run's first baseline; methods without a ratio are left out.
 
-    Records with a `phase` are left out, too: they come from other blocks, in which the baseline was chosen.
+    Records with a `phase` are left out, too: they come from other blocks of steps, in which the baseline was chosen.
     """
     first = run.records[0].baseline if run.records else None
     judged = (r for r in run.records if r.baseline == first and "phase" not in r.params)
@@ -86,7 +86,7 @@ def against_baseline(run: TrainingRun) -> dict[str, Record]:
 
 
 def measure_of(final: Mapping[str, float] | None) -> tuple[str, str] | None:
-    """Returns the first of `MEASURES` that `final` has, as (name, figure); None without any."""
+    """Returns name and formatted value of the first of `MEASURES` (AUC, ...) that `final` has; None if it has none."""
     for name, (words, digits) in MEASURES.items():
         if final and name in final:
             return words, f"{final[name]:.{digits}f}"
@@ -94,7 +94,7 @@ def measure_of(final: Mapping[str, float] | None) -> tuple[str, str] | None:
 
 
 def training_columns(run: TrainingRun) -> tuple[str, ...]:
-    """Returns the headings of `training_rows`."""
+    """Returns the headings of the training table, with the name of the workload's measure, such as AUC."""
     found = next((measure for method in run.methods if (measure := measure_of(method.final))), None)
     return tuple(found[0] if found and heading == "measure" else heading for heading in _TRAINING_COLUMNS)
 
@@ -128,9 +128,7 @@ COMPACT_COLUMNS = (0, 1, 3, 5, 6, 7)  # the most important columns, for narrow t
 
 
 def training_table(run: TrainingRun, *, compact: bool = False) -> Table:
-    """Returns a row for each method of a run: median step time [p5-p95], bytes at the interface, held-out measures,
-    ratio.
-    """
+    """Returns a rich table of methods: step time [p5-p95], interface bytes, held-out measures, ratio to baseline."""
     from rich.table import Table
     from rich.text import Text
 
@@ -150,8 +148,7 @@ def training_table(run: TrainingRun, *, compact: bool = False) -> Table:
 
 
 def records_table(records: Sequence[Record], *, compact: bool = False) -> Table:
-    """Returns records as rows: subject, baseline, both times, their ratio, noise, bytes, prediction, bound, held-out
-    measures.
+    """Returns a rich table of records: both sides' times, ratio, noise, bytes, prediction, bound, held-out measures.
 
     Parameters that all records share (nodes, link, ...) stand in the title, others in the column `case`.
     """
@@ -208,10 +205,9 @@ def _learned(record: Record) -> str:
 
 
 def judgements(records: Sequence[Record], bounds: Sequence[tuple[str, float]]) -> list[tuple[bool, str]]:
-    """Returns, for each record of each bound's subject, whether the bound holds by the noise rule, and the figures in
-    words.
+    """Returns, for each record whose subject has a bound, whether its ratio holds the bound, and the figures in words.
 
-    Records of whole runs are left out, as a whole run is made only once.
+    `Record.within` decides. Records of whole runs (training to a loss) are left out, as a whole run is made only once.
 
     Args:
         bounds: pairs of a subject and the largest ratio that it may have to its baseline.
@@ -250,7 +246,7 @@ def _shared(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def _in_words(params: dict[str, Any]) -> str:
-    """Returns parameters as `nodes 4, link 1gbit, size 4096 kB`, without those that have a column."""
+    """Returns parameters as `nodes 4, link 1gbit, size 4096 kB`, without those that the table shows in a column."""
     words = []
     for key, value in params.items():
         # Results rather than settings; `kernel` is the subject, which has a column.

@@ -11,7 +11,7 @@ from .record import TimelineTask, TrainingRun
 
 
 def lanes(tasks: Sequence[TimelineTask]) -> list[tuple[str, list[TimelineTask]]]:
-    """Returns (label, tasks) in the order of the streams' first tasks; no two tasks of a lane overlap.
+    """Divides tasks into lanes without overlaps, and returns (label, tasks) in the order of the streams' first tasks.
 
     Operations in flight share the stream `link`. Viewers take overlapping events of one thread for nested calls and
     draw them wrongly, so a stream gets as many lanes as it has tasks at once: `link`, `link 2`, ...
@@ -60,6 +60,6 @@ def _event(task: TimelineTask, pid: int, tid: int) -> dict[str, Any]:
 
 
 def write_trace(run: TrainingRun, path: str | Path) -> None:
-    """Writes the trace to `path`; methods without a timeline are left out."""
+    """Writes the run's Chrome trace, as JSON, to `path`; methods without a timeline are left out."""
     data = {"traceEvents": trace_events(run), "displayTimeUnit": "ms"}
     Path(path).write_text(json.dumps(data) + "\n", encoding="utf-8")

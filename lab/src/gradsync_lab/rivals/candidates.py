@@ -45,8 +45,8 @@ def candidates(
 ) -> tuple[Scheme[Any], ...]:
     """Returns the schemes that can synchronise a bucket of this layout among ranks with this placement.
 
-    Capacities suit data of the given profiles. Where several nodes have several ranks each, hierarchical schemes, which
-    first sum inside the nodes, are included.
+    Room in messages is set for data of the given profiles. Where several nodes have several ranks each, hierarchical
+    schemes, which first sum inside the nodes, are included.
 
     Args:
         values: "bfloat16" or "float16" rounds values to that type on the wire; None keeps all schemes exact.
@@ -73,14 +73,14 @@ def candidates(
 
 
 def _in_half(scheme: Scheme[Any], values: HalfType) -> Scheme[Any]:
-    """Wraps a scheme to round values on the wire: in a hierarchy between nodes only, where bytes cost most."""
+    """Returns the scheme with 16-bit values on the wire; in a hierarchy between nodes only, where bytes cost most."""
     if isinstance(scheme, Hierarchical):
         return replace(scheme, inter=HalfPrecision(scheme.inter, values))
     return HalfPrecision(scheme, values)
 
 
 def _hierarchies(layout: Layout, profiles: Sequence[DensityProfile], placement: Placement) -> Iterator[Scheme[Any]]:
-    """Yields every combination of a stage inside nodes and a stage between nodes, each dense or sparse."""
+    """Yields each hierarchical scheme of a reduction in nodes and an exchange between them, each dense or sparse."""
     per_node = placement.ranks_per_node
     if per_node is None or not placement.is_hierarchy:
         return

@@ -1,4 +1,4 @@
-"""Finds the best of all ways to cut a problem's items (gradients) into buckets, for one option.
+"""Finds the best of all ways to cut a problem's gradients (items) into buckets, where all take one exchange option.
 
 The best cuts are those of MergeComp's model of a step, `machine.deferred_s`: encoding delays backward, each channel
 serves the buckets in order, and all decoding waits for the last transfer. A `Solution`'s seconds are those of the full
@@ -25,7 +25,7 @@ ROUNDING = 1e-12  # equal sums in another order differ by less
 
 
 def best_cuts(problem: Problem, option: int = 0) -> Solution:
-    """Returns the best of all cuts into any number of buckets, found by dynamic programming.
+    """Returns the best cuts into any number of buckets by MergeComp's model of a step, by dynamic programming.
 
     Where the option's curves on COMPUTE are linear and it has one channel, this takes O(n^3), and of equally good cuts
     the one with the fewest buckets is returned. Otherwise the search keeps labels: states that no other state beats.
@@ -45,13 +45,13 @@ def best_cuts(problem: Problem, option: int = 0) -> Solution:
 
 
 def curve(problem: Problem, option: int = 0, most: int | None = None) -> list[Solution]:
-    """Returns F(y), the best cuts into y buckets, for each possible number of buckets y up to `most`."""
+    """Returns F(y), the best cuts into y buckets with the seconds of a step, for each possible y up to `most`."""
     counts = by_count(problem, option, problem.size if most is None else min(most, problem.size))
     return [Solution(parts, step_s(problem, parts)) for _, parts in counts]
 
 
 def by_count(problem: Problem, option: int, most: int) -> Iterator[tuple[float, tuple[Part, ...]]]:
-    """Yields the model's seconds and the best cuts for each possible number of buckets up to `most`, rising."""
+    """Yields the best cuts and their seconds in MergeComp's model, for each possible number of buckets up to `most`."""
     options = item_options(problem, option)
     if not problem.size:
         return iter([(problem.rest_s, ())])
@@ -59,14 +59,14 @@ def by_count(problem: Problem, option: int, most: int) -> Iterator[tuple[float, 
 
 
 def item_options(problem: Problem, option: int) -> list[int]:
-    """Returns the option of each item: `option`, or the first that the item may take."""
+    """Returns the option of each item (gradient): `option`, or the first that the item may take."""
     if problem.allowed is None:
         return [option] * problem.size
     return [option if option in may else min(may) for may in problem.allowed]
 
 
 def may_join(problem: Problem, options: Sequence[int]) -> list[bool]:
-    """Returns, for each item, whether a bucket may hold the item together with the one before it."""
+    """Returns, for each item (gradient), whether a bucket may hold the item together with the one before it."""
     alone = problem.alone or (False,) * problem.size
     return [
         item > 0 and options[item] == options[item - 1] and not alone[item] and not alone[item - 1]
@@ -75,7 +75,7 @@ def may_join(problem: Problem, options: Sequence[int]) -> list[bool]:
 
 
 def cut_at(problem: Problem, option: int, stops: Sequence[int]) -> tuple[Part, ...]:
-    """Returns the buckets that end at `stops`, and wherever neighbouring items may not share a bucket."""
+    """Returns buckets of items (gradients) that end at `stops`, and where neighbours may not share a bucket."""
     options = item_options(problem, option)
     joins = may_join(problem, options)
     places = {0, problem.size, *stops, *(item for item in range(problem.size) if not joins[item])}
@@ -83,9 +83,7 @@ def cut_at(problem: Problem, option: int, stops: Sequence[int]) -> tuple[Part, .
 
 
 def _is_linear(problem: Problem, options: Sequence[int]) -> bool:
-    """Whether the work before and after the transfers depends only on how many buckets there are and which items they
-    hold.
-    """
+    """Whether `_by_count_linear` applies: all items take one option, with one channel and otherwise linear costs."""
     if len(set(options)) > 1:
         return False
     channels = 0
@@ -98,7 +96,7 @@ def _is_linear(problem: Problem, options: Sequence[int]) -> bool:
 
 
 def _by_count_linear(problem: Problem, options: Sequence[int], most: int) -> Iterator[tuple[float, tuple[Part, ...]]]:
-    """Implements `by_count` by the table C(i, k): when the link is free after i buckets that hold the first k items."""
+    """Implements `by_count` by a table C(i, k): when the link is free after i buckets that hold the first k items."""
     option = problem.options[options[0]]
     tables = _tables(problem, options[0])
     count = problem.size
@@ -139,7 +137,7 @@ def _back(came_from: Sequence[Ints], options: Sequence[int]) -> tuple[Part, ...]
 
 
 def _possible(problem: Problem, options: Sequence[int]) -> npt.NDArray[np.bool_]:
-    """Returns whether items start..stop-1 may form one bucket, as (n + 1, n + 1) bool by [start, stop]."""
+    """Returns whether items (gradients) start..stop-1 may form one bucket, (n + 1, n + 1) bool by [start, stop]."""
     begins = np.zeros(problem.size + 1, dtype=np.intp)  # start of the longest bucket with that stop
     for item, joined in enumerate(may_join(problem, options)):
         begins[item + 1] = begins[item] if joined else item
@@ -148,7 +146,10 @@ def _possible(problem: Problem, options: Sequence[int]) -> npt.NDArray[np.bool_]
 
 
 def _tables(problem: Problem, option: int) -> list[Floats]:
-    """Returns for each demand of the option its seconds by [start, stop]; without items, the cost of an empty call."""
+    """Returns for each demand (task) of the option the seconds of a bucket of items start..stop-1, by [start, stop].
+
+    Entries without items are the cost of an empty call.
+    """
     tables = []
     for demand in problem.options[option].chain:
         amounts = np.concatenate([[0.0], np.cumsum(problem.nbytes if demand.amounts is None else demand.amounts)])
@@ -157,7 +158,7 @@ def _tables(problem: Problem, option: int) -> list[Floats]:
 
 
 def _seconds(curve: Curve, amounts: Floats) -> Floats:
-    """Evaluates the curve at an array of amounts."""
+    """Evaluates the piecewise linear curve at each entry of an array of amounts."""
     knots, seconds = np.array(curve.amounts), np.array(curve.seconds)
     place = np.clip(np.searchsorted(knots, amounts, side="right"), 1, len(knots) - 1)
     slopes = np.diff(seconds) / np.diff(knots)
@@ -167,7 +168,7 @@ def _seconds(curve: Curve, amounts: Floats) -> Floats:
 
 @dataclass(frozen=True)
 class _Labels:
-    """States that buckets of the first items lead to, each with the state that it extends."""
+    """States of the machine after buckets of the first items; each has a label (state) that its last bucket extends."""
 
     rows: Floats  # (n, ROWS)
     starts: Ints  # (n,) where the last bucket begins
@@ -175,9 +176,9 @@ class _Labels:
 
 
 class _Fusion:
-    """A search that extends labels by one bucket at a time; labels are grouped by how many items they hold.
+    """A search for the best cuts that extends labels (states of the machine after some buckets) bucket by bucket.
 
-    With knees in an option's curves, no single state need be better than all others.
+    With knees in an option's curves, no single state need be better than all others, so several are kept.
     """
 
     def __init__(self, problem: Problem, options: Sequence[int]) -> None:
@@ -189,7 +190,10 @@ class _Fusion:
         self.empty = _Labels(np.zeros((1, ROWS)), np.zeros(1, dtype=np.intp), np.zeros(1, dtype=np.intp))
 
     def extend(self, before: Sequence[_Labels | None], stop: int, limit_s: float = np.inf) -> _Labels | None:
-        """Adds a bucket that ends at `stop` to all labels before it; drops states that cannot end before `limit_s`."""
+        """Returns the labels with one more bucket, which ends at item `stop`; None if there are none.
+
+        Labels of fewer items are extended; states that cannot end before `limit_s` are dropped.
+        """
         found = [(q, labels.rows) for q, labels in enumerate(before) if labels and q < stop and self._possible[q, stop]]
         if not found:
             return None
@@ -216,7 +220,7 @@ class _Fusion:
         return _Labels(after[kept], origin[kept], source[kept]) if len(kept) else None
 
     def best(self, layers: Sequence[Sequence[_Labels | None]]) -> tuple[float, tuple[Part, ...]]:
-        """Returns the least seconds of the model, and the buckets that take them.
+        """Returns the least seconds of a step by MergeComp's model, and the buckets that take them.
 
         Args:
             layers: `layers[i][k]` has the labels of k items whose last bucket is the i-th. All i may share one layer,

@@ -29,9 +29,9 @@ ROUND = "round"
 @register
 @dataclass(frozen=True)
 class Gossip(Scheme[Tensor]):
-    """Averages a rank's values with those of the ranks at the round's distances before it.
+    """Averages the values of each rank with those of a few others: the ranks at the round's distances before it.
 
-    For parameters. Not exact: the result is not the mean of all ranks.
+    It is for parameters, not gradients. Not exact: the result is not the mean of all ranks.
 
     Wire: the bucket once for each distance, sent and received by each rank.
     """

@@ -1,9 +1,9 @@
-"""ByteComp's search as published (Wang et al., "Espresso", EuroSys 2023): an option for each item, without merging.
+"""ByteComp's search as published (Wang et al., "Espresso", EuroSys 2023): an option for each gradient, without merging.
 
-Algorithm 1 takes the items by size and gives each the option with the least F, the estimated step time, among options
-that use no OFFLOAD. Algorithm 2 then moves some of the compression to OFFLOAD. F is the charged level of
-`planner.machine`, (max,+) linear, so that one change is evaluated in O(log n). The seconds of a `Solution` are the full
-machine's.
+Algorithm 1 takes the gradients (items) by size and gives each the option with the least F, the estimated step time,
+among options that use no OFFLOAD (another core or the host). Algorithm 2 then moves some of the compression to OFFLOAD.
+F is the recurrence `Level.CHARGED` of `planner.machine`, (max,+) linear, so that one change is evaluated in O(log n).
+The seconds of a `Solution` are the full machine's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOST_COMBINATIONS = 1 << 22  # that Algorithm 2 tries; takes some seconds
 
 
 def bytecomp(problem: Problem, offloaded: Mapping[int, int], *, dense: int = 0) -> Solution:
-    """Runs both algorithms.
+    """Returns the solution of ByteComp's Algorithms 1 and 2, run one after the other.
 
     Args:
         offloaded: option o on COMPUTE -> the option that does the same on OFFLOAD.
@@ -33,12 +33,12 @@ def bytecomp(problem: Problem, offloaded: Mapping[int, int], *, dense: int = 0) 
 
 
 def bytecomp_device(problem: Problem, options: Sequence[int] | None = None, *, dense: int = 0) -> Solution:
-    """Runs Algorithm 1: chooses the items to compress, and their options.
+    """Runs ByteComp's Algorithm 1: chooses the gradients (items) to compress, and their options.
 
     All items begin with the option `dense`, or with the first option that the item may take. Items are taken by size,
     of equal size the last one first. Items before a bubble of all used links keep their option; bubbles are looked for
     anew after every change (a bubble: the link is idle because the next part is not ready). An item changes its option
-    only where F becomes less.
+    only where F, the estimated step time, becomes less.
 
     Args:
         options: numbers of the options to try; None: all that use no OFFLOAD.
@@ -73,11 +73,12 @@ def bytecomp_offload(
     dense: int = 0,
     most_combinations: int = MOST_COMBINATIONS,
 ) -> Solution:
-    """Runs Algorithm 2: chooses which compressed items of a plan without merged items to offload.
+    """Runs ByteComp's Algorithm 2: chooses the compressed gradients (items) whose compression moves to OFFLOAD.
 
-    Items whose option is not `dense` are grouped by size and option. In each group the first items in ready order are
-    offloaded; their numbers are those with the least F over all combinations. Of equally good combinations, the one
-    that offloads the fewest of the first group is taken, then of the second.
+    `parts` must hold one item each. Items whose option is not `dense` are grouped by size and option. In each group the
+    first items in ready order are offloaded; their numbers are those with the least F, the estimated step time, over
+    all combinations. Of equally good combinations, the one that offloads the fewest of the first group is taken, then
+    of the second.
 
     Raises:
         ValueError: there are more combinations than `most_combinations`; their number is exponential in the groups.
@@ -106,7 +107,7 @@ def bytecomp_offload(
 def _best_counts(
     problem: Problem, chosen: Sequence[int], groups: Sequence[Sequence[int]], offloaded: Mapping[int, int]
 ) -> list[int]:
-    """Returns how many items of each group to offload: the first combination with the least F."""
+    """Returns how many items of each group (of equal size and option) to offload, for the least estimated step time."""
     place = {item: (number, rank) for number, group in enumerate(groups) for rank, item in enumerate(group)}
     steps = list(_steps(problem, chosen, offloaded, set(place)))
     sizes = tuple(len(group) + 1 for group in groups)
@@ -130,7 +131,7 @@ _AT_ONCE = 1 << 14  # combinations evaluated together: their rows stay in the ca
 
 
 class _Plan:
-    """The options of all items, the state before each item, and the effect of changing one."""
+    """The option of each item (gradient), and when resources are free before it, to evaluate changed options fast."""
 
     def __init__(self, problem: Problem, chosen: list[int]) -> None:
         self.chosen = chosen
@@ -161,7 +162,7 @@ class _Plan:
             self._rows[later + 1] = rows
 
     def last_bubble(self) -> int:
-        """Returns the last item such that every used link has been idle at the item or later."""
+        """Returns the last item such that every used link has been idle, waiting for data, at the item or later."""
         links = (Resource.INTRA, Resource.INTER)
         in_use = [link for link in links if any(_asks(self._problem, option, link) for option in set(self.chosen))]
         return min((self._last_bubble_of(link) for link in in_use), default=0)
@@ -178,9 +179,10 @@ class _Plan:
 def _steps(
     problem: Problem, chosen: Sequence[int], offloaded: Mapping[int, int], movable: set[int]
 ) -> Iterator[tuple[Matrix, int | None, tuple[Matrix, Matrix]]]:
-    """Yields, for each movable item: the fixed items before it as one step, the item, and its step kept and offloaded.
+    """Yields for each movable item the matrix of the fixed items before it, the item, its matrices kept and offloaded.
 
-    The last entry has the fixed items after the last movable one, and None as item.
+    Movable items may be offloaded, fixed ones keep their options; a matrix is a (max,+) step from one state of the
+    machine to the next. The last entry has the fixed items after the last movable one, and None as item.
     """
     nothing = identity(ROWS)
     fixed = nothing
@@ -195,7 +197,7 @@ def _steps(
 
 
 def _apply_to_all(step: Matrix, rows: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Applies a step to many states at once, (ROWS, n), as `apply` does to one."""
+    """Applies a (max,+) matrix to many states of the machine at once, (ROWS, n), as `apply` does to one."""
     after = np.full_like(rows, -np.inf)
     for row, line in enumerate(step):
         for column, entry in enumerate(line):

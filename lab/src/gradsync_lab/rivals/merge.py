@@ -19,12 +19,12 @@ DDP_BYTES = 25 << 20
 
 
 def whole(problem: Problem, option: int = 0) -> tuple[Part, ...]:
-    """Returns one bucket, or as few as the items allow."""
+    """Returns one bucket of all items (gradients), or as few buckets as the items allow."""
     return cut_at(problem, option, ())
 
 
 def fixed_size(problem: Problem, option: int = 0, nbytes: float = DDP_BYTES) -> tuple[Part, ...]:
-    """Returns buckets that close as soon as they hold `nbytes`, as DDP's do."""
+    """Returns buckets of gradients (items) in ready order that close as soon as they hold `nbytes`, as DDP's do."""
     stops, held = [], 0.0
     joins = may_join(problem, item_options(problem, option))
     for item, size in enumerate(problem.nbytes):
@@ -36,8 +36,7 @@ def fixed_size(problem: Problem, option: int = 0, nbytes: float = DDP_BYTES) -> 
 
 
 def lazy(problem: Problem, option: int = 0, nbytes: float | None = None) -> tuple[Part, ...]:
-    """Returns the buckets of GradientFlow's lazy all-reduce (Sun et al., 2019): ready gradients wait until `nbytes` are
-    ready.
+    """Returns the buckets of GradientFlow's lazy all-reduce (Sun et al., 2019), which wait until they hold `nbytes`.
 
     Where buckets end depends on order and sizes alone, so all ranks send alike, whatever is ready when.
 
@@ -69,7 +68,7 @@ def lazy_bytes(problem: Problem, option: int = 0) -> float:
 
 
 def equal_counts(problem: Problem, option: int = 0, count: int = 2) -> tuple[Part, ...]:
-    """Returns `count` buckets with equally many items each, to within one."""
+    """Returns `count` buckets with equally many items (gradients) each, to within one."""
     return cut_at(problem, option, [number * problem.size // count for number in range(1, count)])
 
 
@@ -104,7 +103,7 @@ def mg_wfbp(problem: Problem, option: int = 0) -> tuple[Part, ...]:
 
 
 def two_buckets(problem: Problem, option: int = 0) -> Solution:
-    """Returns MergeComp's two buckets by the rule for the optimum: the first cut at which the second bucket waits.
+    """Returns the best two buckets by MergeComp's rule: the first cut at which the second bucket waits for the first.
 
     At the optimum the first bucket's transfer ends just when the second's payload is ready. The better of the found cut
     and the one before it is returned; with linear costs it is the optimum.
@@ -127,7 +126,7 @@ def two_buckets(problem: Problem, option: int = 0) -> Solution:
 
 
 def _second_waits(problem: Problem, parts: Sequence[Part]) -> bool:
-    """Whether the second bucket finds the last resource in its queue busy with the first bucket."""
+    """Whether the second bucket, at the last resource that it queues for (a link), waits for the first bucket."""
     first, second = parts
     option = problem.options[first.option]
     queues = [demand.resource for demand, later in zip(option.chain, follows(option), strict=True) if not later]

@@ -1,7 +1,7 @@
-"""A scheme whose owners sum consecutive regions of a flat bucket.
+"""A scheme in which each rank is the owner of one region of a flat bucket, that is, sums its elements.
 
-The data set the bounds of the regions, so that owners get equally many non-zeros. Zen (OSDI 2025) rejects such regions
-as too costly where the bounds are found by sorting; Ok-Topk renews the bounds every so many steps.
+The data decide where regions end, so that owners get equally many non-zeros. Zen (OSDI 2025) rejects such regions as
+too costly where the bounds are found by sorting; Ok-Topk renews the bounds every so many steps.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from gradsync.tensors.sparse import index_dtype
 class OkTopkLike(Scheme[Tensor]):
     """Ok-Topk's sparse all-reduce (Li and Hoefler, PPoPP 2022) without its second selection. Exact.
 
-    Owners sum consecutive regions. The bounds are set so that each owner receives equally many non-zeros of all ranks
-    together, however skewed the non-zeros lie. Ok-Topk keeps the bounds for some steps; here all ranks count their
-    non-zeros in even bins and exchange the counts in every step. So the bounds always fit the data, and the counts give
-    the sizes of push.
+    Each rank is the owner of a region of consecutive elements, and sums it. The bounds are set so that each owner
+    receives equally many non-zeros of all ranks together, however skewed the non-zeros lie. Ok-Topk keeps the bounds
+    for some steps; here all ranks count their non-zeros in even bins and exchange the counts in every step. So the
+    bounds always fit the data, and the counts give the sizes of the messages to owners (push).
 
     Ok-Topk then drops all but the k largest sums, which bounds its volume by 6k(n-1)/n values, and evens out the
-    owners' results before they travel. Here all sums travel, straight from their owners: nothing that a rank had
+    owners' results before they travel. Here all sums travel, straight from their owners (pull): nothing that a rank had
     selected is lost, and pull costs the size of the union. Zero is decided by bits.
 
     Wire per rank: 4(n-1) bytes a bin; push and pull (n-1)/n * (positions + values), of the rank's own non-zeros and of
@@ -71,7 +71,7 @@ class OkTopkLike(Scheme[Tensor]):
         placement: Placement,
         step: int = 0,
     ) -> tuple[Step, ...]:
-        """Returns the scheme's steps; the profile's rows are the elements of the flat tensor.
+        """Returns the computations and transfers of one exchange; the profile's rows are the flat tensor's elements.
 
         Without a profile, all elements count as non-zero.
         """
@@ -99,7 +99,7 @@ class OkTopkLike(Scheme[Tensor]):
 
 @dataclass(frozen=True)
 class Regions:
-    """Each owner's region of the flat bucket, and how many non-zeros every rank has for every owner."""
+    """Each owner's region of the flat bucket (which that rank sums), and each rank's non-zeros for each owner."""
 
     bounds: tuple[tuple[int, int], ...]  # [start, stop) of each owner's region
     forms: tuple[PartFormat, ...]  # message format of each owner's region
@@ -132,7 +132,7 @@ class Regions:
 
 
 def _edges(numel: int, bins: int, device: torch.device) -> Tensor:
-    """Returns where even bins begin and end, (bins + 1,) int64.
+    """Returns where bins of equally many elements begin and end, (bins + 1,) int64.
 
     With fewer elements than bins, the last ones are empty.
     """
@@ -143,7 +143,7 @@ def _edges(numel: int, bins: int, device: torch.device) -> Tensor:
 def _expected_below(profile: DensityProfile, edges: Tensor) -> Tensor:
     """Returns a rank's expected non-zeros below the end of each bin, (1, bins) float64.
 
-    Non-zeros are assumed to lie evenly inside each partition of the profile.
+    Non-zeros are assumed to lie evenly inside each of the equal parts whose shares the profile has.
     """
     shares = torch.tensor([0.0, *(profile.shares or (1.0,))], dtype=torch.float64)
     below, places = shares.cumsum(0), edges[1:] / max(profile.num_rows, 1) * (len(shares) - 1)
@@ -170,7 +170,7 @@ async def _push(indices: Tensor, values: Tensor, regions: Regions, group: Group)
 
 
 async def _pull(sums: Sums, regions: Regions, group: Group) -> list[PartMessage]:
-    """Exchanges the sums, and returns all owners' sums; every rank knows bounds on their sizes."""
+    """Sends this rank's sums to all ranks and returns all owners' sums; every rank knows bounds on their sizes."""
     sums.write_count()
     summed = [math.ceil(sum(column)) for column in zip(*regions.counts, strict=True)]
     most = [int(f.nbytes(min(count, f.length))) for f, count in zip(regions.forms, summed, strict=True)]

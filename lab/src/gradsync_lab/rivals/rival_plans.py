@@ -1,13 +1,13 @@
-"""Planners of other systems: searches that `AutoPlanner` runs on a measured job instead of gradsync's own.
+"""Planners of other systems: searches that `AutoPlanner` runs on measured gradients instead of gradsync's own.
 
-Each returns one plan. Of the lossy ways that the constraints allow, a plan uses one: the one whose scheme has the
-shortest predicted step. Gradients that may not take it travel without loss:
+Each returns one plan, with one of the lossy schemes that the constraints allow: the one with the shortest predicted
+step. Gradients that may not take it travel without loss:
 
 - tables, and dense gradients that were found to be sparse by rows, by the scheme that is fastest for them alone;
 - other dense gradients in DDP's buckets of 25 MiB, but each by itself where the system merges nothing.
 
 Merged gradients need not be neighbours: a gradient in between that travels otherwise does not split a bucket. The order
-of turns is gradsync's, as these systems do not decide it.
+in which buckets are exchanged is gradsync's, as these systems do not decide it.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ Bucket = tuple[tuple[int, ...], int]  # items, rising, and the option
 
 
 def layerwise_plans(job: Job, constraints: Constraints) -> list[Plan]:
-    """Plans layer-wise compression: each gradient that may be compressed gets a bucket of its own."""
+    """Returns a plan of layer-wise compression: each gradient that may be compressed gets a bucket of its own."""
     return _merged_plans(job, constraints, lambda problem, option: cut_at(problem, option, range(problem.size)))
 
 
 def best_cuts_plans(job: Job, constraints: Constraints) -> list[Plan]:
-    """Plans the compression of all gradients that may be, in the buckets that are best by MergeComp's model of a step.
+    """Returns a plan that compresses all gradients that may be, in the best buckets by MergeComp's model of a step.
 
-    Of the best number of buckets and all numbers up to `MOST_COUNTED`, the one with the shortest predicted step is
-    taken. The prediction knows more than the model: latencies that transfers hide from each other.
+    The best number of buckets and all numbers up to `MOST_COUNTED` are compared by gradsync's predicted step, which
+    knows more than the model: latencies that transfers hide from each other.
     """
     counted = [partial(_about, count) for count in range(1, MOST_COUNTED + 1)]
     return _merged_plans(job, constraints, lambda problem, option: best_cuts(problem, option).parts, *counted)
@@ -64,7 +64,7 @@ def best_cuts_plans(job: Job, constraints: Constraints) -> list[Plan]:
 
 @dataclass(frozen=True)
 class CountedCuts:
-    """A planner as `best_cuts_plans`, with exactly `count` buckets of compressed gradients.
+    """A planner of compression in exactly `count` buckets, which are the best by MergeComp's model of a step.
 
     Raises:
         ValueError: `count` is below 1; on a call, fewer gradients than buckets may be compressed.
@@ -81,7 +81,7 @@ class CountedCuts:
 
 
 def mergecomp_plans(job: Job, constraints: Constraints) -> list[Plan]:
-    """Plans as MergeComp does: all gradients are compressed, in 2 buckets, or up to 4 where more help.
+    """Returns MergeComp's plan: all gradients are compressed, in up to 4 buckets, as many as still shorten the step.
 
     Payloads that can be summed go by all-reduce, others by all-gather, as in MergeComp.
     """
@@ -91,13 +91,15 @@ def mergecomp_plans(job: Job, constraints: Constraints) -> list[Plan]:
 
 
 def mg_wfbp_plans(job: Job, constraints: Constraints) -> list[Plan]:
-    """Plans as MG-WFBP does: nothing is compressed, and gradients are merged where that saves more than it waits."""
+    """Returns MG-WFBP's plan: nothing is compressed; gradients are merged where that saves more than waiting costs."""
     return [_merged_exactly(job, mg_wfbp)]
 
 
 @dataclass(frozen=True)
 class LazyPlans:
-    """A planner as GradientFlow's lazy all-reduce of dense gradients, exact or by a lossy way, see `merge.lazy`.
+    """A planner with GradientFlow's lazy all-reduce: ready dense gradients wait until there are `nbytes` to send.
+
+    They travel exactly, or by a lossy scheme if the constraints allow one; see `merge.lazy`.
 
     Raises:
         ValueError: `nbytes` is negative.
@@ -118,16 +120,16 @@ class LazyPlans:
 
 @dataclass(frozen=True)
 class FreeRatio:
-    """A planner of coarse-grained communication that sends as many chunks as cost no time, lazily merged.
+    """A planner of coarse-grained communication that sends as large a share of the chunks as costs no step time.
 
-    Built of GradientFlow's parts, but gradsync's own. The candidates are all ratios from the allowed way's own up to 1,
-    and all-reduce; taken is the largest ratio whose predicted step is within `slack` of the shortest. Communication
-    that overlaps with backward costs no time, and chunks that are sent cost no accuracy. On a fast link everything is
-    sent, without loss. As the plan is made from measurements, and again when the job drifts, the ratio follows the time
-    that backward leaves.
+    Buckets are those of GradientFlow's lazy all-reduce; choosing the ratio, the share of chunks that are sent, is
+    gradsync's own. The candidates are the allowed scheme's ratio, all larger `ratios`, and all-reduce; taken is the
+    largest ratio whose predicted step is within `slack` of the shortest. Communication that overlaps with backward
+    costs no time, and chunks that are sent cost no accuracy. On a fast link everything is sent, without loss. As the
+    plan is made from measurements, and again when step times change, the ratio adapts to the time that backward leaves.
 
     Raises:
-        ValueError: slack or ratios are out of range; on a call, the constraints allow another lossy way than
+        ValueError: slack or ratios are out of range; on a call, the constraints allow another lossy scheme than
             `CoarseGrained`.
     """
 
@@ -152,7 +154,7 @@ class FreeRatio:
 
 
 def secopa_plans(job: Job, constraints: Constraints) -> list[Plan]:
-    """Plans by HiPress' rule: each gradient alone, compressed where that makes its own exchange shorter.
+    """Returns a plan by HiPress' rule: each gradient alone, compressed where that makes its own exchange shorter.
 
     Sends cost a link's latency and rate; coding costs what the compressor's kernels were measured to take. A gradient
     has one partition per rank, as the all-to-all and all-gather of a `Route` make them, coded on backward's device.
@@ -174,11 +176,11 @@ def secopa_plans(job: Job, constraints: Constraints) -> list[Plan]:
 
 
 def byteps_plans(job: Job, constraints: Constraints) -> list[Plan]:
-    """Plans as BytePS-Compress does: gradients of 64 KiB or more are compressed on host cores, each alone, by push and
-    pull.
+    """Returns BytePS-Compress' plan: gradients of 64 KiB or more are compressed on host cores, each in its own bucket.
 
-    All coding of the `Route` is offloaded; where nodes have several ranks, the route is between sums inside the nodes.
-    Gradients are not cut into BytePS' partitions of 4 MiB.
+    A compressed gradient goes to owners (each rank sums one part) and back by a `Route`, all of whose coding is
+    offloaded; where nodes have several ranks, the route is between sums inside the nodes. Gradients are not cut into
+    BytePS' partitions of 4 MiB.
     """
     compressor = _compressor(constraints, "BytePS-Compress")
     levels, tasks = _ranks_per_node(job.network.placement), _two_way(OFFLOAD)
@@ -194,11 +196,11 @@ def byteps_plans(job: Job, constraints: Constraints) -> list[Plan]:
 
 
 def bytecomp_plans(job: Job, constraints: Constraints) -> list[Plan]:
-    """Plans by ByteComp's Algorithms 1 and 2: each gradient alone, by one leaf of the decision tree.
+    """Returns a plan by ByteComp's Algorithms 1 and 2: each gradient alone, by one route (leaf) of the decision tree.
 
-    Algorithm 1 codes on backward's device; Algorithm 2 moves all coding of some gradients' leaves to the offload
-    device. The leaves are the paper's, without all-reduce of payloads; leaves inside nodes are used only where nodes
-    have several ranks.
+    A route lists collectives and coding tasks. Algorithm 1 codes on backward's device; Algorithm 2 moves all coding of
+    some gradients' leaves to the offload device. The leaves are the paper's, without all-reduce of payloads; leaves
+    inside nodes are used only where nodes have several ranks.
 
     Raises:
         ValueError: Algorithm 2 would try too many combinations.
@@ -232,7 +234,7 @@ def bytecomp_plans(job: Job, constraints: Constraints) -> list[Plan]:
 def _merged_plans(
     job: Job, constraints: Constraints, *cuts: Cut, carriers: Callable[[Sequence[Way]], Sequence[Way]] = list
 ) -> list[Plan]:
-    """Returns the plan with the shortest predicted step among all lossy ways and cuts."""
+    """Returns, in a list, the plan with the shortest predicted step among all lossy schemes and all `cuts`."""
     exact = exact_ways(job)
     plans = []
     for way in carriers(_lossy_ways(job, constraints)):
@@ -252,7 +254,10 @@ def _merged_exactly(job: Job, cut: Cut) -> Plan:
 
 
 def _merged(formulation: Formulation, numbers: frozenset[int], cut: Cut) -> Plan:
-    """Puts items that may take one of the options into buckets made by `cut`; the others travel as the module says."""
+    """Returns the plan in which `cut` makes the buckets of gradients that may take one of the options `numbers`.
+
+    Other gradients take the option that is fastest for them alone, in buckets of DDP's size.
+    """
     problem = _narrowed(formulation.problem, numbers)
     assert problem.allowed is not None
     taken = [item for item, may in enumerate(problem.allowed) if may <= numbers]
@@ -266,7 +271,7 @@ def _merged(formulation: Formulation, numbers: frozenset[int], cut: Cut) -> Plan
 
 
 def _about(count: int, problem: Problem, option: int) -> Sequence[Part]:
-    """Cuts into `count` buckets, or into the nearest possible number."""
+    """Cuts the gradients into `count` buckets, or into the nearest possible number."""
     return _counted(min(max(count, len(whole(problem, option))), problem.size), problem, option)
 
 
@@ -288,7 +293,7 @@ def _each(
     schemes: Sequence[Route],
     choose: Callable[[Problem, int, Sequence[int]], Sequence[Part]],
 ) -> Plan:
-    """Returns the plan in which `choose(problem, dense option, options of the schemes)` chooses for each item alone.
+    """Returns the plan of which `choose(problem, dense option, options of the schemes)` returns a bucket per gradient.
 
     Where gradients have several element types, only those of the first can be compressed.
     """
@@ -299,9 +304,7 @@ def _each(
 
 
 def _formulated(job: Job, constraints: Constraints, schemes: Sequence[Route]) -> Formulation:
-    """Formulates the job with these schemes for the gradients that the constraints allow to compress, and exact
-    ways.
-    """
+    """Returns the planning problem with these schemes, for gradients that may be compressed, and with exact schemes."""
     among = _lossy_ways(job, constraints)[0].among
     return formulate(job, [*exact_ways(job), *(Way(scheme, among=among) for scheme in schemes)])
 
@@ -322,13 +325,14 @@ def _as_mergecomp(ways: Sequence[Way]) -> Sequence[Way]:
 
 
 def _numbers(formulation: Formulation, scheme: object) -> frozenset[int]:
-    """Returns the options that use this scheme, one for each element type."""
+    """Returns the numbers of the options that use this scheme: there is one option for each element type."""
     return frozenset(number for number, other in enumerate(formulation.schemes) if other == scheme)
 
 
 def _narrowed(problem: Problem, choices: frozenset[int]) -> Problem:
-    """Limits each item to those choices that the item may take; without any, to the option that is fastest for it
-    alone.
+    """Returns the problem with each gradient (item) limited to the `choices` that it may take.
+
+    A gradient that may take none of them is limited to the option that is fastest for it alone.
     """
     assert problem.allowed is not None
 
@@ -340,7 +344,7 @@ def _narrowed(problem: Problem, choices: frozenset[int]) -> Problem:
 
 
 def _rearranged(problem: Problem, items: Sequence[int]) -> Problem:
-    """Returns the problem of these items in this order, each ready when all items before it are."""
+    """Returns the problem of these items (gradients) in this order, each ready when all items before it are."""
     ready_s = list(accumulate(problem.gaps_s))
     reached_s = list(accumulate((ready_s[item] for item in items), max))
 
@@ -362,7 +366,7 @@ def _rearranged(problem: Problem, items: Sequence[int]) -> Problem:
 
 
 def _plan(formulation: Formulation, buckets: Sequence[Bucket]) -> Plan:
-    """Returns the plan of the buckets in ready order; items are rearranged, as a `Part` has consecutive ones."""
+    """Returns the plan of the buckets in ready order; items are rearranged so that each bucket's are consecutive."""
     in_order = sorted(buckets, key=lambda bucket: bucket[0][-1])
     items = [item for members, _ in in_order for item in members]
     stops = accumulate(len(members) for members, _ in in_order)
@@ -383,7 +387,7 @@ def _compressor(constraints: Constraints, who: str) -> Compressor[Any]:
 
 
 def _two_way(device: str) -> tuple[str, ...]:
-    """Returns the route's tasks: push to owners, who sum and compress their sums, and pull."""
+    """Returns the tasks of a route in which owners get parts, sum and compress them, and send the sums to all ranks."""
     encode, decode = f"{COMPRESS}@{device}", f"{DECOMPRESS}@{device}"
     return encode, "all_to_all", decode, encode, "all_gather", decode
 
@@ -398,13 +402,13 @@ def _ranks_per_node(placement: Placement) -> int:
 
 
 def _payload_nbytes(compressor: Compressor[Any], nbytes: int) -> int:
-    """Returns the compressor's payload for `nbytes` of float32 values."""
+    """Returns the bytes of the compressor's payload for `nbytes` of float32 values."""
     spec, _ = parted((TensorSpec((nbytes // torch.float32.itemsize,), torch.float32),))
     return compressor.nbytes(spec, LATE)
 
 
 def _kernel_curve(what: str, compressor: Compressor[Any], job: Job) -> Curve:
-    """Returns the kernel's seconds as a curve over dense bytes."""
+    """Returns the seconds of the compressor's kernel `what` (compress or decompress) as a curve over dense bytes."""
     works = [
         Compute(compressor.kernel(what), float(nbytes + _payload_nbytes(compressor, nbytes))) for nbytes in KNOTS_BYTES
     ]

@@ -1,7 +1,7 @@
-"""Rules of other systems that decide for each item alone: HiPress' SeCoPa and BytePS-Compress.
+"""Rules of other systems that decide for each gradient (item) alone: HiPress' SeCoPa and BytePS-Compress.
 
-The rules disregard overlap with backward and all other items, unlike gradsync's search. Curves and defaults of other
-clusters are not taken over.
+The rules disregard overlap with backward and all other gradients, unlike gradsync's search. Cost curves and default
+settings that these systems have for other clusters are not used.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from gradsync.planner.problem import Curve, Part, Problem
 
 @dataclass(frozen=True)
 class SeCoPa:
-    """HiPress' rule (Bai et al., SOSP 2021): whether to compress, and into how many partitions, by the cost of one
-    item.
+    """HiPress' rule (Bai et al., SOSP 2021): whether to compress a gradient, into how many partitions, by its own cost.
 
-    Partitions of an item are handled in parallel, sends and kernels of a partition in sequence. With n nodes and k
+    Partitions of a gradient are handled in parallel, sends and kernels of a partition in sequence. With n nodes and k
     partitions, a parameter server takes 2(n-1) sends, min(k+1, n) encodings and min(n-1+k, 2(n-1)) decodings; a ring
     takes 2(n-1) sends, n encodings and n decodings.
     """
@@ -45,7 +44,7 @@ class SeCoPa:
         return 2 * others * self.send(self.wire_ratio * one) + encodes * self.encode(one) + decodes * self.decode(one)
 
     def choose(self, nbytes: float) -> tuple[bool, int]:
-        """Returns whether to compress, and the number of partitions, 1 to n.
+        """Returns whether to compress a gradient of so many bytes, and its number of partitions, 1 to n, by least cost.
 
         Of equal costs, dense wins, then the fewest partitions.
         """
@@ -53,22 +52,23 @@ class SeCoPa:
         return min(ways, key=lambda way: (self.compressed_s if way[0] else self.dense_s)(nbytes, way[1]))
 
     def parts(self, problem: Problem, dense: int, compressed: int) -> tuple[Part, ...]:
-        """Returns a part for each item, with the option `compressed` where the rule compresses, else `dense`.
+        """Returns a bucket (`Part`) for each gradient, by option `compressed` where the rule compresses, else `dense`.
 
-        The rule's number of partitions is not used: the option says how items travel.
+        The rule's number of partitions is not used: the option says how gradients are exchanged.
         """
         return _each(problem, dense, compressed, [self.choose(nbytes)[0] for nbytes in problem.nbytes])
 
 
 def byteps_compress(problem: Problem, dense: int, offloaded: int, smallest_bytes: float = 65536) -> tuple[Part, ...]:
-    """Returns a part for each item: items of `smallest_bytes` or more are compressed by the host's cores, whatever that
-    costs.
-    """
+    """Returns a bucket per gradient: from `smallest_bytes` on compressed on the host (`offloaded`), else `dense`."""
     return _each(problem, dense, offloaded, [nbytes >= smallest_bytes for nbytes in problem.nbytes])
 
 
 def _each(problem: Problem, dense: int, compressed: int, compress: list[bool]) -> tuple[Part, ...]:
-    """Returns a part for each item; items that may not take the option chosen for them take the first that they may."""
+    """Returns a bucket (`Part`) for each gradient, with the option `compressed` where `compress` is true, else `dense`.
+
+    A gradient that may not take its option takes the first that it may.
+    """
     parts = []
     for item, chosen in enumerate(compress):
         option = compressed if chosen else dense

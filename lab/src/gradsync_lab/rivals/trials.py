@@ -15,7 +15,7 @@ COMPUTE, OFFLOAD, INTRA, INTER = Resource
 
 @dataclass(frozen=True)
 class GapCase:
-    """One problem with its gaps, as shares: 0.01 is one per cent."""
+    """One random problem with the gaps between the plan found, the best plan and the bound; 0.01 is one per cent."""
 
     seed: int
     items: int
@@ -25,7 +25,7 @@ class GapCase:
 
 
 def gap_cases(seeds: Iterable[int], *, most_items: int = 8) -> Iterator[GapCase]:
-    """Yields, for the problem of each seed, the gaps of the found plan, the best plan and the bound."""
+    """Yields, for each seed's random problem, how far the found plan is from the best plan and from the bound."""
     for seed in seeds:
         problem = random_problem(seed, most_items=most_items)
         found, best = search(problem), best_of_all(problem)

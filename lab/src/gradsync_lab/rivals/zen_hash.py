@@ -1,6 +1,7 @@
 """Zen as its paper describes it (Wang et al., OSDI 2025): hierarchical hashing, push of pairs, pull with hash bitmaps.
 
-The rival of `gradsync.schemes.elements`. The authors' released code is another algorithm, which can lose gradients.
+gradsync's own scheme for the same task is in `gradsync.schemes.elements`. The authors' released code is another
+algorithm, which can lose gradients.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class ZenHash(Scheme[Tensor]):
     traits = Traits(Layout.FLAT)
 
     def planned_for(self, profiles: Sequence[DensityProfile]) -> ZenHash:
-        """Returns the scheme with memory for the measured density, as the paper has it; without a profile for any."""
+        """Returns the scheme with memory for the measured density, as in the paper; for any, without profiles."""
         return replace(self, expected=math.ceil(profiles[0].rows) if profiles else 0)
 
     def stages(self, size: int) -> tuple[str, ...]:
@@ -91,7 +92,7 @@ class ZenHash(Scheme[Tensor]):
         placement: Placement,
         step: int = 0,
     ) -> tuple[Step, ...]:
-        """Returns the scheme's steps; the profile's rows are the elements of the flat tensor.
+        """Returns the computations and transfers of one exchange; the profile's rows are the flat tensor's elements.
 
         Without a profile, all elements count as non-zero.
         """
@@ -117,7 +118,7 @@ class ZenHash(Scheme[Tensor]):
         )
 
     def _memory(self, rows: float, size: int) -> HashMemory:
-        """Returns the hash memory of one owner."""
+        """Returns the sizes of the hash memory that a rank has for the indices of one owner."""
         slots = max(SLOTS * math.ceil(self.expected or rows), FEWEST_SLOTS * size)
         return HashMemory.split(size, slots=slots, serial=math.ceil(SERIAL_SHARE * slots), rehashes=REHASHES)
 
@@ -134,7 +135,7 @@ class ZenHash(Scheme[Tensor]):
 
 
 def expected_overflow(rows: float, memory: HashMemory) -> float:
-    """Returns how many of an owner's `rows` indices find no place in its memory, if each rehash is one round."""
+    """Returns how many of an owner's `rows` indices find no place in its hash memory, if each rehash is one round."""
     left, free = rows, float(memory.slots)
     for _ in range(REHASHES):
         placed = min(free * -math.expm1(-left / memory.slots), left)
@@ -155,10 +156,9 @@ def _pairs_format(flat: TensorSpec) -> PartFormat:
 async def _push(
     parts: Sequence[Tensor], left: int, x: Tensor, senders: Sequence[int], most: int, group: Group
 ) -> tuple[list[Pairs], list[int]]:
-    """Sends pairs to the owners, and returns each sender's pairs for this rank and its number of indices without a
-    place.
+    """Sends (index, value) pairs to owners; returns each sender's pairs for this rank and number of unplaced indices.
 
-    Ranks that are not in `senders` have no pairs.
+    Unplaced indices found no place in the hash memory. Ranks that are not in `senders` have no pairs.
 
     Args:
         most: the most pairs of any message, the same on all ranks.
@@ -181,7 +181,7 @@ async def _push(
 
 
 def _message(count: int, left: int, form: PartFormat, like: Tensor) -> Tensor:
-    """Returns a message with room for `count` elements, with its head written."""
+    """Returns a message with room for `count` elements and with its header (sizes and counts) written."""
     message = like.new_empty(HEAD_BYTES + int(form.nbytes(count)), dtype=torch.uint8)
     message[LENGTH_BYTES:HEAD_BYTES].copy_(torch.tensor([count, left]).view(torch.uint8))
     return message
@@ -190,9 +190,7 @@ def _message(count: int, left: int, form: PartFormat, like: Tensor) -> Tensor:
 async def _swap(
     messages: Sequence[Tensor], senders: Sequence[int], most_nbytes: int, group: Group
 ) -> dict[int, tuple[int, int, Tensor]]:
-    """Exchanges messages; returns for each sender its numbers of elements and of indices without a place, and the
-    body.
-    """
+    """Exchanges messages; returns each sender's numbers of elements and of unplaced indices, and the message's body."""
     mine = messages[group.rank]
     outgoing = dict(enumerate(messages)) if group.rank in senders else {}
     outgoing.pop(group.rank, None)
@@ -234,7 +232,7 @@ def _join(
 
 
 def _all_to_all(stage: str, size: int, nbytes: float) -> Transfer:
-    """Returns the transfer in which every rank sends every other a message of `nbytes` behind its head."""
+    """Returns the transfer in which every rank sends every other a message: a header and `nbytes`."""
     ranks = range(size)
     return Transfer.of_messages(
         stage, size, [(r, other, HEAD_BYTES + nbytes) for r in ranks for other in ranks if other != r]

@@ -75,7 +75,7 @@ def kind_of(name: str) -> type[Workload]:
 
 
 def declared_options(kind: type[Workload]) -> dict[str, Option]:
-    """Returns a workload's options by name."""
+    """Returns the options of a workload class by name, with their types and defaults."""
     types = get_type_hints(kind)
     return {field.name: Option(types[field.name], field.default) for field in fields(kind)}
 
@@ -94,7 +94,7 @@ def load(name: str, **options: Any) -> Workload:
 
 
 def open_workload(kind: type[Workload], **options: Any) -> Workload:
-    """Returns an open workload as `load` does, for a class, which need not be in the list of names."""
+    """Returns a workload of this class with its data open, as `load` does; `load` need not know the class by name."""
     known = list(declared_options(kind))
     if unknown := sorted(options.keys() - set(known)):
         raise ValueError(

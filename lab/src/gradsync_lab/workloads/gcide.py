@@ -36,7 +36,7 @@ ZIPF_WORDS = 1 << 19
 
 
 def open_words(data: str, cache: Path) -> tuple[Array, str]:
-    """Returns words and the name of their source: the dictionary or the generated stand-in `zipf`, see `real_or_zipf`.
+    """Returns words and the name of their source: the dictionary, or the generated stand-in `zipf`, as `data` says.
 
     Words are (n,) int32 ranks in order of frequency, the most frequent 1; 0 is free for words that a vocabulary lacks.
 
@@ -63,7 +63,7 @@ def load_gcide(cache: Path) -> Array:
 
 
 def zipf_words(seed: int = 0) -> Array:
-    """Returns a seeded stand-in for tests without the data: independent ranks, (524288,) int32, by a Zipf law."""
+    """Returns seeded words for tests without the dictionary: independent ranks, (524288,) int32, by a Zipf law."""
     ranks = zipf_ranks(np.random.default_rng(seed), ZIPF_WORDS, COUNTS["types"], ZIPF_EXPONENT)
     return np.asarray(ranks + 1, dtype=np.int32)
 
@@ -84,7 +84,7 @@ def _prepare(path: Path) -> Array:
 
 
 def read_entries(path: Path) -> list[str]:
-    """Returns the entries, each from its head word to the next; without the preface, which differs by build date."""
+    """Returns the entries' text, each from its head word to the next; the preface, which differs by build, is cut."""
     text = gunzipped(path, FILE, path).decode("utf8", "replace")  # dictzip is gzip with an index in its header
     entries = re.split(r"\n(?=\S)", text)
     first = next((index for index, entry in enumerate(entries) if "\\" in entry), len(entries))  # a pronunciation
@@ -92,7 +92,7 @@ def read_entries(path: Path) -> list[str]:
 
 
 def _ranks(numbers: Array) -> Array:
-    """Maps numbers of types to ranks 1, 2, ... by frequency; the type that appears first wins a tie."""
+    """Maps words, numbered by first appearance, to ranks 1, 2, ... by frequency; of a tie, the first word wins."""
     by_frequency = np.argsort(-np.bincount(numbers), kind="stable")
     rank = np.empty(len(by_frequency), dtype=np.int32)
     rank[by_frequency] = np.arange(1, len(by_frequency) + 1)

@@ -83,7 +83,7 @@ class GPTWorkload(LanguageWorkload):
         return (len(self._opened[0]) - 1) // self.context  # 1: the last window's last target
 
     def batch(self, rows: Array) -> Batch:
-        """Returns tokens read and next tokens, both (windows, context) int64, of the windows `rows`."""
+        """Returns tokens read and next tokens, both (windows, context) int64, of the windows numbered `rows`."""
         positions = rows[:, None] * self.context + np.arange(self.context + 1)
         window = torch.from_numpy(self._opened[0][positions].astype(np.int64))
         return window[:, :-1], window[:, 1:]

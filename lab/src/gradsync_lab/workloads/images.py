@@ -67,7 +67,7 @@ class ImageSet:
 
 
 def open_images(data: str, cache: Path) -> tuple[Array, str]:
-    """Returns samples and the name of their set: Fashion-MNIST or the digits, see `real_or_stand_in`.
+    """Returns samples and the name of their set: Fashion-MNIST, or the digits that stand in for it, as `data` says.
 
     Raises:
         DataUnavailableError: `data` is `fashion-mnist`, and Fashion-MNIST is not available.

@@ -47,7 +47,7 @@ class LanguageWorkload(DataWorkload):
 
 @dataclass(frozen=True, kw_only=True)
 class SampledSoftmaxWorkload(LanguageWorkload):
-    """A language workload that is trained by sampled softmax (`softmax.py`): a batch ends with the step's negatives."""
+    """A language workload trained by sampled softmax (`softmax.py`): a batch ends with the step's sampled words."""
 
     num_negatives: int
     negatives: str = "own"  # each rank draws its own, or "shared": in a step all ranks draw the same
@@ -62,7 +62,7 @@ class SampledSoftmaxWorkload(LanguageWorkload):
     @property
     @abstractmethod
     def scored(self) -> range:
-        """Returns the ids that negatives are drawn from, by descending frequency."""
+        """Returns the ids of the words that negatives are drawn from, by descending frequency."""
 
     def batches(self, rank: int, world_size: int, seed: int, start_step: int = 0) -> Iterator[Batch]:
         """Yields samples in the order of `Workload.batches`, each step's with its negatives, (num_negatives,) int64."""

@@ -37,7 +37,7 @@ LSTM_RATE_RATIO = 0.1
 
 
 class LSTMLanguageModel(nn.Module):
-    """An embedding of words, an LSTM with projection (Sak et al., 2014) and a table that scores; returns the loss."""
+    """An embedding of words, an LSTM with projection (Sak et al., 2014) and a table that scores the next word."""
 
     def __init__(self, vocabulary: int, dim: int, hidden: int, *, sparse: bool) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class LSTMWorkload(SampledSoftmaxWorkload):
         return (len(self._opened[0]) - 1) // self.unroll  # 1: the last window's last target
 
     def batch(self, rows: Array) -> Batch:
-        """Returns words read and next words, both (windows, unroll) int64, of the windows `rows`; no negatives."""
+        """Returns words read and next words, both (windows, unroll) int64, of the windows `rows`, without negatives."""
         positions = rows[:, None] * self.unroll + np.arange(self.unroll + 1)
         words = self._opened[0][positions].astype(np.int64)
         words[words >= self.vocabulary] = 0
@@ -116,7 +116,7 @@ class LSTMWorkload(SampledSoftmaxWorkload):
 
     @property
     def scored(self) -> range:
-        """Returns all words."""
+        """Returns the ids of all words, from which negatives are drawn."""
         return range(self.vocabulary)
 
     def model(self, *, sparse: bool, seed: int = 0) -> LSTMLanguageModel:

@@ -125,7 +125,7 @@ class NMTWorkload(SampledSoftmaxWorkload):
         return open_pairs(self.data, cache)
 
     def batch(self, rows: Array) -> Batch:
-        """Returns German (batch, longest) and English between borders (batch, longest + 2), int64; no negatives."""
+        """Returns German (batch, longest), English between borders (batch, longest + 2), int64, without negatives."""
         pairs = self._opened[0][rows]
         german, english = _ids(pairs[:, 0], self.german_words), _ids(pairs[:, 1], self.english_words)
         between = np.pad(english, ((0, 0), (1, 1)), constant_values=PADDING)
@@ -135,7 +135,7 @@ class NMTWorkload(SampledSoftmaxWorkload):
 
     @property
     def scored(self) -> range:
-        """Returns all English words, without padding."""
+        """Returns the ids of all English words, from which negatives are drawn, without padding."""
         return range(PADDING + 1, self.english_words)
 
     def model(self, *, sparse: bool, seed: int = 0) -> TranslationModel:
@@ -148,7 +148,7 @@ class NMTWorkload(SampledSoftmaxWorkload):
         return adagrad_of_tables(model, self.learning_rate, dense_ratio=DENSE_RATE_RATIO)
 
     def num_tokens(self, batch: Batch) -> int:
-        """Returns the number of English words without padding, with the border behind them."""
+        """Returns the number of English words that have a loss, with the closing border and without padding."""
         return int((batch[1][:, 1:] != PADDING).sum())
 
     def describe(self) -> str:
@@ -168,7 +168,7 @@ class NMTWorkload(SampledSoftmaxWorkload):
 
 
 def _ids(ranks: Array, num_words: int) -> Array:
-    """Maps ranks (batch, 60), 0 where there is no word, to ids below `num_words`, as wide as the longest row: int64."""
+    """Maps word ranks (batch, 60), 0: no word, to ids (batch, longest row) int64; ids >= `num_words` are UNKNOWN."""
     words = ranks[:, : (ranks != 0).sum(axis=1).max()].astype(np.int64)
     ids = np.where(words == 0, PADDING, words + BORDER)
     return np.where(ids < num_words, ids, UNKNOWN)

@@ -49,7 +49,7 @@ Pair = tuple[str, str]
 
 
 def open_pairs(data: str, cache: Path) -> tuple[Array, str]:
-    """Returns pairs and the name of their source: the real ones or the generated stand-in `zipf`, see `real_or_zipf`.
+    """Returns pairs and the name of their source: real ones, or the generated stand-in `zipf`, as `data` says.
 
     Pairs are (n, 2, 60) uint16: German, then English words as ranks in order of frequency in their language, the most
     frequent 1, padded with 0.
@@ -61,7 +61,7 @@ def open_pairs(data: str, cache: Path) -> tuple[Array, str]:
 
 
 def load_pairs(cache: Path) -> Array:
-    """Returns the pairs, (n, 2, 60) uint16, in the fixed random order.
+    """Returns the pairs of German and English text, (n, 2, 60) uint16 word ranks, in a fixed random order.
 
     Raises:
         DataUnavailableError: the pairs are neither cached, nor installed, nor available by apt.
@@ -78,7 +78,7 @@ def load_pairs(cache: Path) -> Array:
 
 
 def zipf_pairs(seed: int = 0) -> Array:
-    """Returns a seeded stand-in for tests without the data: independent words by Zipf laws, (16384, 2, 60) uint16."""
+    """Returns seeded pairs for tests without the real texts: independent words by Zipf laws, (16384, 2, 60) uint16."""
     rng = np.random.default_rng(seed)
     extra = rng.geometric(1 / (1 + ZIPF_MEAN_EXTRA), size=(ZIPF_PAIRS, 2, 1)) - 1
     sides = [
@@ -106,7 +106,7 @@ def _prepare(dictionary: Path, german_help: Path, english_help: Path) -> Array:
 
 
 def _phrases(path: Path) -> list[Pair]:
-    """Returns the dictionary's pairs; a line has all senses of a word, and of synonyms the first is taken."""
+    """Returns the dictionary's pairs of phrases, one for each sense in a line; of synonyms the first is taken."""
 
     def first_synonym(text: str) -> str:
         return " ".join(REMARK.sub(" ", text).split()).split(";")[0].strip()
@@ -122,14 +122,14 @@ def _phrases(path: Path) -> list[Pair]:
 
 
 def _paragraphs(german_help: Path, english_help: Path) -> list[Pair]:
-    """Returns the help's paragraphs that both languages have and that are translated, each once, sorted."""
+    """Returns the help's paragraphs as (German, English), where both exist and differ, each pair once, sorted."""
     german, english = _by_place(german_help), _by_place(english_help)
     pairs = {(german[place], english[place]) for place in german.keys() & english.keys()}
     return sorted((one, other) for one, other in pairs if one and other and one != other)
 
 
 def _by_place(directory: Path) -> dict[tuple[str, str], str]:
-    """Returns the text of each paragraph by its file and the id of its element."""
+    """Returns the text of each paragraph of the help, by (its file, the id of its HTML element)."""
     texts = {}
     for path in directory.rglob("*.html"):
         for _, place, content in PARAGRAPH.findall(path.read_text(encoding="utf8", errors="replace")):

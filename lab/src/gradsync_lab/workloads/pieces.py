@@ -8,7 +8,7 @@ from .data import DataUnavailableError
 
 
 def tokenizers() -> Any:
-    """Imports and returns the library.
+    """Imports and returns the library `tokenizers`.
 
     Raises:
         DataUnavailableError: the library is not installed, so that no vocabulary can be trained.

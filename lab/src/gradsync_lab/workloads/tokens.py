@@ -35,7 +35,7 @@ ZIPF_TOKENS = 1 << 19
 
 
 def open_tokens(data: str, cache: Path) -> tuple[Array, str]:
-    """Returns tokens and the name of their source: the real ones or the generated stand-in `zipf`, see `real_or_zipf`.
+    """Returns tokens and the name of their source: real ones, or the generated stand-in `zipf`, as `data` says.
 
     Tokens are (n,) uint16 below 8,192.
 
@@ -62,7 +62,7 @@ def load_tokens(cache: Path) -> Array:
 
 
 def zipf_tokens(seed: int = 0) -> Array:
-    """Returns a seeded stand-in for tests without the data: independent tokens, (524288,) uint16, by a Zipf law."""
+    """Returns seeded tokens for tests without the dictionary: independent ones, (524288,) uint16, by a Zipf law."""
     ranks = zipf_ranks(np.random.default_rng(seed), ZIPF_TOKENS, VOCABULARY, ZIPF_EXPONENT)
     return np.asarray(ranks, dtype=np.uint16)
 
@@ -84,7 +84,7 @@ def _prepare(path: Path) -> Array:
 
 
 def _tokens(texts: list[list[str]]) -> dict[str, list[int]]:
-    """Returns the ids of each word's tokens, by a vocabulary trained on some of the texts.
+    """Trains a vocabulary on some of the texts and returns the ids of each word's tokens.
 
     Raises:
         DataUnavailableError: `tokenizers` is not installed.

@@ -1,4 +1,4 @@
-"""The layers that `bert` and `gpt` share: self-attention and feed-forward, normalized before, not after.
+"""The layers that `bert` and `gpt` share: self-attention and feed-forward, with normalized inputs (pre-norm).
 
 Without dropout, the loss depends on weights and batch alone, so that a step can be repeated.
 """

@@ -1,7 +1,7 @@
 """The native CPU kernels: checks of the arguments, number of threads, and calls into the C++ module (csrc/).
 
-A kernel takes the arguments of its namesake in `gradsync.kernels`. It runs on torch's number of threads, and on one
-where the work is small. No tensor is copied: what the C++ code cannot work on in place it refuses.
+Each function has the name and arguments of a kernel in `gradsync.kernels`. It runs on torch's number of threads, or on
+one thread for little work. No tensor is copied: one that the C++ code cannot use in place raises TypeError.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The way from Python to the native module: tensors as plain memory, and a number of threads."""
+"""Helpers for calls of the native C++ kernels: tensors as DLPack capsules, and the number of threads."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ _MIN_PARALLEL_ELEMENTS = 1 << 16  # starting threads costs more than they save b
 
 
 def threads_for(elements: int) -> int:
-    """Returns torch's number of threads, or 1 where starting them costs more than they save."""
+    """Returns the number of threads for a kernel on so many elements: torch's number, or 1 for fewer than 65536."""
     return 1 if elements < _MIN_PARALLEL_ELEMENTS else torch.get_num_threads()
 
 
 def plain(name: str, tensor: Tensor) -> object:
-    """Returns the memory of a tensor of any shape for one native call; the C++ side checks dtype, shape and strides.
+    """Returns a tensor of any shape as a DLPack capsule for one native call; C++ checks dtype, shape and strides.
 
-    A DLPack capsule, as nanobind would otherwise ask the tensor for one in Python: 2 of the 2.5 us that an array costs.
+    Otherwise nanobind (the C++ binding) would ask the tensor for a capsule in Python: 2 of the 2.5 us that an array
+    costs.
 
     Raises:
         TypeError: for a tensor that is not dense on the CPU, or has a dtype that the native kernels do not know.
@@ -47,7 +48,7 @@ def plains(name: str, tensors: Sequence[Tensor]) -> list[object]:
 
 
 class OwnerPartition:
-    """Items by owner: see `gradsync.kernels.RotatedPartition` and `HashedPartition`."""
+    """Sorted indices split by owner (the rank that sums them): a native `RotatedPartition` or `HashedPartition`."""
 
     def __init__(self, dealt: Any, places: str) -> None:
         self._dealt, self._places = dealt, places  # what errors call the places of the items

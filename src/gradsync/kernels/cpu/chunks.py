@@ -1,4 +1,4 @@
-"""Native kernels on chunks."""
+"""The native (C++) kernel that moves chosen chunks of a flat tensor into a payload to send."""
 
 from __future__ import annotations
 

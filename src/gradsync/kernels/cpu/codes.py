@@ -1,4 +1,4 @@
-"""Native kernels that make codes of few bits of tensors, and sums of codes."""
+"""Native (C++) kernels that quantise tensors to codes of few bits, decode the codes and sum the results."""
 
 from __future__ import annotations
 

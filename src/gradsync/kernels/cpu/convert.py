@@ -1,4 +1,4 @@
-"""Values in another type and their sums, natively."""
+"""Native (C++) kernels that convert values to a narrower dtype, and sum several tensors."""
 
 from __future__ import annotations
 

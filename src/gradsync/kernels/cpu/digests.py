@@ -1,4 +1,4 @@
-"""Native digests of tensors."""
+"""The native (C++) kernel for 64-bit digests of tensors, by which ranks compare tensors without sending them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Native kernels on single elements and their bitmaps."""
+"""Native (C++) kernels that find non-zero elements, and that convert indices to bitmaps and back."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ nonzero_elements = NonzeroElements
 
 
 def encode_bitmap(indices: Tensor, size: int, out: Tensor) -> None:
-    """See `gradsync.kernels.encode_bitmap`. One thread: a second one buys nothing."""
+    """See `gradsync.kernels.encode_bitmap`. Runs on one thread, as more are not faster."""
     check_size("size", size)
     load().encode_bitmap(plain("indices", indices), size, plain("out", out))
 

@@ -1,4 +1,4 @@
-"""The native owner partition of single elements by hash, and what the hash bitmap needs."""
+"""Native (C++) kernels that find each element's owner (the rank that sums it) by hash, and positions in its list."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def partition_hashed(indices: Tensor, size: int, n: int, seed: int) -> OwnerPart
 
 
 def owned_by_hash(size: int, n: int, seed: int, *, device: torch.device | None = None) -> list[Tensor]:
-    """See `gradsync.kernels.owned_by_hash`. Another device than the CPU is refused."""
+    """See `gradsync.kernels.owned_by_hash`. Raises TypeError for another device than the CPU."""
     check_owners(n)
     check_size("size", size)
     plain("lists", torch.empty(0, dtype=torch.int32, device=device))
@@ -41,5 +41,5 @@ def owned_by_hash(size: int, n: int, seed: int, *, device: torch.device | None =
 
 
 def positions_in(owned: Tensor, indices: Tensor, out: Tensor) -> None:
-    """See `gradsync.kernels.positions_in`. One thread: each search begins where the one before it ended."""
+    """See `gradsync.kernels.positions_in`. Runs on one thread, as each search begins where the last one ended."""
     load().positions_in(plain("owned", owned), plain("indices", indices), plain("out", out))

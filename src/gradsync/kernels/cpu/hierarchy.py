@@ -1,4 +1,4 @@
-"""Zen's hierarchical hashing (OSDI 2025, algorithm 1) by threads that compare and swap."""
+"""Zen's hierarchical hashing of indices (OSDI 2025, algorithm 1) by CPU threads that insert by compare-and-swap."""
 
 from __future__ import annotations
 

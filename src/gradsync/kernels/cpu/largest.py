@@ -1,4 +1,4 @@
-"""Native choice of elements by their magnitude."""
+"""Native (C++) kernels that select elements by magnitude: the k largest, or all above a threshold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Native squared norms of blocks."""
+"""The native (C++) kernel for the squared norm of each block of consecutive elements."""
 
 from __future__ import annotations
 

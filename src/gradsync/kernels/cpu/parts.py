@@ -1,4 +1,4 @@
-"""The native kernels on messages of elements. Beside the messages there is one bitmap, in a tensor of torch's."""
+"""Native (C++) kernels that split, unite and join sparse elements in messages. Their only other memory is a bitmap."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ def join_elements(parts: Sequence[PackedPositions], values: Sequence[Tensor], se
 
 
 def _split(parts: Sequence[PackedPositions]) -> tuple[list[object], list[int], list[int]]:
-    """Returns the packed bytes, counts and bits of the parts, as the native module takes them."""
+    """Returns three lists with an entry for each part: positions as DLPack capsules, their number, their format."""
     return plains("packed", [part.packed for part in parts]), [p.count for p in parts], [p.bits for p in parts]
 
 
 def _bitmap(size: int, rows: int) -> Tensor:
-    """Returns a tensor with room for `rows` bitmaps of `size` bits, each in whole words."""
+    """Returns an uninitialised int64 tensor for `rows` bitmaps of `size` bits, each in whole 64-bit words."""
     return torch.empty(rows * -(-size // WORD_BITS), dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Native kernels that draw: random sets of elements, and random rotations."""
+"""Native (C++) kernels that draw random numbers: random sets of elements, and randomised Hadamard rotations."""
 
 from __future__ import annotations
 

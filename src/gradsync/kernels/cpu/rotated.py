@@ -1,4 +1,4 @@
-"""The native owner partition of single elements by rotated stripe."""
+"""Native (C++) kernels for the owner map by rotated stripe: each n neighbours go to n ranks in a random rotation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Native kernels on rows of a table."""
+"""Native (C++) kernels that sum, gather, scatter and join rows of 2-D tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Native kernels on signs."""
+"""Native (C++) kernels that pack a tensor's signs as bits with a scale for each block, and sum packed tensors."""
 
 from __future__ import annotations
 

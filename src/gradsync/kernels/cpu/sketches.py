@@ -1,4 +1,4 @@
-"""Native count sketches."""
+"""Native (C++) kernels that sum tensors into count sketches, and estimate the elements from sketches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gradsync.kernels.native import load
 
 
 def count_sketch(x: Tensor, sections: Sections, columns: Sequence[int], counters: Tensor, *, rows: int) -> None:
-    """See `gradsync.kernels.count_sketch`. At most one thread for each row has work."""
+    """See `gradsync.kernels.count_sketch`. Uses at most one thread for each row of counters."""
     check_sketch(sections, columns, rows)
     table = _table(sections, columns)
     threads = threads_for(x.numel())
@@ -30,5 +30,5 @@ def sketch_estimates(counters: Tensor, sections: Sections, columns: Sequence[int
 
 
 def _table(sections: Sections, columns: Sequence[int]) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Returns lengths, starts, seeds and columns of the sections as lists."""
+    """Returns four lists by section: lengths, places of the first elements, seeds, and counters in a row."""
     return list(sections.lengths), list(sections.places), list(sections.seeds), list(columns)

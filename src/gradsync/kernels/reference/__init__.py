@@ -1,7 +1,7 @@
 """Every kernel in plain torch operations: the definition that the fast versions must meet bit for bit.
 
-It runs on any device and dtype, so it is also the fallback. In the files here kernels are decorated: a call of
-`gradsync.kernels.sum_rows`, which is that of `reference/rows.py`, picks a version; `reference.sum_rows` runs this one.
+It runs on any device and dtype, so it is also the fallback. The functions in these files are decorated: a call of
+`gradsync.kernels.sum_rows`, defined in `reference/rows.py`, chooses an implementation; `reference.sum_rows` runs torch.
 """
 
 from __future__ import annotations

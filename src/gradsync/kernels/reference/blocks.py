@@ -14,11 +14,11 @@ GROUP = LANES * LANES  # addends that are summed together
 
 
 def ordered_sum(addends: Tensor) -> Tensor:
-    """Returns the sum of each row of `addends`, (n, m) with m > 0, as (n,) float64, in the same order everywhere.
+    """Returns the sum of each row of `addends`, (n, m) with m > 0, as (n,) float64, added in a fixed order.
 
-    A group of 1024 addends is viewed as 32 rows of 32 lanes: each lane adds its addends one after the other, from 0;
-    then the upper half of the lanes is added to the lower half until one is left. The sums of the groups are summed in
-    the same way. All implementations keep this order.
+    Every 1024 addends are viewed as 32 rows of 32 lanes (columns): each lane adds its addends one after the other, from
+    0; then the upper half of the lanes is added to the lower half until one is left. These sums are summed in the same
+    way. All implementations keep this order, so that they return the same bits.
     """
     sums = addends.double()
     while True:
@@ -36,10 +36,10 @@ def ordered_sum(addends: Tensor) -> Tensor:
 
 
 def in_blocks(sections: Sections, block: int, *flat: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
-    """Yields the blocks of each section, those of one length together: their numbers, and views of the flat tensors.
+    """Yields the blocks of each section, blocks of equal length together: their numbers, and views of the tensors.
 
-    A view is (blocks, elements). The last block of a section may be shorter. `block`: elements; 0: a section is one
-    block. `flat`: (numel,) each.
+    Views of the tensors in `flat`, (numel,) each, are (blocks, elements). A block has `block` elements, the last one of
+    a section fewer; with 0, a section is one block.
     """
     first = begin = 0
     for length in sections.lengths:

@@ -37,7 +37,7 @@ def take_chunks(
     chunk: int,
     scale: float = 1.0,
 ) -> None:
-    """Writes the chosen chunks of p = residual + x to `payload`, and the rest of p to `next_residual`.
+    """Writes chosen chunks (adjacent elements) of p = residual + x to `payload`, and the rest to `next_residual`.
 
     One pass over memory. `payload` has scale * p, rounded to nearest; finite numbers stay finite. `next_residual` is p,
     less payload / scale in chosen chunks, so that it holds rounding errors too. `norms` gets the sum of the magnitudes
@@ -84,7 +84,7 @@ def check_take(
     chunk: int,
     scale: float,
 ) -> None:
-    """Checks the arguments of `take_chunks`; raises as this does. Waits for the device."""
+    """Checks the arguments of `take_chunks`, and raises the errors that its docstring lists. Waits for the device."""
     check_layout(x, chosen, payload, norms, chunk, scale)
     check_residuals(x, residual, next_residual, accumulation_dtype(x.dtype))
     check_range("take_chunks", chosen, len(norms), "chunks")
@@ -92,7 +92,7 @@ def check_take(
 
 
 def check_layout(x: Tensor, chosen: Tensor, payload: Tensor, norms: Tensor, chunk: int, scale: float) -> None:
-    """Checks the arguments of `take_chunks` but the chosen chunks themselves, without waiting; raises as this does."""
+    """Checks these arguments of `take_chunks`, but not the numbers in `chosen`, without waiting for the device."""
     check_floating("x", x)
     check_flat("x", x)
     if chunk < 1:

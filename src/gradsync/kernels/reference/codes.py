@@ -32,7 +32,7 @@ def quantize(
     residual: Tensor | None = None,
     next_residual: Tensor | None = None,
 ) -> None:
-    """Writes a code of few bits for each element of x + residual, and a scale for each block.
+    """Quantises x + residual: writes a code of few bits for each element, and a scale for each block of elements.
 
     Computed in float32, or float64 for float64. With p = x + residual, s = `grid.top` and the block's scale a, rounded
     to float32: the level is p * (s / a), rounded as the grid says and clamped to [-s, s]; it decodes to
@@ -78,7 +78,7 @@ def quantize(
 def block_scales(
     x: Tensor, sections: Sections, grid: AnyGrid, scales: Tensor, *, residual: Tensor | None = None
 ) -> None:
-    """Writes the scales that `quantize` would write, and no codes.
+    """Writes the scale of each block of x + residual that `quantize` would write, and no codes.
 
     Args:
         x, sections, residual: as in `quantize`.
@@ -100,7 +100,7 @@ def block_scales(
 def dequantize(
     parts: Sequence[tuple[Tensor, Tensor]], sections: Sections, grid: AnyGrid, out: Tensor, *, scale: float = 1.0
 ) -> None:
-    """Overwrites `out` by `scale` times the sum of the decoded parts, in their order.
+    """Overwrites `out` by `scale` times the sum of several quantised tensors, which it decodes and adds in order.
 
     One pass over `out`, whatever the number of parts. The sum is made in float32 (float64 for float64) from 0 on, and
     rounded once. Codes may be damaged: every code decodes to some number.
@@ -131,7 +131,7 @@ def check_quantize(
     residual: Tensor | None,
     next_residual: Tensor | None = None,
 ) -> None:
-    """Checks the arguments of `quantize` but the codes; raises as this does."""
+    """Checks the arguments of `quantize` except `codes`, and raises the errors that its docstring lists."""
     check_floating("x", x)
     check_shape("x", x, sum(sections.lengths))
     _check_scales(scales, sections, grid)
@@ -142,13 +142,13 @@ def check_quantize(
 
 
 def check_found(grid: AnyGrid) -> None:
-    """Raises ValueError unless the scales of the grid are computed from the elements ("max" or "norm")."""
+    """Raises ValueError unless the grid's scales are computed from the elements, as their largest or their norm."""
     if grid.scale not in ("max", "norm"):
         raise ValueError(f"block_scales needs a grid with scales of its own, got {grid}")
 
 
 def check_dequantize(parts: Sequence[tuple[Tensor, Tensor]], sections: Sections, grid: AnyGrid, out: Tensor) -> None:
-    """Checks the arguments of `dequantize`; raises as this does."""
+    """Checks the arguments of `dequantize`, and raises the errors that its docstring lists."""
     check_floating("out", out)
     check_shape("out", out, sum(sections.lengths))
     for codes, scales in parts:
@@ -167,31 +167,31 @@ def _check_scales(scales: Tensor, sections: Sections, grid: AnyGrid) -> None:
 
 
 def _corrected(x: Tensor, residual: Tensor | None, run: Run) -> Tensor:
-    """Returns x + residual in the run's blocks, (blocks, length) float32, or float64 for float64."""
+    """Returns x + residual in a run of equally long blocks, (blocks, length) float32, or float64 for float64."""
     p = x[run.elements].to(accumulation_dtype(x.dtype))
     return (p if residual is None else residual[run.elements] + p).view(run.blocks, run.length)
 
 
 def _scales(p: Tensor, grid: AnyGrid) -> Tensor:
-    """Returns the stored scales of blocks `p`, (blocks, length): (blocks,) float32."""
+    """Computes the scales of the blocks `p`, (blocks, length), and returns them as stored, (blocks,) float32."""
     found = p.abs().amax(dim=1) if grid.scale == "max" else ordered_sum(p.double().square()).sqrt()
     return stored_scales(found, grid)
 
 
 def stored_scales(found: Tensor, grid: AnyGrid) -> Tensor:
-    """Returns scales, (blocks,), as they are stored: float32, infinity if they overflow, 0 if top / scale overflows."""
+    """Returns scales, (blocks,), as stored: float32, infinity if they overflow, 0 if `grid.top` / scale overflows."""
     scales = found.float()
     scales = torch.where(scales.isfinite(), scales, float("inf"))
     return torch.where(_in_levels(scales, grid).isfinite(), scales, 0.0)
 
 
 def _in_levels(scales: Tensor, grid: AnyGrid) -> Tensor:
-    """Returns top / scales, correctly rounded; for a number over a tensor, torch would multiply by the reciprocal."""
+    """Returns `grid.top` / scales, correctly rounded; torch's `number / tensor` would multiply by the reciprocal."""
     return torch.full_like(scales, grid.top) / scales
 
 
 def _steps(scales: Tensor, grid: AnyGrid, dtype: torch.dtype) -> tuple[Tensor | float, Tensor | float]:
-    """Returns top / scale (0 if it overflows float32) and scale / top for each block, (blocks, 1) in `dtype`."""
+    """Returns each block's factors top / scale (0 if it overflows float32) and scale / top, (blocks, 1) in `dtype`."""
     if grid.scale == "none":
         return 1.0, 1.0
     wide = scales.to(dtype)
@@ -200,9 +200,9 @@ def _steps(scales: Tensor, grid: AnyGrid, dtype: torch.dtype) -> tuple[Tensor | 
 
 
 def _rounded(scaled: Tensor, run: Run, grid: AnyGrid) -> tuple[Tensor, Tensor]:
-    """Returns the codes, (blocks, length) uint8, and the levels that they stand for.
+    """Rounds scaled elements to the grid; returns their codes, (blocks, length) uint8, and the levels they stand for.
 
-    Codes of whole levels count from 0; with 8 bits they are in two's complement.
+    Codes of 2 and 4 bits count the levels from 0; those of 8 bits are the level in two's complement, or a small float.
     """
     if grid.rounding == "exponent":
         code = _exponent_codes(_in_float(scaled), _noise(scaled, run))
@@ -226,7 +226,7 @@ def _noise(p: Tensor, run: Run) -> Tensor:
 
 
 def _in_float(x: Tensor) -> Tensor:
-    """Converts to float32; finite numbers stay finite."""
+    """Converts a tensor of any shape to float32; finite numbers beyond its range become the largest one."""
     most = torch.finfo(torch.float32).max
     return torch.where(x.isfinite(), x.clamp(-most, most), x).float()
 
@@ -241,7 +241,7 @@ def _exponent_codes(x: Tensor, drawn: Tensor) -> Tensor:
 
 
 def _levels(code: Tensor, grid: AnyGrid) -> Tensor:
-    """Returns the levels that codes, one a byte, stand for."""
+    """Returns the levels (multiples of a block's scale over `grid.top`) that codes, one in each byte, stand for."""
     if grid.rounding in _FLOATS:
         return code.view(_FLOATS[grid.rounding]).float()
     if grid.rounding == "exponent":
@@ -253,7 +253,7 @@ def _levels(code: Tensor, grid: AnyGrid) -> Tensor:
 
 
 def _packed(code: Tensor, nbytes: int, grid: AnyGrid) -> Tensor:
-    """Packs codes, (blocks, length), into bytes, (blocks, nbytes).
+    """Packs codes of few bits, one in each byte of (blocks, length), into full bytes, (blocks, nbytes).
 
     Byte j has the codes of elements j, j + nbytes, j + 2 nbytes, ... from its lowest bits on.
     """
@@ -266,7 +266,7 @@ def _packed(code: Tensor, nbytes: int, grid: AnyGrid) -> Tensor:
 
 
 def _unpacked(packed: Tensor, length: int, grid: AnyGrid) -> Tensor:
-    """Returns the codes in bytes, (blocks, nbytes), one a byte: (blocks, length)."""
+    """Unpacks codes of few bits from bytes, (blocks, nbytes), into one byte for each code, (blocks, length)."""
     if grid.bits == 8:
         return packed
     most = (1 << grid.bits) - 1

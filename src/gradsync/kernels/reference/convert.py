@@ -16,7 +16,7 @@ NARROW = (torch.bfloat16, torch.float16)
 @dispatched("x", "out", entries="x")
 @torch.no_grad()
 def narrow(x: Tensor, out: Tensor, *, scale: float = 1.0) -> None:
-    """Writes `scale` times `x` in a narrower dtype, rounded to nearest, ties to even.
+    """Writes `scale` times `x` to `out` in a narrower dtype, rounded to nearest, ties to even.
 
     A product that is finite in the dtype of `x` stays finite. Infinity and NaN stay; values below the range of the
     narrower dtype become zero.
@@ -35,7 +35,7 @@ def narrow(x: Tensor, out: Tensor, *, scale: float = 1.0) -> None:
 
 
 def check_narrow(x: Tensor, out: Tensor) -> None:
-    """Checks the arguments of `narrow`; raises as this does."""
+    """Checks the arguments of `narrow`, and raises the errors that its docstring lists."""
     check_floating("x", x)
     check_flat("x", x)
     check_dtype("x", x, torch.float32, torch.float64)
@@ -46,7 +46,7 @@ def check_narrow(x: Tensor, out: Tensor) -> None:
 @dispatched("parts", "out", entries="out")
 @torch.no_grad()
 def sum_parts(parts: Sequence[Tensor], out: Tensor, *, scale: float = 1.0) -> None:
-    """Overwrites `out` by `scale` times the sum of the parts, added in their order.
+    """Overwrites `out` by `scale` times the sum of the tensors in `parts`, added in their order.
 
     One pass, whatever the number of parts. The sum begins with the first part, is kept in float32 (float64 if the parts
     or `out` are), and is rounded once as torch rounds: to nearest, ties to even, overflow to infinity, and float64 to
@@ -71,7 +71,7 @@ def sum_parts(parts: Sequence[Tensor], out: Tensor, *, scale: float = 1.0) -> No
 
 
 def check_sum(parts: Sequence[Tensor], out: Tensor) -> torch.dtype:
-    """Checks the arguments of `sum_parts`, raising as this does, and returns the dtype that the sum is kept in."""
+    """Checks the arguments of `sum_parts`, raising its errors, and returns the dtype in which it adds."""
     check_floating("out", out)
     check_flat("out", out)
     for part in parts:

@@ -25,7 +25,7 @@ INFINITY_AND_NAN = {  # the bits of infinity, beyond which magnitudes are NaNs, 
 
 
 def check_digest(xs: Sequence[Tensor], out: Tensor) -> None:
-    """Checks the arguments of `digest`; raises as this does."""
+    """Checks the arguments of `digest`, and raises the errors that its docstring lists."""
     for x in xs:
         if x.dtype != torch.int64 and x.dtype not in INFINITY_AND_NAN:
             raise TypeError(f"xs must be floating point of 16, 32 or 64 bits, or int64, got {describe(x)}")
@@ -35,7 +35,7 @@ def check_digest(xs: Sequence[Tensor], out: Tensor) -> None:
 
 
 def keys(device: torch.device) -> Tensor:
-    """Returns the odd factors of the words of a block for each of its two sums, (2, WORDS) int64 in [0, 2^32)."""
+    """Returns the odd factors by which `digest` weights the words of a block in two sums, (2, WORDS) int64 < 2^32."""
     return draws(KEY_SEED, 0, 2 * WORDS, device).view(2, WORDS) | 1
 
 
@@ -71,13 +71,13 @@ def digest(xs: Sequence[Tensor], out: Tensor) -> None:
 
 
 def write_digests(totals: Tensor, lengths: Sequence[int], out: Tensor) -> None:
-    """Writes the digests, (tensors,) int64, given the sums over the blocks of each tensor, (tensors,) int64."""
+    """Writes digests, (tensors,) int64: a hash of each tensor's sum over blocks, (tensors,) int64, and its length."""
     counts = torch.tensor(lengths, dtype=torch.int64, device=totals.device)
     out.copy_(finalised(totals ^ finalised(counts + 1)))
 
 
 def _words(x: Tensor) -> Tensor:
-    """Returns the bits of the elements as 32-bit words, 1-D int64.
+    """Returns the bits of the elements of `x`, 1-D, as 32-bit words, 1-D int64; all NaNs give the same words.
 
     An element of 64 bits is two words, the lower half first; two elements of 16 bits are one word.
     """

@@ -1,4 +1,4 @@
-"""Counter-based random numbers: the draw of an element depends on its section's seed and its place in the tensor."""
+"""Counter-based random numbers: an element's random bits depend only on a seed and on its index in its tensor."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ _LOW = (1 << 32) - 1  # all 32 bits
 
 
 def draws(seed: int, start: int, count: int, device: torch.device | None = None) -> Tensor:
-    """Returns the draws of `count` places from `start` on in a tensor with this 64-bit seed.
+    """Returns 32 random bits for each of `count` element indices from `start` on, by a 64-bit seed.
 
-    (count,) int64 in [0, 2^32).
+    The result is (count,) int64 in [0, 2^32); equal seeds and indices give equal bits.
     """
     return draws_at(torch.arange(start, start + count, device=device), seed)
 
 
 def draws_at(places: Tensor, seed: int) -> Tensor:
-    """Returns the draws of any places, int64 of any shape, as int64 in [0, 2^32); see `draws`."""
+    """Returns the 32 random bits of `draws` for any element indices, int64 of any shape, as int64 in [0, 2^32)."""
     lower, upper = places & _LOW, places >> 32
     added = (seed >> 32 & _LOW) + upper * 0x9E3779B9
     return _mix(_mix(lower ^ (seed & _LOW)) + added)
 
 
 def noise(seed: int, start: int, count: int, device: torch.device | None = None) -> Tensor:
-    """Returns draws for rounding: shape and range as `draws`, with half as much arithmetic for each.
+    """Returns random bits for stochastic rounding: shape and range as `draws`, with half as much arithmetic for each.
 
-    All places with the same upper 32 bits share two keys, the draws of the first two of these places: one is mixed
-    with the place, one comes in between the steps of the mixing.
+    All indices with the same upper 32 bits share two keys, the draws of the first two of these indices: one is xored
+    with the index, and one is added between the steps of the mixing.
     """
     places = torch.arange(start, start + count, device=device)
     key, added = (draws_at(places >> 32 << 32 | which, seed) for which in (0, 1))
@@ -35,7 +35,7 @@ def noise(seed: int, start: int, count: int, device: torch.device | None = None)
 
 
 def _mix(h: Tensor, added: Tensor | int = 0) -> Tensor:
-    """Returns a bijection of 32 bits in which each bit of the input changes each bit of the output half of the time."""
+    """Hashes each element by a bijection of 32 bits, in which each input bit flips each output bit half of the time."""
     h = h & _LOW
     h = h ^ h >> 16
     h = (h * 0x7FEB352D) & _LOW

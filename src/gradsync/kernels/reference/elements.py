@@ -22,7 +22,7 @@ from gradsync.kernels.reference.rows import is_nonzero
 
 
 class NonzeroElements:
-    """See `gradsync.kernels.NonzeroElements`."""
+    """The non-zero elements of a dense tensor, in torch; see `gradsync.kernels.NonzeroElements`."""
 
     @torch.no_grad()
     def __init__(self, x: Tensor) -> None:
@@ -43,7 +43,7 @@ class NonzeroElements:
 
 @dispatched("x", entries="x")
 def nonzero_elements(x: Tensor) -> phases.NonzeroElements:
-    """Finds the non-zero elements of `x`, (numel,) floating, tested by their bits as in `nonzero_rows`."""
+    """Finds the non-zero elements of `x`, (numel,) floating, by their bits: -0.0 is zero, subnormals are not."""
     return NonzeroElements(x)
 
 
@@ -53,7 +53,7 @@ def check_words(name: str, words: Tensor) -> None:
 
 
 def _bits_of(words: Tensor) -> Tensor:
-    """Returns the bits of words, (n,) int64, as (n, 64) of 0 and 1."""
+    """Returns the bits of words, (n,) int64, as (n, 64) of 0 and 1, the lowest bit first."""
     return (words[:, None] >> torch.arange(WORD_BITS, device=words.device)) & 1
 
 

@@ -24,12 +24,12 @@ MAX_INDEX = 2**63 - 1
 
 
 def hash_key(seed: int, number: int = 0) -> int:
-    """Returns the 64-bit key of the hash function with this number; number 0 gives the owner."""
+    """Returns the 64-bit key of one of a seed's numbered hash functions; function 0 maps indices to owners."""
     return mixed_seed(mixed_seed(seed) + number)
 
 
 def hashed(indices: Tensor, size: int, key: int) -> Tensor:
-    """Returns the hashes of indices (integers of any shape) in [0, size), int64; size < 2^31.
+    """Hashes indices, integers of any shape, to int64 numbers in [0, size), with size < 2^31.
 
     The upper half of murmur3's 64-bit finaliser of index xor key, scaled to `size`.
     """
@@ -37,25 +37,25 @@ def hashed(indices: Tensor, size: int, key: int) -> Tensor:
 
 
 def finalised(h: Tensor) -> Tensor:
-    """Returns murmur3's finaliser, a bijection of 64 bits, of int64 tensors of any shape, taken as unsigned."""
+    """Mixes the bits of each int64 of a tensor of any shape, by MurmurHash3's finaliser, a bijection of 64 bits."""
     h = (h ^ _shifted(h, 33)) * signed(0xFF51AFD7ED558CCD)
     h = (h ^ _shifted(h, 33)) * signed(0xC4CEB9FE1A85EC53)
     return h ^ _shifted(h, 33)
 
 
 def signed(bits: int) -> int:
-    """Returns the int64 with these 64 bits."""
+    """Returns the signed 64-bit number with the same bits as the unsigned number `bits`."""
     return bits - (bits >> 63 << 64)
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Shifts int64 to the right as if unsigned, filling with zeros."""
+    """Shifts int64 elements to the right by `bits` as if they were unsigned, filling with zeros."""
     return (x >> bits) & ((1 << 64 - bits) - 1)
 
 
 @dispatched("indices", "out")
 def owners_by_hash(indices: Tensor, n: int, seed: int, out: Tensor) -> None:
-    """Writes the owner of each index by a hash that is the same on all ranks (h0 of Zen, OSDI 2025).
+    """Writes the owner (rank that sums it) of each index, by a hash equal on all ranks (h0 of Zen, OSDI 2025).
 
     The hash is MurmurHash3's 64-bit finaliser of index xor key, the key from the seed; its upper half is scaled to n.
 
@@ -76,7 +76,7 @@ def owners_by_hash(indices: Tensor, n: int, seed: int, out: Tensor) -> None:
 
 
 class HashedPartition:
-    """See `gradsync.kernels.HashedPartition`."""
+    """Sorted element indices, split by owner by a hash, in torch; see `gradsync.kernels.HashedPartition`."""
 
     def __init__(self, indices: Tensor, size: int, n: int, seed: int) -> None:
         check_owners(n)
@@ -139,7 +139,7 @@ def owned_by_hash(size: int, n: int, seed: int, *, device: torch.device | None =
 
 @dispatched("owned", "indices", "out")
 def positions_in(owned: Tensor, indices: Tensor, out: Tensor) -> None:
-    """Writes the positions of an owner's indices in the list of all its indices: the set bits of its hash bitmap.
+    """Writes the position of each index in `owned`, the list of all indices of one owner: bits of its hash bitmap.
 
     `encode_bitmap` makes a bitmap of the positions; `owned[positions]` gives the indices back.
 

@@ -1,4 +1,4 @@
-"""Zen's hierarchical hashing (OSDI 2025, algorithm 1) in plain torch operations: rounds in lock-step."""
+"""Zen's hierarchical hashing (OSDI 2025, algorithm 1) in plain torch operations; all indices rehash together."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def hierarchical_hash(
 
 
 def _first(places: Tensor, free: Tensor) -> Tensor:
-    """Returns which entries are the first in their place, (items,) bool; none where the place is not free."""
+    """Returns which items get the slot that they try, (items,) bool: the first of each slot, if the slot is free."""
     order = torch.argsort(places, stable=True)
     first = torch.ones_like(free)
     first[order[1:]] = places[order[1:]] != places[order[:-1]]

@@ -26,7 +26,7 @@ from gradsync.kernels.reference.rows import accumulation_dtype, magnitudes
 
 @dataclass(frozen=True)
 class SelectionArguments:
-    """The checked arguments of `top_k` and `select_above`."""
+    """The checked arguments of `top_k` and `select_above`, which write the largest elements of each section."""
 
     x: Tensor
     indices: Tensor
@@ -47,7 +47,7 @@ class SelectionArguments:
         residual: Tensor | None,
         next_residual: Tensor | None,
     ) -> SelectionArguments:
-        """Returns the arguments of `gradsync.kernels.top_k` after checking shapes and dtypes; raises as this does."""
+        """Checks shapes and dtypes of the arguments of `top_k`, raising its errors, and returns them as one object."""
         check_floating("x", x)
         check_flat("x", x)
         check_indices("indices", indices)
@@ -66,14 +66,14 @@ class SelectionArguments:
         return torch.add(self.residual, self.x, out=self.next_residual)
 
     def parts(self, p: Tensor) -> Iterator[tuple[int, Tensor, int]]:
-        """Yields for each section of `p`, (numel,): where it begins, its elements, (length,), and its count."""
+        """Yields for each section of `p`, (numel,): its offset, its elements, (length,), and how many to select."""
         offset = 0
         for length, count in zip(self.lengths, self.counts, strict=True):
             yield offset, p[offset : offset + length], count
             offset += length
 
     def take(self, p: Tensor, chosen: Tensor) -> int:
-        """Writes the elements of `p`, (numel,), at `chosen`, (count,) int64, to the outputs; returns their count."""
+        """Writes the elements of `p`, (numel,), at indices `chosen`, (n,) int64, to the outputs, and returns n."""
         count, exact = len(chosen), p[chosen]
         values = rounded_to(self.values[:count], exact)
         self.indices[:count] = chosen
@@ -83,7 +83,7 @@ class SelectionArguments:
 
 
 def rounded_to(values: Tensor, exact: Tensor) -> Tensor:
-    """Overwrites `values` by `exact`, of the same shape, in their dtype, and returns them; finite stays finite."""
+    """Copies `exact` to `values`, of the same shape, rounded to its dtype, and returns it; finite stays finite."""
     exact = exact.to(accumulation_dtype(exact.dtype))
     if values.itemsize < exact.itemsize:
         most = torch.finfo(values.dtype).max
@@ -140,7 +140,7 @@ def select_above(
     residual: Tensor | None = None,
     next_residual: Tensor | None = None,
 ) -> int:
-    """Writes the elements of p = x + residual above the threshold of their section; returns how many.
+    """Writes the elements of p = x + residual whose magnitude exceeds their section's threshold; returns how many.
 
     If a section has more of them than its count, the largest are taken, as in `top_k`. They are written to the
     beginning of the outputs in the order of their indices; the rest of the outputs is unspecified. A NaN is above every
@@ -169,7 +169,7 @@ def select_above(
 @dispatched("x", "thresholds", "counts", entries="x")
 @torch.no_grad()
 def count_above(x: Tensor, thresholds: Tensor, counts: Tensor, *, sections: Sections | None = None) -> None:
-    """Counts the elements of each section above its threshold, as `select_above` finds them.
+    """Writes to `counts` how many elements of each section have a magnitude above its threshold, or are NaN.
 
     Args:
         x: (numel,) floating.
@@ -197,7 +197,10 @@ def check_thresholds(x: Tensor, thresholds: Tensor, sections: int) -> None:
 
 
 def is_above(part: Tensor, threshold: Tensor) -> Tensor:
-    """Returns which elements of `part`, (length,), are above the threshold, 0-D, as bool; all if it is NaN."""
+    """Returns which elements of `part`, (length,), are NaN or exceed the 0-D threshold in magnitude, as bool.
+
+    All elements do if the threshold is NaN.
+    """
     return ~(part.abs().to(threshold.dtype) <= threshold)
 
 

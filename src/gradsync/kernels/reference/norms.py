@@ -11,7 +11,7 @@ from gradsync.kernels.reference.blocks import in_blocks, ordered_sum
 
 
 def check_squared_norms(x: Tensor, sections: Sections, norms: Tensor, block: int) -> None:
-    """Checks the arguments of `squared_norms`; raises as this does."""
+    """Checks the arguments of `squared_norms`, and raises the errors that its docstring lists."""
     check_sections("x", x, sections)
     check_floating("norms", norms, torch.float64)
     check_shape("norms", norms, section_blocks(sections, block))

@@ -23,7 +23,7 @@ _FULL = 256  # indices of a full block of 8-bit offsets: one more than its count
 
 @dispatched("indices", "out")
 def encode_offsets(indices: Tensor, size: int, bits: int, out: Tensor) -> None:
-    """Writes ascending indices as offsets within blocks of 2^bits, the smallest format between a list and a bitmap.
+    """Encodes ascending indices as offsets within blocks of 2^bits, for densities between those of list and bitmap.
 
     Layout: the count of each of ceil(size / 2^bits) blocks, then the offsets, index mod 2^bits, block by block. With 16
     bits, counts are int32 and offsets uint16, in the byte order of the machine. With 8 bits, an offset is one byte, and
@@ -61,13 +61,15 @@ def encode_offsets(indices: Tensor, size: int, bits: int, out: Tensor) -> None:
 
 
 def is_unary(count: int, size: int, bits: int) -> bool:
-    """Whether the message has unary counts: with 8 bits, if these are shorter than one byte for each block."""
+    """Whether `encode_offsets` writes unary counts: with 8 bits, if they are shorter than one byte for each block."""
     blocks = num_blocks(size, bits)
     return bits == 8 and counts_nbytes(count, blocks, bits) < blocks
 
 
 def unary_counts(blocks: Tensor, num: int) -> Tensor:
-    """Returns unary counts, (nbytes,) uint8: a one bit for each index, and a zero bit after each of `num` blocks.
+    """Returns the blocks' counts in unary, (nbytes,) uint8: a one bit for each index, a zero bit after each block.
+
+    `num`: the number of blocks.
 
     `blocks`: the block of each index, ascending, (nnz,) int64.
     """
@@ -77,9 +79,9 @@ def unary_counts(blocks: Tensor, num: int) -> Tensor:
 
 
 def sizes_from_unary(message: Tensor, count: int, num: int) -> Tensor:
-    """Returns the number of indices in each block from unary counts, (nbytes,) uint8: (num,) int64.
+    """Decodes unary counts, (nbytes,) uint8, to the number of indices in each of `num` blocks, (num,) int64.
 
-    For a malformed message they do not add up to `count`.
+    For a malformed message the results do not add up to `count`, the number of all indices.
     """
     bits = (message.long().unsqueeze(1) >> torch.arange(8, device=message.device) & 1).flatten()
     zeros = (bits[: count + num] == 0).nonzero().flatten()
@@ -90,7 +92,7 @@ def sizes_from_unary(message: Tensor, count: int, num: int) -> Tensor:
 
 @dispatched("message", "out")
 def decode_offsets(message: Tensor, size: int, bits: int, out: Tensor) -> None:
-    """Writes the indices in a message of `encode_offsets`, which may be damaged.
+    """Decodes a message of `encode_offsets`, which may be damaged, and writes its indices to `out`.
 
     Args:
         message: (offsets_nbytes(nnz, size, bits),) uint8.
@@ -127,7 +129,10 @@ def decode_offsets(message: Tensor, size: int, bits: int, out: Tensor) -> None:
 
 
 def _unmark_full(counts: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns counts up to 256 and ascending offsets; a full block has the count 255 and begins with offset 255."""
+    """Returns the counts and ascending offsets of blocks, (blocks,) and (nnz,), without the mark of full blocks.
+
+    A full block of 256 indices is marked by the count 255 and the first offset 255.
+    """
     begin = 0
     sizes: list[int] = counts.tolist()
     firsts: list[int] = offsets.tolist()

@@ -1,4 +1,4 @@
-"""Kernels on messages of elements, composed of other kernels' definitions."""
+"""Kernels on messages of non-zero elements (packed positions and values), composed of other kernels' definitions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _STEPS = Steps(
 
 @dispatched("x", entries="x")
 def partition_elements(x: Tensor, n: int, seed: int) -> phases.ElementPartition:
-    """Finds the non-zero elements of `x` and splits them among n owners by rotated stripe.
+    """Finds the non-zero elements of `x` and splits them among n owners (ranks that sum a part) by rotated stripe.
 
     Element i = n q + r belongs to owner (r + rho(q)) mod n, at position q of its part: each run of n neighbours goes to
     n different owners in a rotation that the seed decides, so that neither dense regions nor hot columns overload an
@@ -48,10 +48,10 @@ def partition_elements(x: Tensor, n: int, seed: int) -> phases.ElementPartition:
 
 @dispatched("parts", entries="size")
 def unite_elements(parts: Sequence[PackedPositions], size: int) -> phases.ElementUnion:
-    """Finds the union of the positions in several messages, all in [0, size): the first phase of their sum.
+    """Finds the union of the element positions in several messages, all in [0, size): the first phase of their sum.
 
     Args:
-        parts: messages that may be damaged.
+        parts: packed positions from messages, which may be damaged.
 
     Raises:
         ValueError: a message of another size, or a malformed one; no part; native: a size above 2^34.
@@ -65,8 +65,8 @@ def join_elements(parts: Sequence[PackedPositions], values: Sequence[Tensor], se
     """Writes the elements of all owners to their places in `out`, zero elsewhere: the inverse of `partition_elements`.
 
     Args:
-        parts: per owner, messages that may be damaged.
-        values: per owner (count,), in the dtype of `out`.
+        parts: for each owner, packed positions from its message, which may be damaged.
+        values: for each owner (count,), in the dtype of `out`.
         out: (size,) floating; overwritten.
 
     Raises:

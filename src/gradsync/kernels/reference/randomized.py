@@ -20,7 +20,7 @@ _SIGNS = 32  # signs from one draw
 
 @dispatched("indices")
 def random_k(sections: Sections, counts: Sequence[int], indices: Tensor, *, block: int = 1) -> None:
-    """Draws different random elements of each section by its seed: the first ones of a permutation that is not stored.
+    """Draws distinct random elements of each section by its seed: the first ones of a permutation that is not stored.
 
     The permutation is a Feistel network over [0, a) x [0, b), with a and b about the square root of the number of runs.
     A draw is a run of `block` neighbours (a shorter section is one run); runs begin at a random place, and the section
@@ -59,7 +59,7 @@ def _elements(drawn: RunDraw, device: torch.device) -> Tensor:
 
 
 def _permuted(numbers: Tensor, drawn: RunDraw) -> Tensor:
-    """Returns a permutation of [0, a b) by a Feistel network: rounds add to one half the draw of the other half."""
+    """Maps numbers by a random permutation of [0, a b): a Feistel network, adding draws of one half to the other."""
     left, right = numbers // drawn.b, numbers % drawn.b
     for number in range(0, _ROUNDS, 2):
         left = (left + (draws_at(right + (number << 32), drawn.key) * drawn.a >> 32)) % drawn.a
@@ -68,7 +68,7 @@ def _permuted(numbers: Tensor, drawn: RunDraw) -> Tensor:
 
 
 def check_hadamard(x: Tensor, sections: Sections, out: Tensor, chunk: int, inverse: bool) -> None:
-    """Checks the arguments of `hadamard`; raises as this does."""
+    """Checks the arguments of `hadamard`, and raises the errors that its docstring lists."""
     check_rotation(sections, chunk)
     check_floating("x", x)
     check_sections("x", x, sections)
@@ -98,7 +98,7 @@ def hadamard(x: Tensor, sections: Sections, out: Tensor, *, chunk: int, inverse:
     Args:
         x: (numel,) floating; inverse: float32 or float64.
         sections: with seeds.
-        out: (numel,) float32, float64 for float64; inverse: of any type that is computed in x's. It may be `x`.
+        out: (numel,) float32, float64 for float64; inverse: any dtype that is computed in that of x. It may be `x`.
         chunk: a power of two up to 8192.
 
     Raises:

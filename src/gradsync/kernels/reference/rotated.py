@@ -1,4 +1,4 @@
-"""The owners of single elements by rotated stripe, in plain torch operations."""
+"""The split of elements among owners (ranks that sum them) by rotated stripe, in plain torch operations."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _UNSIGNED_32 = 0xFFFFFFFF
 
 
 def rotation_key(seed: int) -> int:
-    """Returns the 32-bit key of the rotation for a seed."""
+    """Returns the 32-bit key that a seed gives to the hash function `rotation`."""
     return mixed_seed(seed) >> 32
 
 
@@ -42,7 +42,7 @@ def mixed_seed(seed: int) -> int:
 
 
 def rotation(q: Tensor, n: int, seed: int) -> Tensor:
-    """Returns the rotation rho(q) in [0, n) for each q, integers of any shape, as int64.
+    """Returns the random shift rho(q) in [0, n) of owners for each q, integers of any shape, as int64.
 
     A multiply-xorshift mix of q and the seed, scaled to n: murmur3's 32-bit finaliser with the key once more between
     the multiplications. Without that, evenly spaced q, as in a hot column, are spread less evenly than by chance.
@@ -55,7 +55,7 @@ def rotation(q: Tensor, n: int, seed: int) -> Tensor:
 
 
 class RotatedPartition:
-    """See `gradsync.kernels.RotatedPartition`."""
+    """Sorted element indices, split by owner by rotated stripe, in torch; see `gradsync.kernels.RotatedPartition`."""
 
     def __init__(self, indices: Tensor, size: int, n: int, seed: int) -> None:
         check_owners(n)
@@ -78,12 +78,12 @@ class RotatedPartition:
 def check_dealt(
     counts: list[int], values: Tensor, places: tuple[str, Sequence[Tensor]], outs: Sequence[Tensor]
 ) -> None:
-    """Checks the arguments of `write` of a partition: one value for each item, and outputs of the owners' sizes.
+    """Checks the arguments of a partition's `write`: one value for each item, and outputs of each owner's size.
 
     Args:
-        counts: the items of each owner.
+        counts: the number of items (elements or rows) of each owner.
         values: (nnz,) or (nnz, dim) floating.
-        places: what errors call the places, and the output for them, (count,) for each owner.
+        places: a name for messages, such as "positions", and the outputs of positions or indices, (count,) each.
         outs: (count,) or (count, dim) for each owner, in the dtype of `values`.
 
     Raises:
@@ -111,12 +111,12 @@ def write_by_owner(
     places: tuple[str, Tensor, Sequence[Tensor]],
     outs: Sequence[Tensor],
 ) -> None:
-    """Writes the places and values of each owner's items to the owner's outputs.
+    """Copies the positions (or indices) and the values of each owner's items to the outputs of this owner.
 
     Args:
-        order: (nnz,) int64: the items, the first owner's first.
+        order: (nnz,) int64: the numbers of all items, the first owner's first.
         counts, values, outs: as in `check_dealt`.
-        places: what errors call the places, the places of all items, (nnz,), and the outputs, (count,) for each owner.
+        places: a name for messages, all items' positions or indices, (nnz,), and the outputs of them, (count,) each.
     """
     name, all_places, places_out = places
     check_dealt(counts, values, (name, places_out), outs)
@@ -127,10 +127,10 @@ def write_by_owner(
 
 @dispatched("indices")
 def partition_rotated(indices: Tensor, size: int, n: int, seed: int) -> phases.RotatedPartition:
-    """Splits sorted element indices among n owners by rotated stripe.
+    """Splits sorted element indices among n owners (ranks that sum a part) by rotated stripe.
 
-    Index n q + r belongs to owner (r + rho(q)) mod n, at position q of its part: the map of `partition_elements`, which
-    finds the indices itself.
+    Index n q + r belongs to owner (r + rho(q)) mod n, at position q of its part, with rho(q) drawn by the seed: the map
+    of `partition_elements`, which finds the indices itself.
 
     Args:
         indices: (nnz,) int64 or int32, ascending.
@@ -145,7 +145,7 @@ def partition_rotated(indices: Tensor, size: int, n: int, seed: int) -> phases.R
 
 
 def check_owned(positions: Sequence[Tensor], values: Sequence[Tensor], out: Tensor) -> int:
-    """Checks positions, (count,) int32, and values, (count,) in the dtype of `out`, for each owner.
+    """Checks each owner's positions, (count,) int32, and values, (count,) in the dtype of `out`, and counts owners.
 
     Returns:
         The number of owners.
@@ -167,7 +167,7 @@ def check_owned(positions: Sequence[Tensor], values: Sequence[Tensor], out: Tens
 
 @torch.no_grad()
 def join_rotated(positions: Sequence[Tensor], values: Sequence[Tensor], seed: int, out: Tensor) -> None:
-    """Writes the elements of all owners to their places in `out`, zero elsewhere: the inverse of `partition_rotated`.
+    """Writes the elements of all owners to `out` at their indices, zero elsewhere: the inverse of `partition_rotated`.
 
     Args:
         positions: for each owner (count,) int32, ascending.
@@ -191,9 +191,9 @@ def join_rotated(positions: Sequence[Tensor], values: Sequence[Tensor], seed: in
 
 @dispatched("positions", "out")
 def rotated_index(owner: int, positions: Tensor, n: int, seed: int, out: Tensor) -> None:
-    """Writes the element indices at positions q of one owner's part, n q + (owner - rho(q)) mod n.
+    """Writes the index in the whole tensor of each position q in one owner's part: n q + (owner - rho(q)) mod n.
 
-    The map is that of `partition_rotated`.
+    This is the inverse of the map of `partition_rotated`, which splits a tensor's elements among n owners.
 
     Args:
         positions: (count,) int32.

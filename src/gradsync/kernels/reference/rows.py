@@ -33,7 +33,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class RowUnion:
-    """See `gradsync.kernels.RowUnion`."""
+    """The union of the rows in several row-sparse parts of a table, in torch; see `gradsync.kernels.RowUnion`."""
 
     def __init__(self, indices: Sequence[Tensor], num_rows: int) -> None:
         check_some("unite_rows", indices)
@@ -85,7 +85,7 @@ def unite_rows(indices: Sequence[Tensor], num_rows: int) -> phases.RowUnion:
 @dispatched("parts", entries="num_rows")
 @torch.no_grad()
 def sum_rows(parts: Sequence[RowsPart], num_rows: int, *, scale: float = 1.0, out: RowsPart | None = None) -> RowsPart:
-    """Returns `scale` times the sum of row-sparse parts of one (num_rows, dim) table, which coalesces a single part.
+    """Returns `scale` times the sum of row-sparse parts of one (num_rows, dim) table; a single part is coalesced.
 
     Sums run in the order of the parts, then of occurrence within a part, in float32 (float64 for float64), and are
     rounded once: the bits depend neither on the implementation (of the reference, on the CPU only) nor on the number
@@ -164,7 +164,7 @@ def _add_rows(indices: Tensor, values: Tensor, dense: Tensor) -> None:
 
 
 def magnitudes(x: Tensor) -> Tensor:
-    """Returns all bits but the sign of `x`, of any shape and floating dtype, as integers in the order of |x|."""
+    """Returns all bits of `x`, of any shape and floating dtype, but the sign, as integers that ascend as |x| does."""
     bits = x.contiguous().view(_BITS[x.element_size()])
     return bits & torch.iinfo(bits.dtype).max
 
@@ -175,7 +175,7 @@ def is_nonzero(x: Tensor) -> Tensor:
 
 
 class NonzeroRows:
-    """See `gradsync.kernels.NonzeroRows`."""
+    """The rows of a dense tensor that are not all zero, in torch; see `gradsync.kernels.NonzeroRows`."""
 
     @torch.no_grad()
     def __init__(self, dense: Tensor) -> None:
@@ -198,7 +198,7 @@ class NonzeroRows:
 
 @dispatched("dense", entries="dense")
 def nonzero_rows(dense: Tensor) -> phases.NonzeroRows:
-    """Finds the non-zero rows of `dense`, (num_rows, dim) floating, by their bits.
+    """Finds the rows of `dense`, (num_rows, dim) floating, that are not all zero, by the elements' bits.
 
     -0.0 is zero; NaN, infinity and subnormals are not.
     """

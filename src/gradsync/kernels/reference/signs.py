@@ -1,4 +1,4 @@
-"""Kernels on signs, in plain torch operations."""
+"""Kernels that pack the signs of a tensor, with scales, and decode them, in plain torch operations."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def pack_signs(
 
 
 def _scales_of(p: Tensor, negative: Tensor, scale: SignScale) -> Tensor:
-    """Returns the scales of blocks, (blocks, elements), in float64."""
+    """Returns the scales of the blocks `p`, (blocks, elements), in float64: (blocks,), or (blocks, 2) for "two"."""
     p = p.double()
     if scale == "mean":
         return ordered_sum(p.abs()) / p.shape[1]
@@ -84,7 +84,7 @@ def _scales_of(p: Tensor, negative: Tensor, scale: SignScale) -> Tensor:
 def _decoded(
     negative: Tensor, scales: Tensor, sections: Sections, block: int, scale: SignScale, like: Tensor
 ) -> Tensor:
-    """Returns the numbers that signs stand for, (numel,) in the dtype of `like`."""
+    """Returns the tensor that signs and scales of blocks stand for, (numel,) in the dtype of `like`."""
     numbers = torch.empty_like(negative, dtype=like.dtype)
     for blocks, (below, out) in in_blocks(sections, block, negative, numbers):
         positive, other = levels_of(scales[blocks], scale)
@@ -93,7 +93,7 @@ def _decoded(
 
 
 def levels_of(scales: Tensor, scale: SignScale) -> tuple[Tensor, Tensor]:
-    """Returns the numbers that the positive and the negative sign of each block stand for, (blocks,) each.
+    """Returns the numbers to which a positive and a negative sign in each block are decoded, (blocks,) each.
 
     `scales`: (blocks,), for "two" (blocks, 2), for "one" (0,): then the result has one block.
     """
@@ -115,7 +115,7 @@ def unpack_signs(
     scale: SignScale,
     factor: float = 1.0,
 ) -> None:
-    """Overwrites `out` by `factor` times the sum of several decoded parts from `pack_signs`.
+    """Overwrites `out` by `factor` times the sum of several tensors, decoded from signs and scales of `pack_signs`.
 
     Sums run in the order of the parts, in float32 (float64 for float64), and are rounded once. With "one", a sum is the
     number of positive signs less the number of negative ones.

@@ -17,7 +17,7 @@ from gradsync.kernels.reference.rows import accumulation_dtype
 def check_count_sketch(
     name: str, elements: Tensor, sections: Sections, columns: Sequence[int], counters: Tensor, rows: int
 ) -> None:
-    """Checks elements, (numel,), and counters, (rows * sum of columns,), of a sketch; raises as `count_sketch`."""
+    """Checks a sketch's elements, (numel,), and counters, (rows * sum of columns,); raises errors of `count_sketch`."""
     check_sketch(sections, columns, rows)
     check_sections(name, elements, sections)
     check_floating("counters", counters, accumulation_dtype(elements.dtype))
@@ -88,7 +88,7 @@ def sketch_estimates(counters: Tensor, sections: Sections, columns: Sequence[int
 def _hashed(
     flat: Tensor, sections: Sections, columns: Sequence[int], counters: Tensor, rows: int
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Yields for each section and row: the elements, the counters, the counter of each element, and its sign.
+    """Yields for each section and sketch row: elements, counters, the index of each element's counter, and its sign.
 
     (length,) floating, (columns,) floating, (length,) int64 and (length,) bool; True is negative.
     """

@@ -1,6 +1,7 @@
 """Sums over blocks of elements in Triton, in the order of `gradsync.kernels.reference.blocks`.
 
-A program sums a group; the sums of groups are summed by the same kernel until each block has one.
+One program sums one group of at most 1024 elements of a block; the same kernel then sums the groups' sums until each
+block has one number.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Groups = tuple[Tensor, Tensor, Tensor]  # begin, length and block of each
 
 @triton.jit
 def sum_of_lanes(lanes: tl.tensor, LANES: tl.constexpr) -> tl.tensor:
-    """Returns the sum of 32 lanes: adds the upper half to the lower half until one lane is left."""
+    """Returns the sum of LANES = 32 numbers: adds the upper half to the lower half until one number is left."""
     halves = tl.sum(tl.reshape(lanes, [2, LANES // 2]), 0)
     halves = tl.sum(tl.reshape(halves, [2, LANES // 4]), 0)
     halves = tl.sum(tl.reshape(halves, [2, LANES // 8]), 0)
@@ -39,7 +40,7 @@ def _sum_groups(
     KIND: tl.constexpr,
     LANES: tl.constexpr,
 ) -> None:
-    """Sums one group a program: first the rows in each lane, then the lanes."""
+    """One program sums one group of addends: each of 32 lanes adds every 32nd one, then the lanes are added."""
     program = tl.program_id(0).to(tl.int64)
     begin, count = tl.load(begins + program), tl.load(counts + program)
     lane = tl.arange(0, LANES)
@@ -65,7 +66,10 @@ def _sum_groups(
 
 @lru_cache(maxsize=16)  # the same buckets come at every step
 def blocks_of(lengths: tuple[int, ...], block: int) -> tuple[Tensor, Groups]:
-    """Returns the length of each block, (blocks,) int64, and the groups of all blocks of these sections."""
+    """Returns the length of each block, (blocks,) int64, and all blocks cut into groups of at most 1024 elements.
+
+    `lengths`: elements of each section; `block`: elements of a block, 0 if a section is one block.
+    """
     found = [torch.empty(0, dtype=torch.int64)]
     for length in lengths:
         whole = block or max(length, 1)
@@ -76,7 +80,7 @@ def blocks_of(lengths: tuple[int, ...], block: int) -> tuple[Tensor, Groups]:
 
 
 def _groups_of(lengths: Tensor) -> Groups:
-    """Returns the groups of blocks that lie end to end, given their lengths, (blocks,) int64."""
+    """Returns the groups of at most 1024 elements in blocks of these lengths, (blocks,) int64, that lie end to end."""
     per_block = -(-lengths // GROUP)
     blocks = torch.repeat_interleave(torch.arange(len(lengths)), per_block)
     nth = torch.arange(len(blocks)) - (per_block.cumsum(0) - per_block)[blocks]
@@ -85,12 +89,13 @@ def _groups_of(lengths: Tensor) -> Groups:
 
 
 def sum_blocks(p: Tensor, lengths: Tensor, groups: Groups, term: str) -> Tensor:
-    """Returns the sums of `p`, (numel,), over blocks, (blocks,) float64.
+    """Returns the sum of each block of consecutive elements of `p`, (numel,), as (blocks,) float64.
 
     Args:
         lengths: elements of each block, (blocks,) int64.
         groups: the groups of all blocks, see `blocks_of`.
-        term: what is summed, as `_sum_groups` names it.
+        term: "sum" adds elements, "magnitude" their magnitudes, "square" their squares, "negative" only negative ones,
+            "others" only the other ones, "negatives" 1 for each negative one.
     """
     addends = p
     while True:

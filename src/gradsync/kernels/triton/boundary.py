@@ -1,7 +1,7 @@
-"""The way from torch to the Triton kernels: the launch, checks of memory, tables of addresses.
+"""Helpers that call Triton kernels with torch tensors: the launch, checks of memory, tables of addresses.
 
-A kernel that works on any number of tensors gets a table of their addresses. What Triton cannot check of memory behind
-a table is checked here: device, strides.
+A kernel that works on any number of tensors gets a table of their addresses. Triton cannot check the memory behind an
+address, so device and strides are checked here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _POINTEES = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 
 def launch(kernel: Any, programs: int, device: torch.device, *arguments: object, **constants: object) -> None:
-    """Starts `programs` programs of a kernel on `device`, perhaps none, without fused multiply-add."""
+    """Launches a Triton kernel on `device` as `programs` programs, none if 0, without fused multiply-add."""
     if programs == 0:
         return
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # the CPU's is Triton's interpreter
@@ -30,12 +30,12 @@ def launch(kernel: Any, programs: int, device: torch.device, *arguments: object,
 
 
 def blocks(entries: int, block: int = BLOCK) -> int:
-    """Returns how many programs of `block` entries `entries` entries take."""
+    """Returns the number of programs, each of which handles `block` entries, that `entries` entries need."""
     return -(-entries // block)
 
 
 def tile(width: int) -> dict[str, int]:
-    """Returns the rows and columns of one program's tile of a table with `width` columns: powers of two."""
+    """Returns the ROWS and COLUMNS that one program handles of a table of this width: powers of two, product 1024."""
     columns = min(128, 1 << max(width - 1, 0).bit_length())
     return {"ROWS": BLOCK // columns, "COLUMNS": columns}
 
@@ -58,7 +58,7 @@ def common_device(tensors: Sequence[Tensor]) -> torch.device:
 
 
 def device_of(**given: Tensor | Sequence[Tensor] | None) -> torch.device:
-    """Returns the device of all given tensors, which have any shapes and dtypes.
+    """Returns the common device of all given tensors, of any shapes and dtypes; errors call them by their keywords.
 
     Raises:
         ValueError: if they are on different devices.
@@ -96,12 +96,12 @@ def bits_of(tensor: Tensor) -> Tensor:
 
 
 def pointee(tensor: Tensor) -> tl.dtype:
-    """Returns the Triton dtype of `bits_of(tensor)`, for pointers in a table."""
+    """Returns Triton's integer dtype with the element size of a tensor, of any shape, for pointers to its memory."""
     return _POINTEES[tensor.element_size()]
 
 
 def on(device: torch.device, numbers: Sequence[int] | Tensor) -> Tensor:
-    """Moves numbers to the device without waiting for it: a tensor of any shape, or a list as (numbers,) int64."""
+    """Returns numbers on the device, without waiting for it: a tensor of any shape, or a list as (numbers,) int64."""
     table = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=torch.int64)
     return table.to(device, non_blocking=True)
 
@@ -116,9 +116,9 @@ def addresses(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def column_table(tensors: Sequence[Tensor], stripes: Stripes) -> Tensor:
-    """Returns for each column of each tensor its number in the whole, its address and its row stride.
+    """Returns a table of all columns of the tensors, (3, width) int64: number in the whole matrix, address, row stride.
 
-    (3, width) int64; each tensor is (rows, stop - start) for its stripe.
+    `tensors`: (rows, stop - start) each, the columns [start, stop) of its stripe.
     """
     parts = [torch.empty(3, 0, dtype=torch.int64)]
     for tensor, (start, stop) in zip(tensors, stripes, strict=True):

@@ -1,4 +1,4 @@
-"""Kernels on chunks, in Triton: one pass over the elements, and one over the next residual for the norms."""
+"""The Triton kernel that moves chosen chunks of a flat tensor into a payload; a second pass sums what is left."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ def _take(
     TO: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Handles one group of a chunk a program. `slots`: each chunk's place in the payload, or -1.
+    """One program moves one group of elements of p = x + residual to `payload` or `left`, and zeroes them in `x`.
 
-    `factors`: the scale, and its inverse.
+    `slots`: each chunk's place in the payload, or -1 if it is not sent. `left`: the next residual, for a sent chunk its
+    rounding errors. `factors`: the scale, and its inverse.
     """
     program = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)

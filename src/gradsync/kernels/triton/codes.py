@@ -1,8 +1,9 @@
-"""Codes of few bits, in Triton: first the scales of all blocks, then the codes of all tiles; sums of several codes.
+"""Triton kernels that quantise tensors to codes of few bits, and sum the tensors that several codes decode to.
 
-A program works on a tile of one block: on bytes of its codes and the elements of each. It finds its block in a table of
-the runs of equal blocks, which the host knows. Maxima of magnitudes are atomic on their bits as integers, which have
-the same order; squares are summed in the order of the definition.
+The scales of all blocks are found first, then the codes. One program handles a tile of one block: some bytes of its
+codes and the elements in them. It finds its block in a table of runs (adjacent blocks of one length), which the host
+makes. Largest magnitudes are atomic maxima of their bits as integers, which have the same order; squares are summed in
+the order of `reference.blocks.ordered_sum`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ _COLUMNS = 8  # columns of the table of runs; two more if codes are rounded at r
 
 @triton.jit
 def run_of(table: tl.tensor, num_runs: tl.tensor, COLUMNS: tl.constexpr) -> tl.tensor:
-    """Returns the table's row for this program's run, by binary search: column 0 has the first program of each run."""
+    """Returns a pointer to the row of `table` for this program's run of equal blocks, by binary search.
+
+    Column 0 of the table has the first program of each run.
+    """
     program = tl.program_id(0).to(tl.int64)
     low = program * 0
     high = low + num_runs
@@ -59,14 +63,14 @@ def run_of(table: tl.tensor, num_runs: tl.tensor, COLUMNS: tl.constexpr) -> tl.t
 
 @triton.jit
 def drawn(row: tl.tensor, upper: tl.tensor, lower: tl.constexpr) -> tl.tensor:
-    """Returns the draw of a place, given its upper and lower 32 bits; columns 8 and 9 hold the halves of the seed."""
+    """Returns 32 random bits for an element's place (upper, lower 32 bits); columns 8 and 9 of `row` hold the seed."""
     key, added = tl.load(row + 8).to(tl.uint32), tl.load(row + 9).to(tl.uint32)
     return mixed(mixed(key ^ lower, 0) + added + upper.to(tl.uint32) * 0x9E3779B9, 0)
 
 
 @triton.jit
 def noise_from(row: tl.tensor, first: tl.tensor, after: tl.tensor) -> tl.tensor:
-    """See `gradsync.kernels.reference.draws.noise`: returns the draws of the places `first` + `after`."""
+    """Returns 32 random bits for each place `first` + `after`, as `gradsync.kernels.reference.draws.noise`."""
     place = first + after
     upper = first >> 32
     wrapped = (place >> 32) != upper
@@ -79,7 +83,7 @@ def noise_from(row: tl.tensor, first: tl.tensor, after: tl.tensor) -> tl.tensor:
 def corrected(
     x: tl.tensor, residual: tl.tensor, at: tl.tensor, inside: tl.tensor, KIND: tl.constexpr, CORRECTS: tl.constexpr
 ) -> tl.tensor:
-    """Returns x + residual in the accumulation dtype; 0 where not `inside`."""
+    """Returns x (with CORRECTS, x + residual) at the indices `at`, in float32 or float64; 0 where not `inside`."""
     p = widened(tl.load(x + at, mask=inside, other=0), KIND)
     if CORRECTS:
         p = tl.load(residual + at, mask=inside, other=0) + p
@@ -98,7 +102,7 @@ def _find_largest(
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Writes the largest magnitude of each block by atomic maxima of its bits, whose order makes no difference."""
+    """One program raises a block's entry of `most` to the largest magnitude in one tile, by an atomic maximum."""
     row = run_of(table, num_runs, COLUMNS)
     number = tl.program_id(0).to(tl.int64) - tl.load(row)
     length, tiles = tl.load(row + 2), tl.load(row + 6)
@@ -126,7 +130,7 @@ def _sum_squares(
     LANES: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Each program stores the sum of squares of TILE elements: each lane adds its own, then the lanes are added."""
+    """One program stores the sum of squares of TILE elements of a block: each lane adds its own, then all are added."""
     row = run_of(table, num_runs, COLUMNS)
     number = tl.program_id(0).to(tl.int64) - tl.load(row)
     length, tiles = tl.load(row + 2), tl.load(row + 6)
@@ -142,7 +146,10 @@ def _sum_squares(
 
 @triton.jit
 def small_code(value: tl.tensor, TOP: tl.constexpr, FRACTION: tl.constexpr, BIAS: tl.constexpr) -> tl.tensor:
-    """Returns the code of the nearest 8-bit float as int32; NaN counts as zero."""
+    """Returns the bits of the nearest 8-bit float to each float32, as int32; NaN gives zero.
+
+    The 8-bit floats have FRACTION bits after the point and the exponent bias BIAS; the largest one is TOP.
+    """
     kept = tl.where(tl.abs(value) >= 0, value, 0.0)  # NaN is not
     magnitude = tl.minimum(tl.abs(kept), tl.full(kept.shape, TOP, tl.float32))
     bits = magnitude.to(tl.int32, bitcast=True)
@@ -169,7 +176,7 @@ def small_value(code: tl.tensor, FRACTION: tl.constexpr, BIAS: tl.constexpr) -> 
 
 @triton.jit
 def in_float(value: tl.tensor) -> tl.tensor:
-    """Converts to float32; finite numbers stay finite."""
+    """Returns float32 or float64 numbers as float32; finite ones beyond its range are clamped to it."""
     if value.dtype == tl.float64:
         most = tl.full(value.shape, 3.4028234663852886e38, tl.float64)
         value = tl.where(value - value == 0, tl.minimum(tl.maximum(value, -most), most), value)
@@ -178,7 +185,10 @@ def in_float(value: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def exponent_code(value: tl.tensor, draw: tl.tensor) -> tl.tensor:
-    """Returns the code of the format `exponent` as int32; for the constants see quantize.cpp."""
+    """Returns the codes of float32 numbers, rounded to powers of two at random by the 32 bits of `draw`, as int32.
+
+    The format is `exponent` of `FloatGrid`; for the constants see csrc/quantize.cpp.
+    """
     bits = value.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     up = magnitude.to(tl.uint32) + (draw >> 9)
@@ -196,7 +206,7 @@ def exponent_value(code: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def level_of(code: tl.tensor, ROUNDING: tl.constexpr, TOP: tl.constexpr, BITS: tl.constexpr) -> tl.tensor:
-    """Returns the level that a code, an unsigned number in an int32, stands for, as float32."""
+    """Returns the number, before scaling, that each code (an unsigned number in an int32) stands for, as float32."""
     if ROUNDING == "e4m3":
         level = small_value(code, 3, 7)
     elif ROUNDING == "e5m2":
@@ -212,7 +222,7 @@ def level_of(code: tl.tensor, ROUNDING: tl.constexpr, TOP: tl.constexpr, BITS: t
 
 @triton.jit
 def divided(a: tl.tensor, b: tl.tensor, SUM: tl.constexpr) -> tl.tensor:
-    """Returns a / b, correctly rounded, which Triton's `/` of float32 is not."""
+    """Returns a / b in their dtype SUM, correctly rounded, which Triton's `/` of float32 is not."""
     if SUM == tl.float64:
         quotient = a / b
     else:
@@ -262,7 +272,7 @@ def _encode(
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Writes the codes in one tile of bytes a program, and the next residual of their elements."""
+    """One program writes one tile of the bytes of codes and, with KEEPS, the next residual of the elements in them."""
     accumulator: tl.constexpr = tl.float64 if KIND == "f64" else tl.float32
     row = run_of(table, num_runs, COLUMNS)
     number = tl.program_id(0).to(tl.int64) - tl.load(row)
@@ -322,7 +332,7 @@ def _decode(
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Writes the decoded elements of one tile of bytes a program."""
+    """One program decodes one tile of bytes of all parts, and writes `factor` times the sum of each element."""
     accumulator: tl.constexpr = tl.float64 if KIND == "f64" else tl.float32
     row = run_of(table, num_runs, COLUMNS)
     number = tl.program_id(0).to(tl.int64) - tl.load(row)
@@ -406,7 +416,7 @@ def dequantize(
 
 
 def _decoding(x: Tensor, grid: AnyGrid) -> dict[str, object]:
-    """Returns the compile-time constants that describe the codes."""
+    """Returns the compile-time constants of the kernels: dtype of `x`, rounding, largest level and bits of a code."""
     return {
         "KIND": kind_of("x", x),
         "ROUNDING": grid.rounding,
@@ -447,10 +457,11 @@ class _Runs(NamedTuple):
 def _runs(
     lengths: tuple[int, ...], starts: tuple[int, ...], grid: AnyGrid, device: torch.device, tile: int = 0
 ) -> _Runs:
-    """Returns the runs as a table, for programs that each handle `tile` elements of a block.
+    """Returns a table of the runs (adjacent blocks of one length), for programs that handle `tile` elements of a block.
 
     With tile = 0 a program handles a power of two of the codes' bytes instead. The columns: first program, first
-    element, elements of a block, bytes of a block, first block, place, tiles of a block, first byte.
+    element, elements of a block, bytes of a block's codes, first block, place of the first element in its own tensor,
+    tiles of a block, first byte.
     """
     found = list(runs(Sections(lengths, starts, tuple(range(len(lengths)))), grid))  # sections' numbers for seeds
     of_bytes, longest = tile == 0, max((run.nbytes for run in found), default=1)
@@ -466,7 +477,7 @@ def _runs(
 
 
 def _with_seeds(found: _Runs, sections: Sections, grid: AnyGrid) -> Tensor:
-    """Returns the table, with the halves of each run's seed of this step appended if codes are rounded at random."""
+    """Returns the table of runs; for random rounding, with two more columns for the halves of each run's seed."""
     if not draws(grid):
         return found.table
     halves = torch.tensor([(seed & 0xFFFFFFFF, seed >> 32) for seed in sections.seeds], dtype=torch.int64).view(-1, 2)

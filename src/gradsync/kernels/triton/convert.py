@@ -1,4 +1,4 @@
-"""Values in another type and their sums, in Triton."""
+"""Triton kernels that convert values to a narrower dtype, and sum several tensors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _narrow(
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Narrows one block of values a program."""
+    """One program writes `scale` times one block of `x` to `out`, in dtype KIND; finite values stay finite."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + at, mask=at < count, other=0)
     value = value * tl.load(scale).to(value.dtype)
@@ -64,7 +64,7 @@ def _sum_parts(
     TO: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Sums one block of values over all parts a program, in their order, before writing."""
+    """One program writes `scale` times the sum over all parts, in their order, of one block of elements."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     factor = tl.load(scale)

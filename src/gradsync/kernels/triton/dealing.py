@@ -1,4 +1,4 @@
-"""Splitting of items among owners in Triton, for any map of owners; the items of an owner stay in order."""
+"""Splitting of items (elements or rows) among owner ranks in Triton, by any owner map; each owner's stay in order."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _deal(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Writes a block of one owner's items a program; `order` is a permutation, so no other program has them."""
+    """One program copies a block of one owner's items to this owner's outputs; `order`: a permutation of the items."""
     owner = tl.program_id(0) % n
     begin = tl.load(begins + owner)
     count = tl.load(begins + owner + 1) - begin
@@ -57,7 +57,7 @@ def _deal(
 
 
 def narrow_owners(indices: Tensor, n: int) -> Tensor:
-    """Returns an uninitialised tensor for the owner of each index, (nnz,), in the narrowest integer dtype for n.
+    """Returns an uninitialised tensor for the owner of each index, (nnz,), in the narrowest integer dtype for n owners.
 
     Narrow, as the radix sort by owner takes one pass for each byte. `indices`: (nnz,).
     """
@@ -66,7 +66,7 @@ def narrow_owners(indices: Tensor, n: int) -> Tensor:
 
 
 class OwnerPartition:
-    """See `gradsync.kernels.RotatedPartition` and `HashedPartition`; an owner's places are its indices // divisor."""
+    """Sorted indices split by owner: base of `HashedPartition` and `RotatedPartition`. A place is index // divisor."""
 
     def __init__(self, indices: Tensor, owners: Tensor, n: int, *, divisor: int, places: str) -> None:
         self._indices, self._divisor, self._places = indices, divisor, places
@@ -77,7 +77,7 @@ class OwnerPartition:
         self.counts: list[int] = []  # until the host has read them
 
     def read_counts(self, faults: Tensor) -> list[int]:
-        """Reads the counts and, in the same transfer, `faults`, (n,) integers, to the host; returns the faults."""
+        """Sets `counts` and returns the integers in `faults`, 1-D, after one transfer from the device for both."""
         numbers: list[int] = torch.cat([self._begins, faults]).tolist()
         begins, found = numbers[: len(self._begins)], numbers[len(self._begins) :]
         self.counts = [stop - start for start, stop in zip(begins[:-1], begins[1:], strict=True)]

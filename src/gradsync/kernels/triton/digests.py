@@ -1,4 +1,4 @@
-"""Digests of tensors in Triton: a program sums one block, and adds its sum to the tensor's by one atomic operation."""
+"""The Triton kernel for digests of tensors: one program hashes one block, and adds the hash to the tensor's sum."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _sum_blocks(
     BITS: tl.constexpr,
     WORDS: tl.constexpr,
 ) -> None:
-    """Sums one block a program; with NAN = 0 the elements are integers, without NaN to unify."""
+    """One program adds the hash of one block to `total`; INFINITY and NAN are the bits of these, 0 for integers."""
     number = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, WORDS * 32 // BITS)
     at = number * (WORDS * 32 // BITS) + lane

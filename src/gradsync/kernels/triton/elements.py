@@ -1,8 +1,8 @@
-"""Kernels on single elements and their bitmaps, in Triton.
+"""Triton kernels that find non-zero elements, and that convert indices to bitmaps and back.
 
 Bitmaps are int64 words to the caller and int32 words here, the same bits in the little-endian memory that all CUDA
-machines have. Elements are kept in two passes: a count for each block, whose running sum says where the block writes;
-then the block ranks what it keeps. Blocks write to places apart from each other.
+machines have. Selected elements are written in two passes: the first counts them in each block, and the running sum of
+the counts says where each block writes; the second writes them. Each block writes to a range of its own.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _DECODED_BITS = 4096  # of a bitmap, that one program works on
 
 @triton.jit
 def _set_bits(indices: tl.tensor, count: tl.tensor, words: tl.tensor, BLOCK: tl.constexpr) -> None:
-    """Sets the bits of one block of indices a program by atomic OR, as lanes and programs may share a word."""
+    """One program sets the bits of one block of indices by atomic OR, as lanes and programs may share a word."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     index = tl.load(indices + at, mask=at < count, other=0).to(tl.int64)
     bit = tl.full([BLOCK], 1, tl.int32) << (index % 32).to(tl.int32)
@@ -41,7 +41,7 @@ def _set_bits(indices: tl.tensor, count: tl.tensor, words: tl.tensor, BLOCK: tl.
 
 @triton.jit
 def _count_set(words: tl.tensor, num_words: tl.tensor, counts: tl.tensor, BLOCK: tl.constexpr) -> None:
-    """Stores the number of set bits in one block of words a program: of pairs of bits, then fours, then bytes."""
+    """One program stores the number of set bits in one block of words: sums over pairs of bits, then fours, bytes."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(words + at, mask=at < num_words, other=0).to(tl.uint32, bitcast=True)
     x = x - ((x >> 1) & 0x55555555)
@@ -56,7 +56,7 @@ def _count_set(words: tl.tensor, num_words: tl.tensor, counts: tl.tensor, BLOCK:
 def _positions_of_set(
     words: tl.tensor, num_words: tl.tensor, ends: tl.tensor, out: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
-    """Writes the positions of the set bits in one block a program, to places of `out` that only this program has."""
+    """One program writes the positions of the set bits among BLOCK bits to its range of `out`, up to its `ends`."""
     program = tl.program_id(0).to(tl.int64)
     bit = program * BLOCK + tl.arange(0, BLOCK)
     word = tl.load(words + bit // 32, mask=bit // 32 < num_words, other=0)
@@ -67,7 +67,7 @@ def _positions_of_set(
 
 @triton.jit
 def _count_nonzero(x: tl.tensor, count: tl.tensor, counts: tl.tensor, BLOCK: tl.constexpr) -> None:
-    """Stores the number of non-zero elements in one block a program: those with a set bit besides the sign."""
+    """One program stores the number of non-zero elements in one block: elements with a set bit besides the sign."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     bits = tl.load(x + at, mask=at < count, other=0)
     tl.store(counts + tl.program_id(0), tl.sum(((bits << 1) != 0).to(tl.int32), 0))
@@ -77,7 +77,7 @@ def _count_nonzero(x: tl.tensor, count: tl.tensor, counts: tl.tensor, BLOCK: tl.
 def _take_nonzero(
     x: tl.tensor, count: tl.tensor, ends: tl.tensor, indices: tl.tensor, values: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
-    """Writes the non-zero elements of one block a program, to the places that their count reserved."""
+    """One program writes the non-zero elements in one block to its range of the outputs, which ends at its `ends`."""
     program = tl.program_id(0).to(tl.int64)
     at = program * BLOCK + tl.arange(0, BLOCK)
     bits = tl.load(x + at, mask=at < count, other=0)
@@ -88,14 +88,14 @@ def _take_nonzero(
 
 
 def _ends(kernel: Any, entries: Tensor, block: int) -> Tensor:
-    """Returns the running sum of the counts of each block by `kernel`, (blocks,) int64."""
+    """Returns the running sum of the counts that `kernel` stores for each block of entries, (blocks,) int64."""
     counts = torch.empty(blocks(len(entries), block), dtype=torch.int32, device=entries.device)
     launch(kernel, len(counts), entries.device, entries, len(entries), counts, BLOCK=block)
     return counts.cumsum(0)
 
 
 def _last(ends: Tensor) -> int:
-    """Returns the total count; waits for the device, as the caller allocates by the count or checks it."""
+    """Returns the last of the running sums `ends`, the total count, on the host; waits for the device."""
     return int(ends[-1]) if len(ends) else 0
 
 

@@ -1,4 +1,4 @@
-"""The owners of single elements by hash, in Triton (Zen's h0, OSDI 2025)."""
+"""Triton kernels that find the owner of each element (the rank that sums it) by hash (Zen's h0, OSDI 2025)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _DEALT_AT_ONCE = 1 << 27  # elements: torch sorts less than 2^31, and takes seve
 
 @triton.jit
 def finalised(h: tl.tensor) -> tl.tensor:
-    """Returns murmur3's finaliser, a bijection of uint64."""
+    """Returns murmur3's 64-bit finaliser of `h`, a bijective hash of uint64 numbers."""
     h = (h ^ (h >> 33)) * 0xFF51AFD7ED558CCD
     h = (h ^ (h >> 33)) * 0xC4CEB9FE1A85EC53
     return h ^ (h >> 33)
@@ -41,7 +41,7 @@ def finalised(h: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def hashed(index: tl.tensor, size: tl.tensor, key: tl.tensor) -> tl.tensor:
-    """Returns the hash of int64 indices in [0, size), as `reference.hashing.hashed`."""
+    """Returns for each int64 index its hash, int64 in [0, size), as `reference.hashing.hashed`."""
     h = finalised((index ^ key).to(tl.uint64, bitcast=True))
     return ((h >> 32).to(tl.int64) * size) >> 32
 
@@ -50,7 +50,7 @@ def hashed(index: tl.tensor, size: tl.tensor, key: tl.tensor) -> tl.tensor:
 def _hash_owners(
     indices: tl.tensor, count: tl.tensor, n: tl.tensor, key: tl.tensor, out: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
-    """Writes the owners of one block of indices a program."""
+    """One program writes the owner in [0, n) of each index in one block, the hash of the index."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     index = tl.load(indices + at, mask=at < count, other=0).to(tl.int64)
     tl.store(out + at, hashed(index, n, key), mask=at < count)
@@ -66,7 +66,7 @@ def _find_positions(
     missing: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Writes the positions of one block of indices a program; sets `missing` to 1 if an index is not owned."""
+    """One program writes the position in sorted `owned` of each index in one block; an absent index sets `missing`."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     index = tl.load(indices + at, mask=at < count, other=0).to(tl.int64)
     place = place_after(owned, num_owned, index) - 1
@@ -126,7 +126,7 @@ def owned_by_hash(size: int, n: int, seed: int, *, device: torch.device | None =
 
 
 def _owned_from(begin: int, stop: int, size: int, n: int, seed: int, device: torch.device | None) -> list[Tensor]:
-    """Returns the indices in [begin, stop) of each owner."""
+    """Returns for each of n owners the indices in [begin, stop) that hash to it, ascending, (count,) int32 or int64."""
     dtype = torch.int32 if size <= INT32_INDICES else torch.int64
     everything = torch.arange(begin, stop, dtype=dtype, device=device or default_device())
     owners = narrow_owners(everything, n)

@@ -1,4 +1,4 @@
-"""Zen's hierarchical hashing (OSDI 2025, algorithm 1) in Triton: every lane inserts by compare-and-swap."""
+"""Zen's hierarchical hashing of indices (OSDI 2025, algorithm 1) in Triton: lanes insert by compare-and-swap."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ def _insert(
     num_overflow: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Inserts one block of indices a program: a slot goes to the lane whose compare-and-swap finds it empty.
+    """One program inserts one block of indices: a slot goes to the lane whose compare-and-swap finds it empty.
 
-    Atomic counters give each serial and overflow place away once. A compare-and-swap has no mask: a lane without an
-    index, or one that has its slot already, expects -2, which no slot ever holds.
+    An index that finds no slot goes to a serial place of its owner or, if none is left, to `overflow`; atomic counters
+    give each of these places away once. A compare-and-swap has no mask: a lane without an index, or one that has its
+    slot already, expects -2, which no slot ever holds.
     """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     item = tl.load(indices + at, mask=at < count, other=0)
@@ -58,7 +59,7 @@ def _insert(
 def hierarchical_hash(
     indices: Tensor, n: int, *, slots: int, serial: int, rehashes: int = 3, seed: int, threads: int | None = None
 ) -> HashedIndices:
-    """See `gradsync.kernels.hierarchical_hash`. The number of threads is the device's."""
+    """See `gradsync.kernels.hierarchical_hash`. Ignores `threads`: the device has its own number."""
     share = HashMemory.split(n, slots=slots, serial=serial, rehashes=rehashes)
     check_indices("indices", indices)
     device = device_of(indices=indices)

@@ -1,8 +1,9 @@
-"""The elements of the largest magnitude, in Triton: a radix select without a wait for the device.
+"""Selection of the k elements of largest magnitude, in Triton: a radix select in which the host never waits.
 
-Magnitudes are integers, digit by digit from the upper end: a histogram of the next digit, of the elements that agree in
-those before it, says which digit the k-th largest has. So the host only counts passes, and learns nothing. What is
-taken is kept as in `elements`: a count for each block, whose running sum says where the block writes.
+Magnitudes are compared as integers, digit by digit from the upper end: a histogram of the next digit, over the elements
+that begin with the digits found so far, says which digit the k-th largest has. The number of passes is fixed, so the
+host needs no result. Elements are written as in `elements`: a first pass counts those selected in each block, and the
+running sum of the counts says where each block writes.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def _count_digits(
     DIGIT_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Counts the next digit of the magnitudes that begin with the known digits, by atomic sums."""
+    """One program adds the next digits of magnitudes that begin with the digits in `bound` to a histogram, `counts`."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     upper = (tl.load(x + at, mask=at < count, other=0) & MOST) >> shift
     agrees = (at < count) & ((upper >> DIGIT_BITS) == tl.load(bound).to(upper.dtype))
@@ -51,7 +52,10 @@ def _count_digits(
 
 @triton.jit
 def _find_digit(counts: tl.tensor, bound: tl.tensor, longer: tl.tensor, DIGIT_BITS: tl.constexpr) -> None:
-    """Finds the next digit of the k-th largest magnitude in one program; writes the longer `bound` to `longer`."""
+    """A single program finds the next digit of the k-th largest magnitude from the histogram `counts`.
+
+    `longer` gets the digits in `bound` and this one, and how many of the magnitudes with these digits are among the k.
+    """
     digit = tl.arange(0, 1 << DIGIT_BITS)
     count = tl.load(counts + digit)
     wanted = tl.load(bound + 1)
@@ -63,7 +67,7 @@ def _find_digit(counts: tl.tensor, bound: tl.tensor, longer: tl.tensor, DIGIT_BI
 
 @triton.jit
 def compared(bits: tl.tensor, inside: tl.tensor, bound: tl.tensor, MOST: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Returns which elements are larger than the k-th largest and which are equal, as int32 of 0 and 1."""
+    """Returns which magnitudes are larger than the k-th largest one, and which equal it, as int32 of 0 and 1."""
     least = tl.load(bound).to(bits.dtype)
     larger = inside & ((bits & MOST) > least)
     equal = inside & ((bits & MOST) == least)
@@ -74,7 +78,7 @@ def compared(bits: tl.tensor, inside: tl.tensor, bound: tl.tensor, MOST: tl.cons
 def _count_largest(
     x: tl.tensor, count: tl.tensor, bound: tl.tensor, counts: tl.tensor, MOST: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
-    """Stores how many elements of one block a program are larger and how many are equal, in the rows of `counts`."""
+    """One program stores how many magnitudes of one block exceed the k-th largest, and how many equal it."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     larger, equal = compared(tl.load(x + at, mask=at < count, other=0), at < count, bound, MOST)
     tl.store(counts + tl.program_id(0), tl.sum(larger, 0))
@@ -92,7 +96,7 @@ def _take_largest(
     MOST: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Writes the selected elements of one block a program, after those of all blocks before it."""
+    """One program writes the selected elements of one block and their indices, after those of all blocks before it."""
     program = tl.program_id(0).to(tl.int64)
     at = program * BLOCK + tl.arange(0, BLOCK)
     bits = tl.load(x + at, mask=at < count, other=0)
@@ -108,10 +112,10 @@ def _take_largest(
 
 
 def _bound(bits: Tensor, k: int) -> Tensor:
-    """Returns the k-th largest magnitude, and how many of that magnitude are among the k: (2,) int64 on the device.
+    """Returns the k-th largest magnitude, and how many elements of this magnitude are among the k: (2,) int64.
 
-    `bits`: (numel,) integers. While digits are missing, `bound` has the upper digits only, and how many of the
-    magnitudes that begin with them are among the k.
+    `bits`: the elements' bits, (numel,) integers; the result is on their device. While digits are missing, `bound` has
+    the upper digits only, and how many of the magnitudes that begin with them are among the k.
     """
     bound, most = on(bits.device, [0, k]), torch.iinfo(bits.dtype).max
     for shift in range(8 * bits.element_size() - _DIGIT_BITS, -1, -_DIGIT_BITS):
@@ -126,7 +130,7 @@ def _bound(bits: Tensor, k: int) -> Tensor:
 
 
 def _write_largest(x: Tensor, indices: Tensor, values: Tensor) -> None:
-    """Writes the len(indices) largest elements of `x`, (numel,), one section, into `values` of the same dtype."""
+    """Writes the len(indices) elements of `x`, (numel,), of largest magnitude to `values`, and their indices."""
     if len(indices) == 0:
         return
     bits = bits_of(x)
@@ -148,7 +152,7 @@ def top_k(
     residual: Tensor | None = None,
     next_residual: Tensor | None = None,
 ) -> None:
-    """See `gradsync.kernels.top_k`. Section by section; the residual is added and left by torch operations around."""
+    """See `gradsync.kernels.top_k`. Selects section by section; torch operations add and write the residuals."""
     arguments = SelectionArguments.of(x, indices, values, sections, counts, residual, next_residual)
     device_of(x=x, indices=indices, values=values, residual=residual, next_residual=next_residual)
     p = arguments.elements()

@@ -1,4 +1,4 @@
-"""Squared norms of blocks, in Triton."""
+"""The Triton kernel for the squared norm of each block of consecutive elements."""
 
 from __future__ import annotations
 

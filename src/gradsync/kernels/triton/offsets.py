@@ -1,4 +1,4 @@
-"""Kernels that pack indices as offsets within blocks, in Triton.
+"""Triton kernels that pack indices as offsets within blocks, and unpack them.
 
 A message may begin at any address, so it is read and written in bytes. Binary searches find where a block begins among
 the indices, and to which block an offset belongs.
@@ -23,7 +23,7 @@ _FULL = 256  # indices of a full block of 8-bit offsets: one more than its count
 def _write_counts(
     indices: tl.tensor, count: tl.tensor, num_blocks: tl.tensor, out: tl.tensor, BITS: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
-    """Writes the counts of one range of blocks a program, in one byte of at most 255 or in four bytes."""
+    """One program writes how many indices each block in one range has, in one byte (256 as 255) or in four bytes."""
     block = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     begin = place_after(indices, count, (block << BITS) - 1)
     found = place_after(indices, count, ((block + 1) << BITS) - 1) - begin
@@ -43,9 +43,10 @@ def _write_offsets(
     TURNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Writes the offsets of one range of indices a program; in full blocks with byte counts, turned by one.
+    """One program writes the offset within its block, in one byte or two, of each index in one range of indices.
 
-    An index is in a full block if the first and last index of the block lie at the right distance before and after.
+    If TURNED, the offsets in a full block (256 indices) are written as 255, 0, 1, ..., 254. An index is in a full block
+    if the first and last index of the block lie at the right distance before and after.
     """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     index = tl.load(indices + at, mask=at < count, other=0).to(tl.int64)
@@ -73,9 +74,9 @@ def _mark_full(
     count: tl.tensor,
     full: tl.tensor,
 ) -> None:
-    """Marks the full blocks among the candidates, in order, as the begin of each depends on the full ones before it.
+    """A single program marks in `full` which candidates, blocks with the count byte 255, are full (256 indices).
 
-    Runs in one program.
+    It goes through them in order, as the begin of each one's offsets depends on the full blocks before it.
     """
     number = tl.program_id(0)
     before = number.to(tl.int64)  # 0: full blocks so far
@@ -103,9 +104,9 @@ def _read_offsets(
     TURNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Writes the indices of one range of offsets a program, and sets `faults` for a malformed message.
+    """One program decodes one range of offsets to indices, and sets `faults` to 1 if these are out of order or range.
 
-    Safe for any counts; all programs that set a fault store the same 1.
+    Damaged counts do no harm; all programs that set a fault store the same 1.
     """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     block = place_after(ends, num_blocks, at)
@@ -173,10 +174,10 @@ def decode_offsets(message: Tensor, size: int, bits: int, out: Tensor) -> None:
 
 
 def _with_full(counts: Tensor, offsets: Tensor) -> Tensor:
-    """Returns the number of indices in each block, (blocks,): 256 if the count and the first offset are 255.
+    """Returns the number of indices in each block, (blocks,): its count byte, or 256 if count and first offset are 255.
 
-    If all or none of the blocks with count 255 are full, the total says so, and a damaged offset is found as out of
-    order; for a mix of both, one program walks through them.
+    If all or none of the blocks with count 255 have 256 indices, the total number of offsets says so, and a damaged
+    offset is found later, as out of order; for a mix of both, one program goes through these blocks.
     """
     candidates = (counts == _FULL - 1).nonzero().flatten()
     missing = len(offsets) - int(counts.sum())

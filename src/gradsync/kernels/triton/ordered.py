@@ -1,4 +1,4 @@
-"""Checks of ascending indices on the device in one pass, and binary search among them."""
+"""Triton kernels that check in one pass whether indices ascend in range, and that search sorted entries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FAULTS = 3  # outside the range; less than the one before; equal to the one befo
 
 @triton.jit
 def place_after(entries: tl.tensor, count: tl.tensor, key: tl.tensor) -> tl.tensor:
-    """Returns how many of `count` ascending entries are at most `key`, int64 lanes: a binary search in each lane."""
+    """Returns how many of `count` ascending entries are at most each int64 key: a binary search in each lane."""
     low = tl.zeros_like(key)
     high = low + count
     while tl.max(high - low) > 0:
@@ -31,7 +31,7 @@ def place_after(entries: tl.tensor, count: tl.tensor, key: tl.tensor) -> tl.tens
 def _find_faults(
     indices: tl.tensor, count: tl.tensor, bound: tl.tensor, faults: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
-    """Sets the faults of one block of indices a program; all programs store the same 1, in any order."""
+    """One program sets the flags of `faults_of` for one block of indices; all store the same 1, in any order."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     index = tl.load(indices + at, mask=at < count, other=0).to(tl.int64)
     before = tl.load(indices + at - 1, mask=(at > 0) & (at < count), other=-1).to(tl.int64)
@@ -42,9 +42,9 @@ def _find_faults(
 
 
 def faults_of(indices: Tensor, bound: int, faults: Tensor | None = None) -> Tensor:
-    """Returns whether any of `indices`, 1-D, is outside [0, bound), descends, or repeats its predecessor.
+    """Returns whether any of `indices`, 1-D, is outside [0, bound), below the one before, or equal to the one before.
 
-    (3,) int32 of 0 and 1 on the device; sets them in `faults`, if given.
+    Three flags, (3,) int32 of 0 and 1 on the device; sets them in `faults`, if given.
     """
     faults = torch.zeros(FAULTS, dtype=torch.int32, device=indices.device) if faults is None else faults
     arguments = indices, len(indices), bound, faults
@@ -55,9 +55,9 @@ def faults_of(indices: Tensor, bound: int, faults: Tensor | None = None) -> Tens
 def refuse(
     faults: list[int], kernel: str, indices: Tensor, bound: int, bound_name: str, *, ascending: bool, strictly: bool
 ) -> None:
-    """Raises the reference's ValueError for a fault in `indices`, 1-D, if there is one.
+    """Raises the ValueError of the reference implementation if `indices`, 1-D, have a fault.
 
-    `faults`: the three numbers of `faults_of`; `ascending` and `strictly` say which of them matter.
+    `faults`: the three flags of `faults_of`. Descents count if `ascending`, and repetitions too if `strictly`.
     """
     outside, descends, repeats = faults
     if outside:

@@ -1,4 +1,4 @@
-"""Kernels on messages of elements, composed of other kernels in Triton."""
+"""Kernels that split, unite and join sparse elements in messages, composed of other Triton kernels."""
 
 from __future__ import annotations
 

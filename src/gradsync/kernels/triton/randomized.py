@@ -1,7 +1,7 @@
-"""Kernels that draw, in Triton: random sets of elements, and random rotations.
+"""Triton kernels that draw random numbers: random sets of elements, and randomised Hadamard rotations.
 
-Draws are uint32 arithmetic on what each lane has; nothing is shared. What is known of a section, or of a chunk, comes
-in a table. Each output element has one writer.
+Each lane computes its own random bits in uint32 arithmetic; nothing is shared. The seeds and places of sections, or of
+chunks, come in a table. Each output element has one writer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MIN_PIECE = 1024  # elements that one program rotates, of as many chunks
 
 @triton.jit
 def added(value: tl.tensor, other: tl.tensor, number: tl.constexpr, size: tl.tensor, key: tl.tensor) -> tl.tensor:
-    """Returns (value + draw) modulo size, int64, with the draw of `other` scaled to [0, size)."""
+    """Returns (value + r) mod size, int64: r in [0, size) is drawn by `key` for `other` and the round's `number`."""
     drawn = draws(other.to(tl.uint32), tl.full([1], number, tl.uint32), key)
     total = value + ((drawn.to(tl.int64) * size) >> 32)
     return tl.where(total >= size, total - size, total)
@@ -52,7 +52,7 @@ def permuted(numbers: tl.tensor, a: tl.tensor, b: tl.tensor, key: tl.tensor) -> 
 
 @triton.jit
 def _draw_runs(table: tl.tensor, places: tl.tensor, indices: tl.tensor, BLOCK: tl.constexpr) -> None:
-    """Writes one block of drawn indices of a section a program; `places` has the section and the first draw."""
+    """One program writes one block of a section's drawn indices; `places` has the section and the first to write."""
     program = tl.program_id(0)
     row = table + tl.load(places + 2 * program) * 10
     at = tl.load(places + 2 * program + 1) + tl.arange(0, BLOCK)
@@ -87,7 +87,7 @@ def random_k(sections: Sections, counts: Sequence[int], indices: Tensor, *, bloc
 
 @triton.jit
 def signs(place: tl.tensor, seed: tl.tensor) -> tl.tensor:
-    """Returns whether the elements at these places are negated."""
+    """Returns which elements a rotation with this seed negates, given their places, int64: one random bit for each."""
     word = place // 32
     drawn = draws(word.to(tl.uint32), (word >> 32).to(tl.uint32), seed)
     return ((drawn >> (place % 32).to(tl.uint32)) & 1) != 0
@@ -106,7 +106,7 @@ def _rotate(
     KIND: tl.constexpr,
     OUT_KIND: tl.constexpr,
 ) -> None:
-    """Rotates CHUNKS chunks of 2^BITS elements a program, in registers."""
+    """One program applies the randomised Hadamard rotation, or its INVERSE, to CHUNKS chunks of 2^BITS elements."""
     size: tl.constexpr = 1 << BITS
     lane = tl.arange(0, CHUNKS * size)
     chunk = tl.program_id(0).to(tl.int64) * CHUNKS + lane // size

@@ -1,4 +1,4 @@
-"""The owners of single elements by rotated stripe, in Triton."""
+"""Triton kernels for the owner map by rotated stripe: each n neighbours go to n ranks in a random rotation."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from gradsync.kernels.triton.ordered import FAULTS, faults_of, refuse
 
 @triton.jit
 def rotation(q: tl.tensor, n: tl.tensor, key: tl.tensor) -> tl.tensor:
-    """Returns rho(q), int64 in [0, n), as `reference.rotated.rotation`."""
+    """Returns rho(q) in [0, n), as int64, a hash of q: the rotation of owners among elements n q to n q + n - 1."""
     h = (q ^ key).to(tl.uint32)
     h = ((h ^ (h >> 16)) * 0x85EBCA6B) ^ (key.to(tl.uint32) * 0x9E3779B9)
     h = (h ^ (h >> 13)) * 0xC2B2AE35
@@ -49,7 +49,7 @@ def rotation(q: tl.tensor, n: tl.tensor, key: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def element_of(owner: tl.tensor, q: tl.tensor, n: tl.tensor, key: tl.tensor) -> tl.tensor:
-    """Returns the index of the element at position q, int64, of an owner's part."""
+    """Returns the index, int64, in the whole tensor of the element at position q among one owner's elements."""
     return n * q + (owner + n - rotation(q, n, key)) % n
 
 
@@ -57,7 +57,7 @@ def element_of(owner: tl.tensor, q: tl.tensor, n: tl.tensor, key: tl.tensor) -> 
 def _rotated_owners(
     indices: tl.tensor, count: tl.tensor, n: tl.tensor, key: tl.tensor, out: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
-    """Writes the owners of one block of indices a program."""
+    """One program writes the owner by rotated stripe of each index in one block."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     index = tl.load(indices + at, mask=at < count, other=0).to(tl.int64)
     q = index // n
@@ -74,7 +74,7 @@ def _rotated_indices(
     out: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Writes the element indices of one block of an owner's positions a program."""
+    """One program converts one block of positions among an owner's elements to indices in the whole tensor."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     q = tl.load(positions + at, mask=at < count, other=0).to(tl.int64)
     tl.store(out + at, element_of(owner, q, n, key), mask=at < count)
@@ -90,7 +90,7 @@ def _find_joint_faults(
     faults: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Checks one block of an owner's positions a program; all programs that find a fault store the same 1."""
+    """One program checks range and order of one block of an owner's positions; all store the same 1 for a fault."""
     owner = tl.program_id(0) % n
     count = tl.load(counts + owner)
     at = (tl.program_id(0) // n).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -114,7 +114,7 @@ def _join(
     VALUE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Writes the elements of one block of an owner's positions a program.
+    """One program copies the values at one block of an owner's positions to the elements of `out` at these positions.
 
     No two programs write the same element, as owner and position determine it, and of equal neighbours only the last
     one is written.
@@ -154,7 +154,7 @@ partition_rotated = RotatedPartition
 
 
 def join_rotated(positions: Sequence[Tensor], values: Sequence[Tensor], seed: int, out: Tensor) -> None:
-    """See `reference.rotated.join_rotated`."""
+    """Writes values to `out`, (size,), at the owners' positions, 0 elsewhere, as `reference.rotated.join_rotated`."""
     n = check_owned(positions, values, out)
     device = device_of(out=out, positions=positions, values=values)
     counts = [len(position) for position in positions]
@@ -170,7 +170,7 @@ def join_rotated(positions: Sequence[Tensor], values: Sequence[Tensor], seed: in
 
 
 def _refuse_join(positions: Sequence[Tensor], seed: int, size: int) -> None:
-    """Raises the error of the first owner whose positions have a fault."""
+    """Raises ValueError for the first owner that has a position out of range or out of order."""
     for owner, position in enumerate(positions):
         check_range("join_rotated", position, size, "size", owner)
         check_ascending("join_rotated", "positions", position)

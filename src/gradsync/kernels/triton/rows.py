@@ -1,7 +1,8 @@
-"""Kernels on rows of a table, in Triton.
+"""Triton kernels that sum, gather, scatter and join rows of 2-D tensors.
 
-Sums take no atomics: a sort by row, stable, brings each row's items together in the order of parts and occurrence, and
-one lane adds up one element of the result. A row that very many items name is thus one program's work.
+Sums take no atomics: a stable sort by row index brings the items (rows of the parts) with the same index together, in
+the order of parts and occurrence, and one lane adds up one element of the result. A row index that very many items have
+is thus the work of one program.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ KINDS = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", tor
 
 
 def kind_of(name: str, tensor: Tensor) -> str:
-    """Returns the name of the dtype of a tensor, of any shape, for `widened` and `narrowed`.
+    """Returns "f32", "f64", "bf16" or "f16", the KIND of `widened` and `narrowed`, for a tensor of any shape.
 
     Raises:
         TypeError: for a dtype that the kernels do not know.
@@ -61,7 +62,7 @@ def kind_of(name: str, tensor: Tensor) -> str:
 
 @triton.jit
 def place_in(width: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Returns the rows and columns of this program's tile of a table with `width` columns; some may lie outside."""
+    """Returns the rows and columns of this program's tile of a table, as numbers; some may lie outside its `width`."""
     tiles = (width + COLUMNS - 1) // COLUMNS
     row = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = (tl.program_id(0) % tiles) * COLUMNS + tl.arange(0, COLUMNS)
@@ -70,7 +71,7 @@ def place_in(width: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr) -> tup
 
 @triton.jit
 def widened(bits: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
-    """Returns the numbers with these bits, exactly, in the accumulation dtype."""
+    """Returns the numbers of dtype KIND that have these bits, exactly, in float32 (float64 for float64)."""
     if KIND == "f32":
         number = bits.to(tl.float32, bitcast=True)
     elif KIND == "f64":
@@ -84,7 +85,7 @@ def widened(bits: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def narrowed(number: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
-    """Returns the bits of the nearest numbers of the dtype KIND, ties to even.
+    """Returns the bits of numbers, float32 or float64, rounded to the dtype KIND: to nearest, ties to even.
 
     bfloat16 is rounded by integer arithmetic, as Triton's interpreter truncates it.
     """
@@ -117,9 +118,10 @@ def _sum(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Sums one element of the result in each lane, in the order of the parts.
+    """One program sums one tile of the result: each lane adds the addends of one element, in the order of the parts.
 
-    `parts` has two rows of num_parts numbers: addresses and row strides; `columns` is a `column_table`.
+    `order`: the items of all parts, sorted by row; `starts`: the first item of each row of the result in it. `parts`
+    has two rows of num_parts numbers: addresses and row strides; `columns` is a `column_table`.
     """
     row, column = place_in(width, ROWS, COLUMNS)
     source = tl.load(columns + column, mask=column < width, other=0)
@@ -157,7 +159,7 @@ def _gather(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Copies one tile of the rows a program to the columns of a `column_table`."""
+    """One program copies one tile of the chosen `rows` of `dense` to the outputs in `columns`, a `column_table`."""
     at, column = place_in(width, ROWS, COLUMNS)
     row = tl.load(rows + at, mask=at < num_rows, other=0)
     source = tl.load(columns + column, mask=column < width, other=0)
@@ -179,7 +181,7 @@ def _join(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Copies one tile a program from a `column_table`, which names each column of `out` at most once."""
+    """One program copies one tile of `out` from the columns of a `column_table`, where no column of `out` is twice."""
     row, column = place_in(width, ROWS, COLUMNS)
     to = tl.load(columns + column, mask=column < width, other=0)
     part = tl.load(columns + width + column, mask=column < width, other=0).to(tl.pointer_type(BITS))
@@ -202,7 +204,10 @@ def _scatter(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Writes rows: of the sorted items with equal rows only the last one writes, so each row has one writer."""
+    """One program copies rows of `values` to rows of `dense`: of items with the same row, only the last one is written.
+
+    `rows`: sorted row indices in `dense`, each with one writer; `order`: the row of `values` for each.
+    """
     at, column = place_in(dim, ROWS, COLUMNS)
     row = tl.load(rows + at, mask=at < count, other=0).to(tl.int64)
     after = tl.load(rows + at + 1, mask=at + 1 < count, other=-1).to(tl.int64)
@@ -226,7 +231,7 @@ def _accumulate(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Adds rows: of the sorted items with equal rows only the first one reads and writes, and adds all in order."""
+    """One program adds rows of `values` to rows of `dense`; of items with equal rows, the first adds all, in order."""
     at, column = place_in(dim, ROWS, COLUMNS)
     row = tl.load(rows + at, mask=at < count, other=-1).to(tl.int64)
     before = tl.load(rows + at - 1, mask=(at > 0) & (at < count), other=-1).to(tl.int64)
@@ -254,7 +259,7 @@ def _mark_nonzero(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Marks the non-zero rows of one block a program."""
+    """One program writes to `marks`, for each row in one block of rows, 1 if any element is non-zero, else 0."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     found = tl.zeros([ROWS], tl.int32)
     first = 0
@@ -345,7 +350,7 @@ def join_columns(parts: Sequence[Tensor], stripes: Stripes, out: Tensor) -> None
 
 
 def scatter_rows(indices: Tensor, values: Tensor, dense: Tensor, *, accumulate: bool) -> None:
-    """See `gradsync.kernels.scatter_rows`. Indices that ascend without duplicates are not sorted."""
+    """See `gradsync.kernels.scatter_rows`. Sorts the indices, unless they ascend without duplicates."""
     check_scatter(indices, values, dense)
     device = common_device([indices, values, dense])
     check_contiguous("indices", indices)

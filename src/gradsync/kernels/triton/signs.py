@@ -1,8 +1,8 @@
-"""Kernels on signs, in Triton.
+"""Triton kernels that pack a tensor's signs as bits with a scale for each block, and sum packed tensors.
 
-One pass over the elements writes bits and p, one sums the groups of each block, and, with a residual, one takes off
-what was decoded. Sums of groups are summed by the same kernel until each block has one: the order is that of the
-definition. Each element of an output has one writer.
+One pass over the elements writes the sign bits and p = x + residual, one sums each block of p for the scales, and, with
+a residual, one subtracts the decoded values from p. Sums have the order of `reference.blocks.ordered_sum`. Each element
+of an output has one writer.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _pack_bits(
     FEEDBACK: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Writes the sign bits of BLOCK elements a program; `p` gets x + residual."""
+    """One program writes the sign bits of BLOCK elements; `p` gets x + residual, or x without FEEDBACK."""
     byte = tl.program_id(0).to(tl.int64) * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
     at = byte[:, None] * 8 + tl.arange(0, 8)[None, :]
     number = widened(tl.load(x + at, mask=at < count, other=0), KIND)
@@ -65,7 +65,7 @@ def _subtract_levels(
     negative: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Subtracts the decoded numbers from one group a program, in place; `owners` has the block of each group."""
+    """One program subtracts from each number of a group its decoded sign, in place; `owners`: the block of a group."""
     program = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     inside = lane < tl.load(counts + program)
@@ -90,9 +90,9 @@ def _sum_levels(
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Sums the decoded numbers of one group over all parts a program, in their order.
+    """One program writes the sum of one group of elements, decoded, over all parts, in their order, times `factor`.
 
-    `levels`: for each part and sign, the number of each block.
+    `levels`: for each part and sign, the decoded number of each block.
     """
     program = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)

@@ -1,7 +1,8 @@
-"""Count sketches in Triton.
+"""Triton kernels that sum tensors into count sketches, and estimate the elements from sketches.
 
-Counters take no atomics: a stable sort by window brings the groups that go to each together, in their order, and one
-lane adds up one counter. Draws are made again wherever they are needed.
+Neighbouring elements form a group, which is added to a window of adjacent counters. Counters take no atomics: a stable
+sort by window brings the groups of each window together, in their order, and one lane adds up one counter. Random bits
+are computed again wherever they are needed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _ESTIMATES = 256
 
 @triton.jit
 def drawn_by(row: tl.tensor, group: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Returns the draws of groups of a section in a row, int64: the window, the lane mask, and the counters' signs."""
+    """Returns random draws for groups of elements, int64: window of counters, mask to xor lanes with, sign bits."""
     start, columns, lanes = tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
     place = start + group * lanes
     lower, upper = place.to(tl.uint32), (place >> 32).to(tl.uint32)
@@ -37,7 +38,7 @@ def drawn_by(row: tl.tensor, group: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl
 
 @triton.jit
 def _place_groups(table: tl.tensor, places: tl.tensor, windows: tl.tensor, BLOCK: tl.constexpr) -> None:
-    """Writes the windows of one block of groups a program; `places` has the row and the first group."""
+    """One program writes the window of counters that each group of elements in one block of groups is added to."""
     program = tl.program_id(0)
     row = table + tl.load(places + 2 * program) * 10
     group = tl.load(places + 2 * program + 1) + tl.arange(0, BLOCK)
@@ -58,7 +59,7 @@ def _add_groups(
     KIND: tl.constexpr,
     OUT_KIND: tl.constexpr,
 ) -> None:
-    """Sums one block of a row's counters a program; `places` has the row and the first counter."""
+    """One program sums one block of counters of a row: each lane adds the elements that go to one counter."""
     program = tl.program_id(0)
     row = table + tl.load(places + 2 * program) * 10
     counter = tl.load(places + 2 * program + 1) + tl.arange(0, COUNTERS)
@@ -92,7 +93,10 @@ def _estimate(
     KIND: tl.constexpr,
     OUT_KIND: tl.constexpr,
 ) -> None:
-    """Writes the estimates of one block of elements a program; COLUMNS is ROWS, rounded up to a power of two."""
+    """One program writes the estimates of one block of elements: the medians over ROWS of their counters times signs.
+
+    COLUMNS is ROWS, rounded up to a power of two; `places` is a list of `_programs`.
+    """
     program = tl.program_id(0)
     first = table + tl.load(places + 2 * program) * 10
     element = tl.load(places + 2 * program + 1) + tl.arange(0, ELEMENTS)
@@ -115,9 +119,10 @@ def _estimate(
 
 
 def _rows_of(sections: Sections, columns: Sequence[int], rows: int) -> list[tuple[int, ...]]:
-    """Returns the table's row for each section and row of counters, as ten numbers.
+    """Returns the rows of the kernels' table, ten numbers for each section and row of counters.
 
-    First element, elements, place, columns, lanes, first counter, two keys, first group, first window.
+    First element, elements, place of the first element in its own tensor, counters in a row, elements of a group
+    (lanes), first counter, keys of the counters and of the signs, first group, first window.
     """
     found, begin, counters, groups, windows = [], 0, 0, 0, 0
     for length, start, seed, count in zip(sections.lengths, sections.places, sections.seeds, columns, strict=True):
@@ -131,9 +136,9 @@ def _rows_of(sections: Sections, columns: Sequence[int], rows: int) -> list[tupl
 
 
 def _programs(counts: Sequence[int], entries: int) -> list[int]:
-    """Returns for each program, which handles `entries` entries, the number of its list and its first entry.
+    """Returns for each program, in one flat list, the number of its list of entries and its first entry there.
 
-    `counts`: the lengths of the lists.
+    `counts`: the lengths of the lists of entries; one program handles `entries` of them.
     """
     return [number for which, count in enumerate(counts) for at in range(0, count, entries) for number in (which, at)]
 
