@@ -31,7 +31,10 @@ def _equal_to_one(version: int) -> int:
 
 
 class TensorCharacterization(Frozen):
-    """The sparsity figures of one parameter's gradient; `filled_ratio` and `rows` are None below two dimensions."""
+    """The sparsity figures of one parameter's gradient: of its elements, and of its rows (None below two dimensions).
+
+    `filled_ratio` is the share of non-zero elements within rows that are not all zero; None where there are none.
+    """
 
     shape: tuple[int, ...]
     sparse: bool  # some rank's gradient had the sparse layout
@@ -101,7 +104,7 @@ def characterize(
     sample: int | None = None,
     partitions: int | None = None,
 ) -> Characterization:
-    """Returns figures of how sparse gradients are on each rank, how much ranks overlap, and how dense their sum is.
+    """Returns figures of how sparse gradients are, how much ranks overlap, how dense their sum is, and how skewed.
 
     Args:
         gradients: a list with one dict per rank, from parameter name to gradient: sparse, dense, `SparseRows`, or None
@@ -112,7 +115,8 @@ def characterize(
         sample: the most rows read of each tensor (elements, if it has no rows), the same on all ranks and in all steps;
             `footprint.DEFAULT_SAMPLE` is a good number. Dense gradients that are small or mostly non-zero then count as
             full. None reads everything.
-        partitions: one more number of partitions for skewness ratios, beside 2, 4, ... 128.
+        partitions: a number n for skewness beside 2, 4, ... 128. Skewness is the density of the densest of n even
+            contiguous partitions of a tensor over the tensor's density.
 
     Raises:
         ValueError: for an empty list, names or shapes that differ between ranks, or indices out of range; with `group`
@@ -253,7 +257,7 @@ def _gathered(
 
 
 def _with_unused(ranks: Sequence[Footprints]) -> list[Footprints]:
-    """Adds empty footprints for parameters that a rank did not use; parameters that no rank used stay out."""
+    """Returns footprints (indices of non-zeros) by rank, with empty ones added for parameters that only others used."""
     known = {name: f for rank in reversed(ranks) for name, f in rank.items()}
     nothing = {n: Footprint(f.shape, f.sampling, torch.empty(0, dtype=torch.int64)) for n, f in known.items()}
     return [{**nothing, **rank} for rank in ranks]

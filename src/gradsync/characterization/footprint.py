@@ -120,14 +120,14 @@ class Footprint:
 
     @classmethod
     def of(cls, gradient: Gradient, shape: Shape, sample: int | None = None) -> Footprint:
-        """Returns the footprint of a gradient.
+        """Returns the indices of a gradient's non-zero rows and elements, without values, as a `Footprint`.
 
         NaN, infinity and subnormal numbers count as non-zero, -0.0 as zero.
 
         Args:
             gradient: None for a parameter that this rank did not use.
-            sample: the most units to read; dense gradients that are small or mostly non-zero then count as full. None
-                reads all.
+            sample: the most rows to read (elements, if `shape` has no rows); dense gradients that are small or mostly
+                non-zero then count as without zeros (`full`). None reads all.
 
         Raises:
             ValueError: for indices out of range, or a sparse tensor with more or fewer than one sparse dimension.
@@ -210,10 +210,10 @@ Footprints = Mapping[str, Footprint]  # parameter name -> footprint, of one rank
 
 
 def write_footprints(file: BinaryIO, steps: Sequence[Footprints], **more: Any) -> None:
-    """Writes one rank's footprints as a NumPy .npz file of arrays and one JSON text, which can be read without pickle.
+    """Writes the indices of non-zeros in one rank's gradients, and a JSON text, to an .npz file that needs no pickle.
 
     Args:
-        steps: for every step, footprints by parameter name.
+        steps: for every training step, indices of non-zero rows and elements by parameter name.
         more: further entries of the JSON text.
     """
     arrays: dict[str, Any] = {}
@@ -230,7 +230,7 @@ def write_footprints(file: BinaryIO, steps: Sequence[Footprints], **more: Any) -
 
 
 def read_footprints(file: BinaryIO) -> tuple[list[dict[str, Footprint]], dict[str, Any]]:
-    """Reads a file that `write_footprints` wrote; returns its steps, and the further entries of its JSON text.
+    """Reads a file of `write_footprints`: returns indices of non-zeros by step and parameter name, and its `more`.
 
     Raises:
         ValueError: for another kind of file, or another version.
@@ -268,12 +268,12 @@ def _checked(array: np.ndarray[Any, Any], size: int) -> Tensor:
 
 
 def footprints_to_bytes(steps: Sequence[Footprints]) -> bytes:
-    """Returns footprints, by step and parameter name, as bytes to be sent to other ranks."""
+    """Returns the indices of non-zeros in a rank's gradients, by step and parameter name, as bytes for other ranks."""
     file = io.BytesIO()
     write_footprints(file, steps)
     return file.getvalue()
 
 
 def footprints_from_bytes(content: bytes) -> list[dict[str, Footprint]]:
-    """Returns the footprints, by step and parameter name, that `footprints_to_bytes` turned into bytes."""
+    """Returns the indices of non-zeros in gradients, by step and parameter name, from `footprints_to_bytes`' bytes."""
     return read_footprints(io.BytesIO(content))[0]

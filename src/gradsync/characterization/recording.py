@@ -22,10 +22,10 @@ POLL_S = 0.05
 
 
 class Recorder(StepListener):
-    """Collects footprints of this rank's gradients, before they are synchronised, from the first model that trains.
+    """Collects the indices of non-zero rows and elements in this rank's gradients, before synchronisation.
 
-    It records `steps` steps, one of every `every`, beginning with the first. `gradsync bench characterize` measures the
-    cost: recording every 16th step takes less than 1 % of a small model's time.
+    It listens to the first model that trains, and records `steps` steps, one of every `every`, from the first on.
+    `gradsync bench characterize` measures the cost: every 16th step takes less than 1 % of a small model's time.
 
     Args:
         sample: the most rows (elements, if a tensor has no rows) read of each gradient; None reads all.
@@ -47,7 +47,9 @@ class Recorder(StepListener):
             self._current[name] = Footprint.of(gradient, Shape(shape), self.sample)
 
     def step_ended(self, engine: Any, names: Iterable[str]) -> None:
-        """Stores the footprints of the training step that has ended, in the order of the parameters' `names`.
+        """Stores the ended training step's indices of non-zeros in gradients, in the order of the parameters' `names`.
+
+        `engine` synchronises the gradients of one model; steps of any but the first model are not stored.
 
         Raises:
             RecordingDone: after the last step to record.
@@ -67,7 +69,7 @@ def path_of(folder: str | Path, rank: int) -> Path:
 
 
 def save_recording(folder: str | Path, steps: Sequence[Footprints], *, rank: int, ranks: int) -> None:
-    """Writes one rank's recorded footprints to its file in `folder`; other processes see the whole file or none."""
+    """Writes one rank's indices of non-zeros in gradients to its file in `folder`, which appears only when complete."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     unfinished = path_of(folder, rank).with_suffix(".part")
     with unfinished.open("wb") as file:
@@ -84,7 +86,7 @@ def discard_recording(folder: str | Path, *, rank: int, ranks: int) -> None:
 
 
 def load_recording(folder: str | Path) -> list[list[Footprints]]:
-    """Returns the recorded footprints of all ranks, as a list of steps, each a list by rank.
+    """Returns the recorded indices of non-zeros in gradients: a list of steps, each a list by rank of dicts by name.
 
     Raises:
         ValueError: if a rank's file is missing, is not a recording, or belongs to another recording.

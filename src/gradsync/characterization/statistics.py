@@ -50,7 +50,11 @@ class Range(Frozen):
 
 
 class Sparsity(Frozen):
-    """The sparsity figures of `size` places (elements or rows); ratios are left out if all gradients are zero."""
+    """Densities of gradients and their sums over ranks, overlap of ranks' non-zeros, and skewness, of `size` places.
+
+    A place is an element or a row. Overlap, and the ratios of a sum's or a partition's density to that of one rank or
+    the whole, are None or empty if all gradients are zero.
+    """
 
     size: int
     looked_at: int  # places read on every rank in every step; `size` if all were
@@ -86,12 +90,13 @@ class TouchedPlaces:
         return self.size / self.run / max(self.units_looked_at, 1)
 
     def variance(self, terms: Tensor) -> float:
-        """Returns an estimate of the variance of the sum of `terms` over sampled places; 0 if all places were read.
+        """Returns the estimated variance, caused by sampling, of the sum of `terms`; 0 if all places were read.
 
-        Whole units (rows as a rule) are sampled, so the variance is that of sums over a unit's places.
+        Units of `run` neighbouring places (rows of elements, as a rule) are sampled as a whole, so terms are first
+        summed in each unit.
 
         Args:
-            terms: (u,) float64, one for each of `places`.
+            terms: (u,) float64, one number for each of `places`, the touched elements (or rows).
         """
         if self.sampling.step == 1:
             return 0.0
@@ -102,7 +107,7 @@ class TouchedPlaces:
 
 
 def elements_of(footprints: Sequence[Footprint]) -> TouchedPlaces:
-    """Returns which elements of one tensor are non-zero on each rank, from one footprint per rank; shapes are equal."""
+    """Returns which elements of one tensor are non-zero on each rank; each footprint has one rank's indices of them."""
     first = footprints[0]
     run = first.shape.dim if first.shape.numel else 1
     if all(f.elements is None for f in footprints):  # whole rows: no need to sort their elements
@@ -114,7 +119,7 @@ def elements_of(footprints: Sequence[Footprint]) -> TouchedPlaces:
 
 
 def rows_of(footprints: Sequence[Footprint]) -> TouchedPlaces:
-    """Returns which rows of one tensor are not all zero on each rank, from one footprint per rank; shapes are equal."""
+    """Returns which rows of one tensor are not all zero on each rank; each footprint has one rank's indices of them."""
     first = footprints[0]
     return _part(first.shape.units, 1, first.sampling, [f.units for f in footprints])
 
@@ -132,7 +137,8 @@ def sparsity_of(parts: Sequence[TouchedPlaces], partitions: int | None) -> Spars
 
     Args:
         parts: for each tensor, where each rank's gradient is not zero; all have the same ranks.
-        partitions: one more number of partitions for skewness ratios.
+        partitions: a number n for skewness ratios beside 2, 4, ... 128. A skewness ratio is the density of the densest
+            of n even contiguous partitions over that of the whole.
     """
     size = sum(part.size for part in parts)
     common = _common(parts)
@@ -193,7 +199,10 @@ def _union(touched: Tensor, k: int) -> Tensor:
 
 
 def _common(parts: Sequence[TouchedPlaces]) -> Tensor:
-    """Returns in how many places both ranks of each pair have non-zero gradients, (ranks, ranks), by the samples."""
+    """Returns how many elements (or rows) of all tensors, `parts`, are non-zero on both ranks of each pair.
+
+    The result is (ranks, ranks) float64; counts in a tensor's sample are scaled up to the tensor.
+    """
     ranks = len(parts[0].touched)
     common = torch.zeros(ranks, ranks, dtype=torch.float64)
     for part in parts:
@@ -204,7 +213,11 @@ def _common(parts: Sequence[TouchedPlaces]) -> Tensor:
 
 
 def _overlap(parts: Sequence[TouchedPlaces], common: Tensor) -> tuple[Range | None, tuple[float, ...]]:
-    """Returns the overlap ratio over all pairs of ranks of which both have a non-zero gradient, and its histogram."""
+    """Returns the overlap ratio over all pairs of ranks with non-zeros, and the share of pairs in each histogram bin.
+
+    The ratio is a pair's entry in `common`, the number of common non-zeros, over the number of the rank with fewer.
+    Without such a pair, returns (None, ()).
+    """
     counts = common.diagonal()
     pairs = [(a, b) for a in range(len(counts)) for b in range(a) if min(counts[a], counts[b]) > 0]
     if not pairs:
@@ -274,12 +287,15 @@ class _PartitionCounts:
         return tuple((total / total.sum()).tolist())
 
     def skewness_ratios(self, numbers: Sequence[int], *, union: bool) -> dict[int, Estimate]:
-        """Returns the skewness ratio (see `skewness`) for each number of partitions in `numbers`, which ascend."""
+        """Returns, for each n in `numbers`, the density of the densest of n partitions over the density of all tensors.
+
+        `numbers` ascend. The ratio is a mean over ranks; with `union`, elements count that are non-zero on any rank.
+        """
         found = {n: self.skewness(n, union=union) for n in reversed(numbers)}  # fine ones first: coarse ones are sums
         return {n: found[n] for n in numbers}
 
     def skewness(self, n: int, *, union: bool) -> Estimate:
-        """Returns the largest density of n partitions over the whole density, as a mean over ranks with non-zeros.
+        """Returns the largest density of n partitions over that of all tensors, as a mean over ranks with non-zeros.
 
         With `union`, elements count that are non-zero on any rank. Partitions differ in size by one element or row;
         each density is over the partition's own size.
@@ -302,7 +318,7 @@ class _PartitionCounts:
 
 
 def full_sparsity(size: int, ranks: int, partitions: int | None) -> Sparsity:
-    """Returns the sparsity figures of a tensor of `size` elements or rows without zeros on any rank."""
+    """Returns figures of `size` elements or rows without zeros on any rank: all 1, also skewness over `partitions`."""
     one = Estimate(value=1.0)
     everywhere = Range(mean=1.0, least=1.0, most=1.0)
     ks, numbers = _powers_and(ranks), _partition_numbers(size, partitions)

@@ -31,7 +31,7 @@ def views(found: Characterization) -> dict[str, tuple[str, Sparsity]]:
 
 
 def summary(found: Characterization) -> str:
-    """Returns a text on how many ranks and steps were measured, and which dense tensors the table leaves out."""
+    """Returns a text: on how many ranks and steps gradients were measured, and why `sparsity_table` omits some."""
     dense = [n for n, t in found.tensors.items() if t.view().density.mean > MOST_FOUND]
     looked = "from samples of rows (+-: standard error)" if found.sampled else "everything counted"
     text = f"{found.ranks} ranks, mean over {found.steps} steps, {looked}."
@@ -42,10 +42,11 @@ def summary(found: Characterization) -> str:
 
 
 def sparsity_table(found: Characterization, *, compact: bool = False) -> Table:
-    """Returns a table of densities, growth, overlap and skewness, with a row for each sparse tensor.
+    """Returns a table of gradients' density, overlap between ranks and skewness, with a row for each sparse tensor.
 
-    Densities are of one rank's gradient and of sums over ranks; sampled figures carry a standard error. `compact`, for
-    narrow terminals, shows the density of one rank and of the sum over all, one number of partitions, and no errors.
+    Densities are of one rank's gradient and of sums over ranks; gamma is the ratio of the sum's to one rank's. Skewness
+    is the density of the densest of 8, or 128, even partitions of a tensor over the tensor's. Sampled figures carry a
+    standard error. `compact`, for narrow terminals, leaves out errors, sums over some ranks, and 128 partitions.
     """
     from rich.table import Table
     from rich.text import Text
@@ -88,7 +89,7 @@ def _skews(view: Sparsity, n: int) -> str:
 
 
 def figures(found: Characterization) -> list[tuple[str, str, go.Figure]]:
-    """Returns the plots of a characterization, each as (title, hint on how to read it, plotly figure)."""
+    """Returns plots of summed gradients' density, ranks' overlap and skewness: each (title, hint, plotly figure)."""
     shown = views(found)
     return [
         ("Density of the sum", "Flat: the ranks touch the same places. A straight rise: different ones.", _sums(shown)),

@@ -65,7 +65,7 @@ def characterize(
 
 
 def _record(script: Sequence[str], recorder: Recorder, out: Path) -> bool:
-    """Runs the user's script on this rank and writes its recording; rank 0 waits for all files and returns True."""
+    """Runs the script and writes indices of gradients' non-zeros to `out`; True on rank 0 only, once all ranks have."""
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     discard_recording(out, rank=rank, ranks=ranks)
     with recording(recorder):

@@ -188,7 +188,7 @@ class GlooGroup(TorchGroup):
         return _then(self._all_to_all(buffer, lengths, [mine] * self.size), hand_out)
 
     def _at_once(self, nbytes: int) -> Exchange:
-        """Returns an all-to-all of `nbytes` zeros per member, own part included, whose messages all start at once."""
+        """Returns an all-to-all, all messages at once: each member divides `nbytes` zeros evenly among all members."""
         lengths = [nbytes // self.size] * self.size
         buffer = torch.zeros(sum(lengths), dtype=torch.uint8)
         transfer = Transfer("", Pattern.ALL_TO_ALL, (float(lengths[0]),) * self.size)

@@ -280,7 +280,11 @@ class TorchGroup(Group):
         self._lasting = frozenset(self._subgroups)
 
     def _open(self, process_group: dist.ProcessGroup | None, timeout_s: float) -> None:
-        """Creates communicator, placement and notice board; appends to `_releases` functions that undo each."""
+        """Makes the communicator, the placement (each member's node), and the board for notices in the store.
+
+        By notices members tell each other that they came to a barrier, wait, failed or left. Functions that undo what
+        was made are appended to `_releases`.
+        """
         self._own = self._communicator(process_group)
         # The store may outlive the job, and the next job has the same group names: a nonce tells their notices apart.
         mine = torch.tensor([secrets.randbits(62), _node_key()], device=self.device)
@@ -407,7 +411,7 @@ class TorchGroup(Group):
         _require_one_purpose(here)
 
     def _note_arrival(self, what: str, detail: str) -> None:
-        """Writes this member's arrival at a barrier to the notice boards of this group and of its subgroups."""
+        """Writes this member's arrival at a barrier to the store, for members of this group and of its subgroups."""
         barrier, self._barriers = self._barriers, self._barriers + 1
         self._board.note_arrival(barrier, self.members[self.rank], self._issued, what, detail)
         for made in self._subgroups.values():
@@ -445,7 +449,7 @@ class TorchGroup(Group):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator))
 
     def _patience_s(self, timeout_s: float) -> float:
-        """Returns the seconds after which the backend itself aborts an operation."""
+        """Returns the seconds until the backend aborts an operation: above `timeout_s`, when `_wait` raises."""
         return 1.5 * timeout_s + 5.0  # later than `_wait`, which says who is missing
 
     def _completes(self, work: Any, patience_s: float) -> bool:
@@ -480,7 +484,7 @@ class TorchGroup(Group):
         return Pending(wait)
 
     def _wait(self, work: Any, number: int, timeout_s: float) -> None:
-        """Blocks until operation `number` has ended, and reads the notice board meanwhile.
+        """Blocks until operation `number` has ended, and reads other members' notices in the store meanwhile.
 
         Raises:
             GroupError: after `timeout_s`, when the operation failed, or when a notice says why it cannot end.
@@ -640,7 +644,7 @@ def cut_to_lengths(arrived: Sequence[Tensor], rank: int, own: Tensor) -> list[Te
 
 
 def swapped(outgoing: Mapping[int, Tensor], bound: int) -> dict[int, Tensor]:
-    """Writes their lengths into the messages of a `swap`, (bytes,) uint8 each, and returns them by destination."""
+    """Writes the length of each message for `swap`, (bytes,) uint8, at its start; returns messages by destination."""
     messages = with_lengths(list(outgoing.values()), [bound] * len(outgoing), outgoing)
     return dict(zip(outgoing, messages, strict=True))
 

@@ -239,7 +239,10 @@ class Synchronization:
                 self._progress.notify_all()
 
     def _run_turns(self, *, joined: bool) -> bool:
-        """Issues the operations of the order as far as buckets are ready, and returns whether all have ended."""
+        """Issues operations in order as far as buckets are ready; returns whether all of the step have ended.
+
+        `joined`: the caller is the thread of backward, and so does computations (`Work`) left to that thread itself.
+        """
         while self._position < len(self._order):
             bucket, stage = self._order[self._position]
             if bucket not in self.ready_s or self._cancelled or (not joined and self._waits_for_backward(bucket)):
@@ -266,7 +269,7 @@ class Synchronization:
         return isinstance(operation, Work) and operation.device == COMPUTE and not operation.ended
 
     def _prepare(self, bucket: str) -> None:
-        """Starts the coroutine of a prepared bucket, and hands over or does the computation that it awaits first."""
+        """Starts the coroutine of a bucket that begins with a computation, and submits this to `offload` or runs it."""
         with torch.no_grad():
             coroutine = self._coroutines[bucket] = self._start(bucket)
             try:

@@ -26,7 +26,7 @@ Highest = Callable[[Sequence[float]], list[float]]
 
 @dataclass(frozen=True)
 class Exchange:
-    """A collective of zeros that can be issued repeatedly, and the `Transfer` that describes its bytes."""
+    """A repeatable collective of zero-filled buffers to time links: `issue` starts it, `transfer` has its sizes."""
 
     transfer: Transfer
     issue: Callable[[], Pending[Any]]

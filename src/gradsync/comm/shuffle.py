@@ -153,7 +153,11 @@ class GroupSchedule:
         return float(np.mean(self.spreads(momentum, averaged=averaged)))
 
     def spreads(self, momentum: float = 0.0, *, averaged: bool = False) -> list[float]:
-        """Returns, for each round of the cycle, the sum of expected squared distances after it; see `spread`."""
+        """Returns the sum of the ranks' expected squared distances to their mean, after each round of the cycle.
+
+        In each round each rank adds noise of variance 1 to its values; `momentum` and `averaged` are as in `spread`:
+        SGD's factor, and whether momenta are averaged with the values.
+        """
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), got {momentum}")
         n, kinds = self.size, 2 if momentum else 1
@@ -281,10 +285,11 @@ def crossing(racks: Sequence[Sequence[int]], budget: int, *, keep_apart: bool = 
 def exact(size: int, most: int) -> GroupSchedule:
     """Returns a schedule with groups of at most `most` ranks, in which one cycle brings all `size` ranks to the mean.
 
-    It is a grid where the prime factors of `size` allow one: with the fewest rounds and the most equal dimensions. Else
-    the ranks are divided into parts that have grids, each at least as large as all later parts together. Each part
-    first averages over its own grid. Then, part by part, groups of one rank of a later part and some ranks of this
-    part bring this part's mean to that of all ranks; its grid then averages again while later parts do the same.
+    It is a `grid`, averaging one dimension per round, where the prime factors of `size` allow one: with the fewest
+    rounds and the most equal dimensions. Else the ranks are divided into parts that have grids, each at least as large
+    as all later parts together. Each part first averages over its own grid. Then each part but the last, in turn, has a
+    round that brings its mean to that of all ranks: every rank of any later part is in a group of its own with some
+    ranks of this part. Then a part averages over its grid again, while the next parts have their rounds.
     (After the Base-(k+1) graphs of Takezawa et al., 2023, whose parts are the digits of the size.)
 
     Raises:
@@ -315,7 +320,10 @@ def exact(size: int, most: int) -> GroupSchedule:
 
 
 def _with_all(groups: Mapping[RankGroup, float], size: int) -> Round:
-    """Returns the round with these groups and their relaxations, in which all other ranks below `size` are alone."""
+    """Returns the averaging round of these groups, in which all other ranks below `size` are alone.
+
+    `groups` maps each to its relaxation: the share of the way to the group's mean that its ranks' values move.
+    """
     alone = set(range(size)).difference(chain.from_iterable(groups))
     return Round((*groups, *((rank,) for rank in alone)), (*groups.values(), *(1.0 for _ in alone)))
 
@@ -399,7 +407,7 @@ def _radices(size: int, most: int) -> tuple[int, ...] | None:
 
 @lru_cache(maxsize=4096)
 def _parts(size: int, most: int) -> tuple[int, ...]:
-    """Divides `size` ranks into parts for `exact` with few rounds; each size is at least the sum of the later ones."""
+    """Returns the sizes of the parts into which `exact` divides ranks, for few rounds of groups of at most `most`."""
     if _radices(size, most) is not None:
         return (size,)
     largest = (part for part in range(-(-size // 2), size) if _radices(part, most) is not None)
@@ -407,14 +415,15 @@ def _parts(size: int, most: int) -> tuple[int, ...]:
 
 
 def _cost(parts: tuple[int, ...], most: int) -> tuple[int, int]:
-    """Returns the numbers of rounds and of parts of the `exact` schedule with these parts, to compare divisions."""
+    """Returns the numbers of rounds and parts of `exact` for parts of these sizes and groups of at most `most`."""
     return max(_depth(part, most) for part in parts) + _num_rounds_after(parts, most), len(parts)
 
 
 def _num_rounds_after(parts: Sequence[int], most: int) -> int:
-    """Returns the number of rounds of an `exact` schedule after each part has averaged over its own grid.
+    """Returns the number of rounds of an `exact` schedule after each part of the ranks has averaged over its own grid.
 
-    The last part has the mean of all ranks once it has been in groups with all other parts.
+    Part i then averages with later parts in round i, and again over its grid, one round per dimension of at most `most`
+    ranks. The last part needs no more: it has the mean of all ranks after its groups with all other parts.
     """
     return max(place + 1 + _depth(part, most) for place, part in enumerate(parts[:-1]))
 

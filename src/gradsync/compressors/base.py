@@ -28,16 +28,16 @@ SENT, SUMS = "sent", "sums"
 
 
 def sums_point(number: int, copies: int = 1) -> str:
-    """Returns the key of the compressors' state where a scheme compresses sums for the `number`-th time, from 1.
+    """Returns the key in a scheme's state of its `number`-th compression, from 1, of sums over ranks: "sums 2", say.
 
-    `copies`: the number of ranks that compress the same sums, and keep the same residual.
+    `copies`: the number of ranks that compress the same sums, and keep the same residual: 4 in "sums 2 of 4".
     """
     name = SUMS if number == 1 else f"{SUMS} {number}"
     return name if copies == 1 else f"{name} of {copies}"
 
 
 def copies_at(point: str) -> int:
-    """Returns how many ranks compress the same sums under this key of the state; 0 if gradients are compressed."""
+    """Returns how many ranks compress the same sums, from a key of `sums_point`: 4 for "sums 2 of 4"; 0 for others."""
     form = re.fullmatch(rf"{SUMS}(?: \d+)?(?: of (?P<copies>\d+))?", point)
     return 0 if form is None else int(form["copies"] or 1)
 
@@ -70,9 +70,10 @@ class CompressorState:
         return None
 
     def unused(self, names: Collection[str]) -> CompressorState:
-        """Returns this state, the one after a step, as it must be if no rank used the parameters `names` in the step.
+        """Returns this state adjusted as no rank used the parameters `names` in the last step; by default unchanged.
 
-        Their result is dropped. The caller itself sets their `elements` and `tensors` back to those before the step.
+        A subclass may change `together`. The caller itself sets `elements` and `tensors` of these parameters back to
+        their values before the step.
         """
         return self
 
@@ -81,9 +82,10 @@ class CompressorState:
         return replace(self, step=self.step + 1, agreed=None, **changes)
 
     def sections(self, seed: int, *, shared: bool = False) -> kernels.Sections:
-        """Returns the segments with random seeds for this step: the same for all streams (`shared`), or this stream's.
+        """Returns the segments of the flat tensor (one per parameter or slice), each with a random seed for this step.
 
-        A seed depends on the name of its tensor, not on the other tensors of the bucket.
+        Seeds are the same on all ranks if `shared`, else they depend on the number `stream`, usually the rank. A seed
+        depends on the name of its parameter, not on the other parameters of the bucket.
         """
         own = -1 if shared else self.stream
         seeds = _mixed(_keys(self.spec, seed, own), self.step, self.spec.salt)
@@ -92,7 +94,7 @@ class CompressorState:
 
 @lru_cache(maxsize=256)
 def _keys(spec: FlatSpec, seed: int, stream: int) -> np.ndarray:
-    """Returns a hash of each segment's name, seed and stream, (segments,) uint64: the same in all steps."""
+    """Returns a hash of each segment's name, `seed` and `stream` (the rank, as a rule): (segments,) uint64."""
     names = [hashlib.blake2b(segment.name.encode(), digest_size=8).digest() for segment in spec.segments]
     keys = np.array([int.from_bytes(name, "little") for name in names], dtype=np.uint64)
     return _mixed(_mixed(np.zeros_like(keys), keys), seed, stream)
@@ -138,7 +140,8 @@ class SparseMessage(Message):
 class Summand(Payload):
     """A payload of numbers that an all-reduce can sum: the sum decodes to the sum of the ranks' decoded tensors.
 
-    The sum of count sketches decodes to an estimate of that sum. `agreed`: as in `CompressorState`.
+    The sum of count sketches decodes to an estimate of that sum. `agreed` has numbers that decoding needs, such as
+    scales: maxima over the ranks, the same on all; None if it needs none.
     """
 
     agreed: Tensor | None = None
@@ -196,7 +199,7 @@ class Compressor(Nameable, ABC, Generic[P]):
         return self.name
 
     def kernel(self, what: str) -> str:
-        """Returns the name in cost models of kernel `what`, as "compress"; it has the settings, as costs differ."""
+        """Returns the name in cost models of an operation `what`, such as "compress": "compress_TopK(ratio=...)"."""
         return f"{what}_{self}"
 
     @abstractmethod
@@ -221,14 +224,16 @@ class Compressor(Nameable, ABC, Generic[P]):
 
     @property
     def of_sums(self) -> Compressor[Any]:
-        """The compressor for sums over ranks, unless the scheme names another one.
+        """The compressor used, unless a scheme names another, where a rank compresses sums over ranks to send them on.
 
-        It omits what each rank did to its own gradient already, as momentum.
+        It leaves out operations that each rank applied to its own gradient before the sum, for example momentum.
         """
         return self
 
     def init(self, spec: FlatSpec, stream: int = 0) -> CompressorState:
         """Returns the state before the first step, with tensors on the CPU.
+
+        `stream` is a number, usually the rank, by which ranks draw different random numbers.
 
         Raises:
             TypeError: for tensors that are not floating point.

@@ -45,7 +45,7 @@ class Absolute:
 
 @dataclass(frozen=True)
 class Biased:
-    """A law without a bound on the error, for which error feedback may not make up; `why` is the reason in words."""
+    """The law of a compressor without an error bound, for which error feedback may fail; `why` tells the reason."""
 
     why: str
 

@@ -44,9 +44,9 @@ class MomentumCorrection(Feedback[P]):
     do not move a parameter again after its update; that needs a compressor that sends only some elements. With `clip`
     the gradient of each tensor in the bucket is first scaled to a norm of at most clip / sqrt(ranks), so that the sum
     of independent gradients of all ranks has a norm of about `clip`.
-    u and v are float32 (float64 for float64). For tensors that are sent dense,
-    MomentumCorrection(a dense compressor, masking=False) has the same momentum on each rank: what is sent is the update
-    of an optimiser with momentum.
+    u and v are float32 (float64 for float64). To send some tensors dense and still with this momentum, use
+    MomentumCorrection(a dense compressor, masking=False): the sum over ranks is the update of an optimiser with
+    momentum.
     Wire: as the inner compressor.
     """
 
@@ -75,7 +75,7 @@ class MomentumCorrection(Feedback[P]):
 
     @property
     def of_sums(self) -> Compressor[P]:
-        """The compressor for sums: the inner one with error feedback, as sums contain each rank's momentum already."""
+        """The inner compressor with error feedback, to compress ranks' sums a second time: they contain momentum."""
         return ErrorFeedback(self.compressor)
 
     def init(self, spec: FlatSpec, stream: int = 0) -> CompressorState:

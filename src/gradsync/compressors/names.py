@@ -120,7 +120,7 @@ def is_known(name: str) -> bool:
 
 
 def named(name: str, *, momentum: float = 0.0, summands: int = USUAL_RANKS) -> Named:
-    """Returns the compressor of this name; `momentum` and `summands` reach only families that ask for them.
+    """Returns the named compressor, bare and as trained; its family gets only the arguments that `Family.asks` lists.
 
     Raises:
         ValueError: for an unknown name, listing the known ones, or a number that the compressor refuses.

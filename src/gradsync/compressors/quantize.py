@@ -151,7 +151,7 @@ class SharedScaleQuantizer(Quantizer[Summand]):
 
     @property
     def found(self) -> Grid:
-        """The grid by which a rank computes its own scales, of which ranks then take the maxima."""
+        """The settings by which `observe` finds scales: a block's scale is its largest magnitude on this rank."""
         return Grid(1, block=self.grid.block)
 
     @torch.no_grad()
@@ -358,9 +358,9 @@ class Float8(MessageQuantizer):
 
 
 def of_largest(length: int, levels: int, stochastic: bool) -> Law:
-    """Returns the law of rounding to multiples of a / `levels`, with a the largest magnitude of `length` elements.
+    """Returns the error bound of rounding to multiples of a / `levels`, a the largest magnitude of `length` elements.
 
-    The bounds are reached if all elements but the largest are equal: to half a level (nearest), or to
+    The error reaches the bound if all elements but the largest have one value: half a level (rounding to nearest), or
     1 / (2 (1 + omega)) of a level (`stochastic`).
     """
     others = (length - 1) / levels**2
@@ -370,7 +370,7 @@ def of_largest(length: int, levels: int, stochastic: bool) -> Law:
 
 
 def ternary(length: int, clip: float | None) -> Law:
-    """Returns the law of TernGrad for blocks of `length` elements."""
+    """Returns TernGrad's error bound for blocks of `length` elements; `Biased`, without a bound, with a `clip`."""
     if clip is not None:
         return Biased("unbiased only for the clipped tensor: what clipping cuts off is lost")
     return of_largest(length, 1, stochastic=True)

@@ -174,7 +174,7 @@ class Signum(Sign):
 
     @property
     def of_sums(self) -> Sign:
-        """The compressor for sums: `Sign`, as each rank applied momentum to its own gradient already."""
+        """`Sign`, to compress ranks' sums a second time: each rank applied momentum to its own gradient before."""
         return Sign()
 
     def init(self, spec: FlatSpec, stream: int = 0) -> CompressorState:

@@ -90,7 +90,7 @@ class THC(Compressor[Summand]):
 
     @torch.no_grad()
     def observe(self, x: Tensor, state: CompressorState) -> Tensor:
-        """Returns the range T of each chunk on this rank, (chunks,) float32; infinity for NaN, as maxima keep it."""
+        """Returns chunks' T: largest magnitude or `clip` standard deviations, (chunks,) float32; infinity for NaN."""
         check_tensor(x, state)
         chunks, _ = self._chunks(state.spec)
         most = torch.empty(len(chunks.lengths), device=x.device)
@@ -147,7 +147,7 @@ class THC(Compressor[Summand]):
 
     @property
     def _grid(self) -> Grid:
-        """The numbers that codes stand for: multiples of T / levels, with T given, or 0 if 1 / T overflows."""
+        """The numbers that codes stand for: multiples of T / `levels`, T a chunk's scale; all 0 if 1 / T overflows."""
         return Grid(self.levels, scale="given", stochastic=True)
 
     def _signs(self, state: CompressorState) -> Sections:
@@ -160,7 +160,7 @@ class THC(Compressor[Summand]):
 
     @by_spec
     def _chunks(self, spec: FlatSpec) -> tuple[Sections, list[int]]:
-        """Returns the chunks as sections, which draw random numbers as in the whole tensor, and each one's tensor."""
+        """Returns all chunks with their offsets, on which random numbers depend, and each chunk's tensor by index."""
         lengths: list[int] = []
         starts: list[int] = []
         tensors: list[int] = []

@@ -72,7 +72,7 @@ class Warmup(Compressor[P]):
         )
 
     def num_agreed(self, spec: FlatSpec) -> int:
-        """Returns how many numbers the ranks agree on, which must be the same for all compressors."""
+        """Returns how many numbers `observe` returns for maxima over ranks; all compressors must return as many."""
         return self.compressors[0].num_agreed(spec)
 
     def num_kept(self, spec: FlatSpec, step: int = 0) -> int:

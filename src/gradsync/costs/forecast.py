@@ -34,16 +34,17 @@ def forecast(
     *,
     backward_s: float | None = None,
 ) -> list[Task]:
-    """Returns the predicted tasks of a training step, named `bucket:stage`, on "kernel", "link" and the devices.
+    """Returns the predicted tasks of a training step, each named `bucket:stage` and on one stream.
+
+    Streams: "kernel" (the issuing thread computes), "link" (transfers), and the devices of awaited work.
 
     Args:
-        order: the turns, (bucket, stage).
+        order: the issuing thread's turns (bucket, stage): at each it starts that stage of the bucket.
         steps: the computations and transfers of each bucket.
-        ready_s: when each bucket's gradients are ready.
         cost: prices the steps.
         placement: the node of each rank; None: each on a node of its own.
         lasting: returns how long a task of so many seconds lasts, given its stream and start; None: as long.
-        backward_s: when backward ends; None: with the last bucket.
+        ready_s, backward_s: when each bucket is ready, and when backward ends; None: with the last bucket.
     """
     return _Player(steps, ready_s, cost, placement, lasting, backward_s).play(order)
 
@@ -121,7 +122,7 @@ class _Player:
         return self._tasks
 
     def could_begin_s(self, bucket: str) -> float:
-        """Returns when the bucket's next turn could begin if the issuing thread were free."""
+        """Returns when the issuing thread, if free, could begin the bucket's next turn (work up to a transfer)."""
         ready_s = self._ready_s[bucket]
         for device, waiting in self._prepared.items():
             self._begin_prepared(device, self.thread_s)
@@ -177,7 +178,7 @@ class _Player:
         return ended_s
 
     def _begin_prepared(self, device: str, until_s: float) -> None:
-        """Simulates the first work on this device of buckets that begin with such work and are ready by `until_s`."""
+        """Simulates the first step of prepared buckets, which begin with work on `device`, if ready by `until_s`."""
         waiting = self._prepared.get(device)
         while waiting and self._ready_s[waiting[0]] <= until_s:
             bucket = waiting.popleft()

@@ -22,8 +22,8 @@ COMPUTE, OFFLOAD = "compute", "offload"  # devices of `Compute`: backward's own 
 class Compute:
     """A computation on one rank, in `calls` kernel calls that together must read and write `nbytes`.
 
-    `awaited`: the scheme awaits it as `Work`, which has a turn of its own and runs on `device`; else the thread that
-    issues collectives computes it.
+    `awaited`: the scheme awaits it like a transfer, as a stage of its own (`gradsync.comm.Work`) that runs on `device`;
+    else the thread that issues collectives computes it between transfers.
     """
 
     kernel: str

@@ -150,7 +150,7 @@ class _Scheduling:
         heappush(heap, (self._waiting_since[place], place))
 
     def _begin(self, now_s: float) -> Iterator[tuple[int, float, float]]:
-        """Begins all activities that can begin; yields pieces that they interrupt, and those that take no time."""
+        """Begins activities; yields (index, start, end) of pieces that they interrupt and activities of no duration."""
         while True:
             offers = [
                 offer for stream in self._streams.values() if (offer := stream.first(self._activities)) is not None

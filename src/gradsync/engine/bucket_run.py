@@ -127,7 +127,7 @@ class BucketRun:
         return not self.waiting
 
     async def synchronize(self, *, check_finite: bool, marks: StepMarks, step: int) -> Any:
-        """Runs the scheme on the loaded gradients and returns its result; `commit` later adopts the new state."""
+        """Runs the scheme; returns the mean over ranks. `check_finite`: look for NaN; `marks`: sent with gradients."""
         self.total = None
         x = self.gradients.take(check_finite=check_finite and not self._shows, marks=marks)
         if self.carried_residual is not None:
@@ -161,7 +161,7 @@ class BucketRun:
 
     @property
     def arrival(self) -> Arrival:
-        """The element ranges of the bucket that the accepted step synchronised; known until `commit`."""
+        """The elements that the step stored by `accept` synchronised, and if others are frozen; all after `commit`."""
         return Arrival(self.bucket, arrived(self.next_state or {}, self.bucket), self.scheme.traits.freezes)
 
     def spoil(self) -> None:
@@ -176,13 +176,13 @@ class BucketRun:
 
     @property
     def _shows(self) -> bool:
-        """Whether this is a flat bucket whose result shows any rank's NaN or infinity, so that inputs need no check."""
+        """Whether NaN or infinity of any rank shows in the result: then inputs need no check. False if row-sparse."""
         exact = self.scheme.traits.exact and not self.state
         return self.bucket.layout is Layout.FLAT and (exact or self.scheme.traits.shows_infinity)
 
     @property
     def broken(self) -> bool:
-        """Whether a flat bucket's result has NaN or infinity, even from finite gradients; the same on all ranks."""
+        """Whether the result has NaN or infinity, even of finite gradients: alike on all ranks; False if row-sparse."""
         return isinstance(self.gradients, FlatGradients) and not all_finite(self.gradients.values, self.total)
 
     def commit(self, *, keep: bool) -> None:
@@ -238,7 +238,7 @@ class BucketRun:
         )
 
     def _densities(self, profiles: Mapping[str, ParameterProfile]) -> tuple[DensityProfile, ...] | None:
-        """Returns the gradients' densities: one per table, or one in all for a flat bucket; None if any is unknown."""
+        """Returns the density of rows of each row-sparse gradient, or one of all elements if dense; None if unknown."""
         of_rows = self.bucket.layout is Layout.ROWS
         known = [profiles[n].density if of_rows else profiles[n].elements for n in self.bucket.names]
         found = [density for density in known if density is not None]
@@ -247,7 +247,7 @@ class BucketRun:
         return tuple(found) if of_rows else (joined(found),)
 
     def close_prediction(self, profiles: Mapping[str, ParameterProfile]) -> None:
-        """Adds the bytes predicted by these profiles for the steps so far, before newer profiles replace them."""
+        """Moves steps from `unpredicted` to `predicted_bytes` by these profiles, before newer ones replace them."""
         predicted = self._predicted_bytes(profiles)
         if predicted is not None:
             self.predicted_bytes = predicted
@@ -264,7 +264,7 @@ class BucketRun:
         return predicted
 
     def expected_steps(self, profiles: Mapping[str, ParameterProfile], step: int) -> list[Step] | None:
-        """Returns the scheme's work and transfers in training step `step`; None while a table's density is unknown."""
+        """Returns the scheme's work and transfers in training step `step`; None while row densities are unknown."""
         densities = self._densities(profiles)
         if densities is None and self.bucket.layout is Layout.ROWS:
             return None

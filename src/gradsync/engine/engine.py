@@ -448,7 +448,7 @@ class Engine:
     # What is kept and told.
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns step, plan, and scheme state by (parameter, slice, compress point), as tensors, numbers and text."""
+        """Returns step, plan and schemes' state (as residuals): tensors by parameter, range of elements and kind."""
         if self._closed:
             raise RuntimeError("gradsync was detached from this model, and its state is gone: call state_dict() before")
         if self._is_torn:
@@ -500,7 +500,7 @@ class Engine:
             raise
 
     def _examined(self, state: object, *, strict: bool) -> tuple[Saved, Resumption | None]:
-        """Returns the checked state, and its plan if training can go on with it; raises on all ranks if one cannot."""
+        """Returns the checked state, and its plan if training can go on with it; all ranks raise if one is refused."""
         saved: Saved | None = None
         resumption: Resumption | None = None
         problem: Exception | None = None
@@ -638,7 +638,7 @@ class Engine:
         return self._running
 
     def _check_marks(self) -> None:
-        """Raises on all ranks if the finished step's marks show that ranks averaged gradients of different steps."""
+        """Raises on all ranks if marks (numbers sent with gradients) show that gradients were of different steps."""
         if self._marks_checked or not self.bucket_runs:
             return
         self._marks_checked = True

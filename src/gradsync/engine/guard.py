@@ -140,7 +140,7 @@ class ParameterGuard:
         return self._told is not None
 
     def look(self) -> None:
-        """Stores digests of the parameters just after an optimiser's step, if the next training step may compare."""
+        """Stores digests of parameters after an optimiser step, if ranks may compare them in the next training step."""
         if self._verification.every and self._parameters and self._steps_left <= 1:
             self._settled = digests_of(self._parameters.values())
 
@@ -152,7 +152,7 @@ class ParameterGuard:
         Args:
             aside: runs the exchange on the communication thread.
             alone: this rank's optimiser has stepped by its own gradients since the last comparison.
-            sees_steps: `look` is called after optimiser steps; a rank without its digests then counts as `alone`.
+            sees_steps: `look` is called after optimiser steps; a rank where it stored no digests counts as `alone`.
         """
         now = digests_of(self._parameters.values())
         if self._settled is None:
@@ -173,7 +173,7 @@ class ParameterGuard:
     def end(self, step: int) -> None:
         """Compares the digests that `begin` exchanged; if they differ, finds the parameters and warns or raises.
 
-        Collective where models differed at `begin`. They may differ if some rank's optimiser has stepped alone.
+        Collective where models differed at `begin`. Neither warns nor raises if some rank's optimiser stepped alone.
 
         Raises:
             RuntimeError: on all ranks, where parameters differ by more than the tolerance.
@@ -193,10 +193,10 @@ class ParameterGuard:
             self._is_suspicious, self._steps_left = True, 1
 
     def compare(self, names: Iterable[str]) -> None:
-        """Compares these parameters over the ranks at once, between two steps. Collective.
+        """Compares these parameters over the ranks now, between two steps; warns or raises if they differ. Collective.
 
         Raises:
-            RuntimeError: as `end`.
+            RuntimeError: on all ranks, where parameters differ by more than the tolerance.
         """
         if not self._verification.every:
             return

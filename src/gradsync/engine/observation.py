@@ -129,10 +129,11 @@ class Observer:
     def _seen(
         self, name: str, positions: Mapping[str, int], numbers: Mapping[str, int], gradients: Gradients
     ) -> tuple[int, ...]:
-        """Returns what this rank observed of one parameter's gradient, as five numbers; -1: not known.
+        """Returns what this rank observed of one parameter's gradient, as five whole numbers; -1: not known.
 
-        They are its place in the order of readiness, whether it is sparse, its number of non-zero rows, the number of
-        those in the sum over ranks, and the number of the first parameter with the same rows.
+        They are its index in the order of readiness (`positions`), 1 if its layout is sparse, how many rows are
+        non-zero, how many in the sum over ranks, and the index (of `numbers`, which count all parameters) of the first
+        parameter in the bucket whose summed gradient has the same rows.
         """
         layout = int(self._arrivals[name]) if name in positions else UNKNOWN
         rows, union, first = UNKNOWN, UNKNOWN, UNKNOWN

@@ -57,7 +57,7 @@ class ProposingPlanner(Protocol):
     settings: str  # what may be proposed: the plan of a checkpoint is gone on with under the same
 
     def follow(self, engine: Any) -> Follows:
-        """Begins to measure the job if all ranks agree; later calls `engine.propose(plans)`, on all ranks at once."""
+        """Measures the job now, later or not at all, and returns which; then all ranks call `engine.propose(plans)`."""
 
     def resume(self, engine: Any, profile: Profile) -> None:
         """Accepts that the engine runs a checkpoint's plan, made from this profile: nothing is measured for now."""
@@ -73,7 +73,7 @@ class ProposingPlanner(Protocol):
 class RevisingPlanner(Protocol):
     """A planner that measures the network and may revise its plan while training runs.
 
-    `measure` is called where the first steps show sparse gradients, and where nodes have several ranks.
+    `measure` is called if the first steps show sparse gradients, or if nodes have several ranks.
     """
 
     cost: CostModel | None  # once measured
@@ -252,7 +252,7 @@ class PlanController:
         return self._drift.judge(max(float(part) for part in medians_s))
 
     def step_passed(self) -> None:
-        """Restarts the current plan's turn in a trial, as the last step was measured and so slower than others."""
+        """Restarts the timing of the plan on trial, as a step listener delayed the last step's exchange."""
         if self._trial is not None:
             self._trial.interrupt()
 

@@ -22,7 +22,7 @@ class StepListener:
         """Is called when a forward of the model begins that a backward may follow."""
 
     def began(self, engine: Any) -> bool:
-        """Is called when a step begins; True delays its exchange to the end of backward, and the plan stays."""
+        """Is called when a step begins; if it returns True, the step exchanges after backward and changes no plan."""
         return False
 
     def take(self, engine: Any, name: str, gradient: Tensor | None, shape: tuple[int, ...]) -> None:

@@ -111,9 +111,9 @@ class Attachment:
     def wait(self) -> None:
         """Waits until the exchange of parameters under way, if any, has ended and averages are in the model.
 
-        With a plan of parameters an exchange goes on after `optimizer.step()`. Modules wait for their own parameters
-        when their forward begins; evaluation waits for all, as do `state_dict()` and `load_state_dict()` of the model,
-        of its parts and of the optimiser. Call `wait` before any other reads or writes of parameters.
+        If a plan averages parameters, an exchange goes on after `optimizer.step()`. Modules wait for their own
+        parameters when their forward begins; evaluation waits for all, as do `state_dict()` and `load_state_dict()` of
+        the model, of its parts and of the optimiser. Call `wait` before any other reads or writes of parameters.
         """
         if self._averaging is not None:
             self._averaging.land()
@@ -123,16 +123,17 @@ class Attachment:
         """Sets all ranks' parameters to their mean over the ranks, bit for bit alike. Collective.
 
         Variances of normalisation are pooled. Call it on all ranks, between two steps, if the plan averages parameters;
-        with averaged gradients the models are equal already. Training goes on from the mean, with other groups of ranks
-        if an `AveragingPlanner` finds that links have changed, or is to keep the ranks' models close together.
+        with averaged gradients the models are equal already. Training goes on from the mean. An `AveragingPlanner` may
+        now change the groups of ranks: if links have changed, or to keep models closer together (`most_apart`).
         """
         self._switch.consensus()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns plan, step and scheme state by parameter, for this rank's checkpoint.
+        """Returns plan, step and, by parameter, what schemes keep (residuals, momenta), for this rank's checkpoint.
 
-        The dict also has `rank`, `world` and a digest of the parameters. It holds tensors, numbers and text only, so
-        `torch.load(..., weights_only=True)` reads it; for safetensors there is `gradsync.state.save_file`.
+        The dict also has `rank`, `world` and a digest of the parameters' names, shapes and dtypes. It holds tensors,
+        numbers and text only, so `torch.load(..., weights_only=True)` reads it; for safetensors there is
+        `gradsync.state.save_file`.
 
         Raises:
             RuntimeError: after `detach`, when residuals are gone, and after a load that failed midway.
@@ -164,23 +165,24 @@ class Attachment:
         """Loads what this rank's `state_dict` returned; call it on all ranks, between two steps.
 
         State is matched by parameter, whatever plan is in force. With `plan="auto"` the plan is loaded, too, if it had
-        settled under the same constraints and for the same job: model, ranks, their nodes, torch. So is the plan of an
-        `AveragingPlanner` with the same settings that may change groups, for ranks on the same nodes. State that was
-        not saved begins anew. Residuals of gradients that are no longer compressed are sent with the next gradients.
-        Other state without a place is refused, as it would be lost: of unknown parameters, or the momentum of a
-        compressor that the plan does not have. State of a matrix as a whole begins anew where the plan cuts elsewhere.
+        settled under the same constraints and for the same job: model, ranks, their nodes, torch. An `AveragingPlanner`
+        that may change groups of ranks gets its plan back if its settings and the ranks' nodes are the same. State that
+        was not saved begins anew. Residuals of gradients that are no longer compressed are sent with the next
+        gradients. Other state without a place is refused, as it would be lost: of unknown parameters, or the momentum
+        of a compressor that the plan does not have. State of a whole matrix, such as PowerSGD's factors, begins anew if
+        the present plan cuts the matrix at other places.
 
         Where ranks keep state of their own, each loads its own, on as many ranks as saved; else any rank's will do.
 
         Args:
-            strict: False drops state without a place, of another rank, and of parameters of other sizes, and accepts
-                other dtypes.
+            strict: False drops state that has no place here, was saved by another rank, or is of a parameter of another
+                size, and accepts other dtypes.
 
         Raises:
-            TypeError, ValueError: on all ranks, before anything has changed, for state of another version, rank, number
-                of ranks or model, of different steps on different ranks, or with different plans to go on with; that is
-                not finite, has elements twice or another dtype; or that has no place. Also for the state of a rank
-                whose model was apart from the others', if the number of ranks has changed, or gradients are averaged:
+            TypeError, ValueError: on all ranks, before anything has changed, for state of another format version, rank,
+                number of ranks or model; if ranks load different steps or plans; for values that are not finite, of
+                another dtype, twice for one element of a parameter, or without a place. Also for the state of a rank
+                whose model differed from the others', if the number of ranks has changed or gradients are averaged now:
                 save at a consensus.
             RuntimeError: if another rank raises, inside a step, and after `detach`.
             GroupError: on all ranks, if only some load and the others train, gather, or have left.
@@ -247,7 +249,7 @@ class Attachment:
             throw_on_early_termination: True makes all ranks raise when the first one has no further inputs.
 
         Raises:
-            RuntimeError: with a plan of parameters.
+            RuntimeError: if the plan averages parameters instead of gradients.
         """
         settings = {"divide_by_initial_world_size": divide_by_initial_world_size}
         return Join([self.joinable], enable, throw_on_early_termination, **settings)
@@ -257,7 +259,7 @@ class Attachment:
         """The object to give to `torch.distributed.algorithms.Join([...])`, beside other models.
 
         Raises:
-            RuntimeError: with a plan of parameters.
+            RuntimeError: if the plan averages parameters instead of gradients.
         """
         joinable = self._switch.present.joinable()
         if joinable is None:
@@ -294,7 +296,7 @@ def attach(
 ) -> Attachment:
     """Makes `loss.backward()` return with gradients averaged over the ranks; nothing else of the loop changes.
 
-    With a plan of parameters, makes `optimizer.step()` average parameters within a group of ranks instead.
+    With a plan that averages parameters, `optimizer.step()` averages them within a group of ranks instead.
 
     Call it on every rank; it works in place and broadcasts parameters and buffers from rank 0. A model wrapped in
     DistributedDataParallel gets gradsync as its communication hook.
@@ -308,9 +310,9 @@ def attach(
             `torch.use_deterministic_algorithms`: timing decides, and bucket sizes change rounding). A function of
             (profiles, world size) that returns a plan, or several to try; `gradsync.planner.CompressingPlanner` is one,
             for a compressor. "auto": measures the first steps, searches for plans, and tries the best ones (see
-            `AutoPlanner`, which also takes limits on lossy gradients). With a plan of parameters (`what`) gradients
-            stay each rank's own, and parameters are averaged after each step of `optimizer`, which is then required;
-            `planner.AveragingPlanner` makes such plans for the links it finds.
+            `AutoPlanner`, which also takes limits on lossy gradients). If the plan averages parameters (`Plan.what`),
+            gradients stay each rank's own, and parameters are averaged after each step of `optimizer`, which is then
+            required; `planner.AveragingPlanner` makes such plans for the links it finds.
         process_group: the ranks that share the model; None: all.
         timeout: seconds (or a timedelta) after which a rank that waits for the others raises.
         exclude: names or shell patterns (`"encoder.*"`) of parameters and buffers to leave alone, beside those that DDP
@@ -339,7 +341,7 @@ def attach(
         RuntimeError: without a process group, if attached already, inside a backward, for FSDP, or if another rank
             failed to attach.
         ValueError: for a plan that does not fit the model or the optimiser, complex parameters, or models or plans that
-            differ between ranks; on every rank, naming both digests and the first difference.
+            differ between ranks; on every rank, naming digests of both and the first difference.
 
     Example:
         >>> handle = gradsync.attach(model)  # doctest: +SKIP
@@ -398,7 +400,7 @@ def attach(
 def _behind_reducer(
     model: DistributedDataParallel, attached: Attached, plan: Plan | Planner, grad_scaler: torch.amp.GradScaler | None
 ) -> FrontendSwitch:
-    """Registers gradsync as the communication hook of a model that torch's DDP has wrapped; returns its frontend."""
+    """Registers gradsync as the communication hook of torch's DDP; returns the hook's engine, as a `FrontendSwitch`."""
     state = DDPState(
         model,
         plan=plan,
@@ -416,7 +418,7 @@ def _behind_reducer(
 def _averaging_switch(
     attached: Attached, plan: Plan | AveragingPlanner, grad_scaler: torch.amp.GradScaler | None
 ) -> FrontendSwitch:
-    """Returns a new frontend that averages parameters; it survives lost ranks if the planner says so. Collective."""
+    """Installs hooks that average parameters; returns the switch for new ones after a loss of ranks. Collective."""
     switch = FrontendSwitch(averaging_frontend(attached, plan, grad_scaler))
     if isinstance(plan, AveragingPlanner):
         try:

@@ -148,7 +148,7 @@ class AutogradHooks:
     def go_on(self) -> None:
         """Synchronises gradients again from the next forward on.
 
-        Local gradients accumulated meanwhile no longer count, as optimiser steps have used them.
+        Gradients accumulated since `rest` do not make their parameters count as used: optimiser steps consumed them.
         """
         self._sync, self._armed = True, None
         self._accumulated.clear()
@@ -308,7 +308,7 @@ class AutogradHooks:
         return self._additions_left[name] == 0
 
     def _end_additions(self, additions: Counter[str]) -> None:
-        """Loads gradients with fewer additions than in a static graph's first backward, which sets the counts."""
+        """Loads into buckets gradients added to less often than in the first backward, whose counts it then records."""
         given = {name: additions[name] - left for name, left in self._additions_left.items() if left < additions[name]}
         for name in given.keys() & set(self._engine.missing()):
             self._take(name)
@@ -321,7 +321,7 @@ class AutogradHooks:
             self._take(name)
 
     def _take(self, name: str, produced: Tensor | None = None) -> None:
-        """Loads a ready gradient into the engine; `produced`: the tensor that autograd just accumulated, if known."""
+        """Loads a ready gradient into its buckets; `produced`: the tensor that autograd just accumulated, if known."""
         parameter = self._parameters[name]
         gradient = parameter.grad
         if gradient is None:
@@ -345,7 +345,7 @@ class AutogradHooks:
             parameter.grad = None  # the plan cuts the tensor: averaged values come without a graph
 
     def _before_optimizer_step(self, step: OptimizerStep) -> None:
-        """Checks an optimiser's step; joins the exchange if backward reached no parameter, as other ranks may wait."""
+        """Raises if an optimiser must not step now; joins the ranks' exchange if backward reached no parameter here."""
         optimizer = step.optimizer
         if not step.concerns(self._ids):
             return
@@ -381,7 +381,7 @@ class AutogradHooks:
             self._engine.stepped()
 
     def _require_untouched(self, versions: Mapping[str, int]) -> None:
-        """Raises if gradients were changed after backward, as a rank that joined late cannot have changed them, too."""
+        """Raises if `.grad` changed since `versions` were recorded after backward: not all ranks had that backward."""
         changed = [n for n, p in self._parameters.items() if p.grad is not None and p.grad._version != versions.get(n)]
         if changed:
             why = (
@@ -440,7 +440,7 @@ class AutogradHooks:
                 self._groups_of[name].append(group)
 
     def _load_leftover(self, name: str) -> None:
-        """Loads a parameter that got no gradient in this backward; it counts as used if local backwards gave it one."""
+        """Loads into the engine a `.grad` that this backward did not add to; it counts as used if local ones did."""
         gradient = self._parameters[name].grad
         used = gradient is not None and name in self._accumulated
         if not used:
@@ -520,7 +520,7 @@ class _ReadyGroup:
 
 
 class _GradientHook(Hook):
-    """The hook on the node that accumulates one parameter's gradient; it tells the owner that the gradient is ready."""
+    """The hook on the node that accumulates one parameter's gradient; tells `AutogradHooks` that it is ready."""
 
     def __init__(self, owner: AutogradHooks, name: str) -> None:
         super().__init__(owner, AutogradHooks._on_gradient)

@@ -71,7 +71,7 @@ def check_saved(
 
     Raises:
         TypeError, ValueError, RuntimeError: on all ranks, if it is no state; or with `strict`, if the saved models
-            differed between ranks, and the number of ranks has changed, or gradients are averaged now.
+            differed between ranks, and either the number of ranks has changed or gradients are averaged now.
     """
     problem: Exception | None = None
     try:
@@ -240,7 +240,7 @@ class Averaging:
         self.are_apart = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns reference tensors (parameters are sent as differences from them), and how many models differ."""
+        """Returns reference tensors, as in `specs`, and the number of ranks if their models differ, else 0."""
         self.land()
         references = {name: reference.clone() for name, reference in self._references.items()}
         return {"references": references, APART: self._engine.group.size if self.are_apart else 0}
@@ -253,7 +253,7 @@ class Averaging:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads what `state_dict` returned; load the model first. Collective.
 
-        Reference tensors without an entry are copied from the present model. If ranks differ, rank 0's are used.
+        Reference tensors (see `specs`) without an entry are copied from the model. All ranks then get rank 0's.
         """
         self.land()
         references = state.get("references", {})
@@ -415,7 +415,7 @@ class Averaging:
         self._early.begin()
 
     def _begin(self) -> None:
-        """Begins an exchange of averages, and loads buffers, which do not change until the next forward."""
+        """Begins an exchange, and loads buffers into it: these do not change until the next forward."""
         self._engine.begin(rounds=self.steps)
         self._is_open = True
         for name in self._buffers:
@@ -435,7 +435,7 @@ class Averaging:
             self._engine.load(state, kept, used=kept is not None)
 
     def _end(self) -> None:
-        """Ends the loading of tensors; waits for averages unless the exchange can go on in the background."""
+        """Ends the loading of tensors into the exchange; waits for averages unless it can go on in the background."""
         self._is_open = False
         if self._goes_on_behind:
             self._engine.go_on()
@@ -533,9 +533,10 @@ class Averaging:
             kept.copy_(mean)
 
     def _taken_references(self) -> dict[str, Tensor]:
-        """Returns copies of tensors, alike on all ranks; coming values are sent as differences from these copies.
+        """Returns copies of tensors, alike on all ranks; later exchanges send differences from these copies.
 
-        Copied are parameters that lossy schemes send, and means beside variances, whose squares should be small.
+        Copied are parameters that lossy schemes send, and running means: the square of a mean's difference is added to
+        the running variance that is sent, and should be small beside it.
         """
         rounded = {name for run in self._engine.bucket_runs if run.scheme.traits.lossy for name in run.bucket.names}
         taken = {name: p.detach().clone() for name, p in self._parameters.items() if name in rounded}

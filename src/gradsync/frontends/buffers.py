@@ -81,6 +81,7 @@ class Buffers:
         Version counters stay, as with DDP: to autograd, tensors that an earlier forward saved have not changed.
 
         Args:
+            generation: as in `present`: a number that changes whenever modules have changed.
             send: the function that broadcasts; `broadcast_tensors` or one with its signature.
 
         Raises:
@@ -168,7 +169,7 @@ def _line(
 
 
 def _require_alike(group: Group, was: str, is_now: str, lines: list[str], engine: Engine) -> None:
-    """Raises unless all ranks describe their buffers by equal `lines`; `was` became `is_now` first on this rank."""
+    """Raises unless all ranks' descriptions `lines` are equal; the first change on this rank is `was` to `is_now`."""
     remedy = REMEDY.format(name=(is_now or was).partition(":")[0])
     text = "\n".join(lines)
     change = f"{was or 'nothing'!r} became {is_now or 'nothing'!r}"

@@ -52,7 +52,7 @@ class Checkpoint:
         self._engine, self._state_dict, self._load, self._gather = engine, state_dict, load, gather
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns this rank's part as entry "rank 0" (or its number), with None entries for ranks that do not exist.
+        """Returns this rank's part: on rank 3 of 8 as "rank 3", with None as entries "rank 11", "rank 19", ... to 1023.
 
         With `gather` returns all ranks' parts as tensors of bytes, (nbytes,) uint8; collective.
 
@@ -89,7 +89,7 @@ class Checkpoint:
         self._load(lambda: self._own_state(state), strict=strict, what=LOADING_PARTS)
 
     def _own_state(self, saved: object) -> Mapping[str, Any]:
-        """Returns this rank's state, of one part or the sum of several; raises on all ranks if parts are missing."""
+        """Returns the state of one saved rank, or several added up (residuals); all ranks raise if one is missing."""
         engine = self._engine()
         rank, size = engine.group.rank, engine.group.size
         parts: dict[int, dict[str, Any]] = {}

@@ -34,9 +34,10 @@ class Parameters(Protocol):
     """The interface of averaging of parameters, which replaces averaging of gradients from `begin` to `end`."""
 
     def prepare(self, most_s: float) -> int:
-        """Makes a plan and returns the rounds of its cycle; 0 if its steps are expected to take more than `most_s`.
+        """Makes a plan of averaging; returns after how many exchanges its groups of ranks repeat, or 0 if it is no use.
 
-        Collective, and the same on all ranks.
+        That is so without groups, or if its training steps are expected to take more than `most_s` seconds. Collective,
+        and the same on all ranks.
         """
 
     def begin(self) -> None: ...

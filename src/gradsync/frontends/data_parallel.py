@@ -263,7 +263,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         """Returns everything except what belongs to this process: the attachment and the process group.
 
         Raises:
-            RuntimeError: with another process group than the default one, as torch's class, or a plan of parameters.
+            RuntimeError: if the plan averages parameters; as torch's class, for any process group but the default one.
         """
         if self.process_group != dist.group.WORLD:
             raise RuntimeError(
@@ -327,7 +327,7 @@ def _devices_of(
 
 
 def _supersede(earlier: DistributedDataParallel | None) -> None:
-    """Detaches an earlier wrapper of a model that is wrapped again; its next forward raises."""
+    """Detaches an earlier wrapper of a model that is wrapped again; the earlier wrapper's next forward raises."""
     if earlier is not None and earlier._attachment is not None:
         earlier._is_superseded = True
         earlier._attachment.detach()

@@ -49,10 +49,10 @@ class DDPState:
 
     `ddp_model.register_comm_hook(gradsync.DDPState(), gradsync.ddp_hook)` is all there is to do; frameworks that make
     the DDP model themselves take the two arguments (Lightning: `DDPStrategy(ddp_comm_state=..., ddp_comm_hook=...)`).
-    Ranks agree on the model in the first backward, or at once if `model` is given. `gradsync.attach(ddp_model)` does
-    both. Arguments and errors are those of `attach`, `timeout_s` in seconds. A parameter that `exclude` names stays
-    unsynchronised, as DDP does not average behind a hook. Copies of a DDP model, by `copy.deepcopy` or pickle, have no
-    hooks: attach to them again.
+    Ranks agree on the model in the first backward, or at once if `model` is given. `gradsync.attach(ddp_model)`
+    makes such a state, with the model, and registers the hook. Arguments and errors are those of `attach`, `timeout_s`
+    in seconds. A parameter that `exclude` names stays unsynchronised, as DDP does not average behind a hook. Copies of
+    a DDP model, by `copy.deepcopy` or pickle, have no hooks: attach to them again.
     """
 
     def __init__(
@@ -333,7 +333,7 @@ def _model_with(state: DDPState) -> DistributedDataParallel:
 
 
 def _nothing() -> None:
-    """Does nothing at the end of backward; if backward raises, autograd drops its callback, which abandons the step."""
+    """Does nothing; `at_end_of_backward` is called with it only because that abandons the step if backward raises."""
 
 
 @never_compiled

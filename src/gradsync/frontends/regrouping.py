@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SavedGroups:
-    """The plan of a checkpoint, with its groups of ranks, and the time of its first rounds."""
+    """A checkpoint's plan of the groups of ranks that average together, and how long its rounds of averaging took."""
 
     plan: Plan
     young_s: float | None  # seconds of this rank's rounds when the plan was new
@@ -44,7 +44,7 @@ class SavedGroups:
 
 
 class Regrouping:
-    """Times an engine's rounds of averaging, and changes the groups of ranks when links of the cluster have changed."""
+    """Times rounds of averaging, and changes which ranks average together when links of the cluster have changed."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Regrouping:
         self._handle.remove()
 
     def consider(self) -> None:
-        """Changes the groups of ranks if others are clearly better now; called at a consensus point. Collective."""
+        """Forms new groups of ranks that average if clearly faster or more exact; models must be equal. Collective."""
         engine, placement = self._engine, self._engine.group.placement
         figures = [self._rounds.young_s or 0.0, self._rounds.now_s or 0.0, self._removed, self._removed_rounds]
         mine = torch.tensor(figures, dtype=torch.float64, device=engine.device)
@@ -93,11 +93,11 @@ class Regrouping:
             self._rounds.plan_stays()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns planner's settings, nodes and the seconds of first rounds, which `saved` reads from a checkpoint."""
+        """Returns, to be saved: planner settings, ranks' node numbers, and seconds of a round when the plan was new."""
         return {**self._same_job, "young_s": self._rounds.young_s}
 
     def saved(self, state: Mapping[str, Any]) -> SavedGroups | None:
-        """Returns the plan with groups in an attachment's `state_dict`; None for other settings or nodes. Collective.
+        """Returns a checkpoint's averaging plan from `state`; None if saved with another planner or nodes. Collective.
 
         Raises:
             ValueError, RuntimeError: on all ranks, for a plan that does not fit, or other plans on other ranks.
@@ -124,11 +124,11 @@ class Regrouping:
 
     @property
     def _same_job(self) -> dict[str, Any]:
-        """The settings and nodes that must be the same to go on with a checkpoint's plan."""
+        """The planner's settings and each rank's node number; a checkpoint's plan is used only if both are equal."""
         return {"settings": repr(self._planner), "nodes": list(self._engine.group.placement.nodes)}
 
     def _begin(self, young_s: float | None = None) -> None:
-        """Begins to time rounds of the engine's present plan; `young_s`: seconds of its first rounds, if known."""
+        """Begins to time rounds of averaging by the engine's plan; `young_s`: seconds of one when the plan was new."""
         self._schedule = schedule_of(self._engine.plan)
         self._cycle = self._planner.cycle(self._schedule)
         self._rounds = Rounds(self._cycle, young_s)
@@ -136,7 +136,7 @@ class Regrouping:
         self._count_removed_anew()
 
     def _count_removed_anew(self) -> None:
-        """Restarts the sum of differences that rounds remove; leaves out the first cycle after a consensus."""
+        """Zeroes the sum of `_count_removed`, which begins again after one cycle (rounds until groups repeat)."""
         self._removed_from = self._engine.step + self._cycle
         self._removed, self._removed_rounds = 0.0, 0  # sums over whole cycles
         self._under_way: list[float] = []  # rounds of the unfinished cycle
@@ -161,7 +161,7 @@ class Regrouping:
             self._count_removed(rounds - 1)
 
     def _count_removed(self, round: int) -> None:
-        """Adds the share of this rank's squared distance to the mean that the finished round removed."""
+        """Adds to a sum how much a round of averaging cut this rank's distance to all ranks' mean (`share_removed`)."""
         if round >= self._removed_from:
             placement = self._engine.group.placement
             rank = placement.nodes[self._engine.group.rank]
@@ -175,9 +175,9 @@ class Regrouping:
         self._squares.zero_()
 
     def _better_plan(self, group: Group, removed: float | None) -> str:
-        """Returns rank 0's better plan as JSON, or "" if there is none.
+        """Returns rank 0's plan with clearly faster or more accurate groups of ranks, as JSON, or "" if there is none.
 
-        Only rank 0 decides, as on other processors the same figures may round differently.
+        `removed`: the mean `share_removed` of rounds. Only rank 0 decides, as other processors may round differently.
         """
         model, optimizer = self._model(), self._optimizer()
         found: Plan | None = None

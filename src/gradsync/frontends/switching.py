@@ -61,7 +61,7 @@ class Frontend:
     joinable: Callable[[], Joinable | None] = lambda: None  # stands for the model in torch's `Join`
 
     def consensus(self) -> None:
-        """Sets all ranks' parameters to their mean, if parameters are averaged, and may change groups. Collective."""
+        """Sets parameters, if averaged, to all ranks' mean, and may change which ranks average together. Collective."""
         if self.averaging is not None:
             self.averaging.consensus()
         if self.regrouping is not None:
@@ -76,13 +76,13 @@ class Frontend:
 
 @dataclass
 class FrontendSwitch:
-    """The frontend in force, and the means to replace it.
+    """Holds a model's frontend (the object that synchronises its gradients or parameters), and what may replace it.
 
     Attributes:
         present: the frontend in force.
         resting: the frontend that pauses while another one is tried, if there is one.
         choice: the trial of averaged gradients against averaged parameters, if there is one.
-        surviving: builds a new frontend when ranks are lost, if the planner says so.
+        surviving: builds a new frontend when ranks are lost; only if `AveragingPlanner.survives` is set.
     """
 
     present: Frontend
@@ -147,7 +147,7 @@ class Attached:
 
 
 class ParametersBeside:
-    """Averaging of parameters, to be tried on a model whose gradients are averaged; see `choosing.Parameters`."""
+    """Replaces averaging of a model's gradients by averaging of its parameters, on trial; see `choosing.Parameters`."""
 
     def __init__(
         self, switch: FrontendSwitch, hooks: AutogradHooks, planner: AveragingPlanner, attached: Attached
@@ -208,7 +208,7 @@ class ParametersBeside:
 
 
 class Surviving:
-    """Gives the surviving ranks a new frontend when ranks are lost, for models trained by averages of parameters.
+    """Replaces the frontend, which averages a model's parameters, by one over the surviving ranks if some are lost.
 
     The new frontend begins between two steps, when all survivors have made the same number of steps; ranks that have
     made fewer catch up by local steps while the others wait.
@@ -279,7 +279,7 @@ class Surviving:
 
     @torch.inference_mode(False)
     def _go_on(self) -> None:
-        """Replaces the present frontend by one of the surviving ranks. Collective over the survivors."""
+        """Replaces the frontend by a new one that averages over the surviving ranks only. Collective over these."""
         before = self._switch.present
         assert self._survival is not None
         before.engine.close()
@@ -300,7 +300,7 @@ class Surviving:
 
 
 def survive(switch: FrontendSwitch, planner: AveragingPlanner, attached: Attached) -> None:
-    """Prepares the ranks to go on when others are lost, if the planner says so. Collective."""
+    """Sets `switch.surviving`, by which ranks go on when others are lost, if `planner.survives`. Collective."""
     if planner.survives and switch.present.engine.group.size > 1:
         switch.surviving = Surviving(switch, planner, attached)
 
@@ -326,10 +326,11 @@ def averaging_frontend(
     *,
     apart: bool = False,
 ) -> Frontend:
-    """Returns a frontend that averages parameters. Collective.
+    """Returns a frontend: the object that averages the model's parameters over groups of ranks. Collective.
 
     Args:
-        regroups: the planner that made the plan and the links it was made for, if groups may change.
+        regroups: the planner that made the plan, and the links between nodes that it was made for, so that the ranks'
+            groups may change; needed only if `plan` is no planner.
         apart: True: the ranks' models differ, and become their mean; False: they become rank 0's.
     """
     model, optimizer, exclude = attached.model, attached.optimizer, attached.exclude
@@ -368,7 +369,7 @@ def averaging_frontend(
 def _frontend_of(
     engine: Engine, attached: Attached, regroups: tuple[AveragingPlanner, Cluster] | None, *, apart: bool
 ) -> Frontend:
-    """Returns `averaging_frontend`'s result for an engine: averaging hooks, and regrouping if groups may change."""
+    """Returns `averaging_frontend`'s result, made with this engine; `regroups` lets it change the ranks' groups."""
     model, optimizer, exclude = attached.model, attached.optimizer, attached.exclude
     assert optimizer is not None
     if not apart:
@@ -394,9 +395,9 @@ def _frontend_of(
 
 
 def _planned(planner: AveragingPlanner, attached: Attached, refusal: str) -> tuple[Plan | None, Cluster | None, str]:
-    """Returns (plan, measured or given links, ""), or (None, None, reason) where this rank cannot average parameters.
+    """Returns (plan that averages parameters, links between nodes, ""), or (None, None, why this rank cannot).
 
-    Links are measured only if no rank has a reason against it.
+    `refusal`: why this rank cannot average parameters, or ""; there is no plan, nor a measurement, if any rank has one.
     """
     timeout_s, optimizer = attached.timeout_s, attached.optimizer
     group = group_of(attached.process_group, timeout_s)
@@ -417,7 +418,7 @@ def _planned(planner: AveragingPlanner, attached: Attached, refusal: str) -> tup
 
 
 def level(engine: Engine, tensors: list[Tensor]) -> None:
-    """Overwrites the tensors on all ranks with rank 0's, or raises on all ranks. Collective."""
+    """Overwrites all ranks' tensors with rank 0's; raises on all ranks if that fails on one. Collective."""
     what = "broadcast of the model"
 
     def broadcast(group: Group) -> Exception | None:

@@ -160,7 +160,7 @@ class AccumulationHook:
     def follow(self) -> None:
         """Moves the hook to the parameter's new accumulation node, if torch has made one.
 
-        Torch makes one when dtype or device change, and on `set_` and `resize_`, which register parametrisations.
+        Torch makes one when dtype or device change, on `resize_`, and on `set_`, which parametrisations call.
         """
         parameter = self._parameter()
         if parameter is None or not parameter.requires_grad:
@@ -270,7 +270,7 @@ def is_nested_backward() -> bool:
 
 @contextmanager
 def outside_of_transforms() -> Iterator[bool]:
-    """Runs plain operations inside, whatever transform of `torch.func` is active; yields whether one is."""
+    """Suspends transforms of `torch.func` (vmap, grad, ...) in its `with` block; yields whether any was active."""
     if torch._C._functorch.peek_interpreter_stack() is None:
         yield False
     else:

@@ -137,7 +137,7 @@ class UnevenInputs(Joinable):
         return [theirs[0] for theirs in told]
 
     def shadow(self) -> Callable[[], None] | None:
-        """Takes part in the other ranks' next forward; returns a function to run in their backward, or None."""
+        """Takes part in other ranks' forward; returns a function for its backward, None if that sends no gradients."""
         told = self.tell(0)
         source = self._last_with_inputs(told)
         if any(theirs & BROADCASTS for theirs in told):

@@ -96,7 +96,7 @@ def warn_if_alone(process_group: dist.ProcessGroup | None) -> None:
 
 
 def _reduces(ddp: DistributedDataParallel, ours: Collection[int]) -> bool:
-    """Whether torch's Reducer in `ddp` averages gradients of some parameters of `ours`; gradsync's class has none."""
+    """Whether `ddp` averages gradients of parameters with ids in `ours`; False for gradsync's DDP (no Reducer)."""
     if "reducer" not in vars(ddp):
         return False
     named = ddp.module.named_parameters()

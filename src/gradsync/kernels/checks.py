@@ -89,7 +89,7 @@ def check_some(kernel: str, parts: Sequence[object]) -> None:
 
 
 def check_range(kernel: str, indices: Tensor, bound: int, bound_name: str, part: int = 0) -> None:
-    """Raises ValueError, naming the first, if some of `indices`, 1-D, is outside [0, bound). Waits for the device."""
+    """Raises ValueError unless `indices`, 1-D, of input number `part` are in [0, bound). Waits for the device."""
     outside = indices[(indices < 0) | (indices.long() >= bound)]  # int32 cannot be compared with a larger bound
     if len(outside) > 0:
         raise ValueError(f"{kernel}: index {outside[0]} of part {part} is outside [0, {bound_name}={bound})")
@@ -226,7 +226,7 @@ def unary_nbytes(count: Count, blocks: int) -> Count:
 
 
 def counts_nbytes(count: Count, blocks: int, bits: int) -> Count:
-    """Returns the size in bytes of all blocks' numbers of indices, the first part of a message of `encode_offsets`."""
+    """Returns the size in bytes of the counts of indices in each block, which begin a message of `encode_offsets`."""
     return 4 * blocks if bits == 16 else min(blocks, unary_nbytes(count, blocks))
 
 

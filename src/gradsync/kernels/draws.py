@@ -29,7 +29,7 @@ def draw(place: int, seed: int) -> int:
 
 
 class RunDraw(NamedTuple):
-    """The parameters by which `random_k` draws runs of neighbours in a section: a permutation of [0, a) x [0, b)."""
+    """Parameters of `random_k` for a section: a random permutation of [0, a b) maps 0, 1, ... to the drawn runs."""
 
     offset: int  # the place of the section in the flat tensor
     length: int  # elements of the section
@@ -69,7 +69,7 @@ def run_draws(sections: Sections, counts: Sequence[int], block: int) -> list[Run
 
 
 class Rotation(NamedTuple):
-    """Adjacent chunks of 2^bits elements, each of which `hadamard` multiplies by one random orthogonal matrix."""
+    """Adjacent chunks of 2^bits elements; `hadamard` multiplies each by a random orthogonal matrix of its own."""
 
     begin: int  # the first element's index in the flat tensor
     place: int  # the first element's index in its own tensor

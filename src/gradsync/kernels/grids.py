@@ -41,7 +41,7 @@ class Grid:
 
     @property
     def top(self) -> float:
-        """The largest level (whole number that is stored for an element), which means the scale itself."""
+        """The largest level (a level is the whole number stored for an element); it decodes to the block's scale."""
         return float(self.levels)
 
     @property
@@ -86,7 +86,7 @@ AnyGrid = Grid | FloatGrid
 
 @dataclass(frozen=True)
 class Run:
-    """Adjacent blocks of equal length in a section, with the offsets of their elements, quantised codes and scales."""
+    """Adjacent equally long blocks of a section (tensor in the flat tensor), and where their codes and scales begin."""
 
     begin: int  # index of the first element in the flat tensor
     place: int  # index of the first element in its own tensor

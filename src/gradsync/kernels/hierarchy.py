@@ -11,7 +11,7 @@ from gradsync.kernels.checks import INT32_INDICES, check_owners
 
 @dataclass(frozen=True)
 class HashedIndices:
-    """The result of `hierarchical_hash`: the indices of each owner, as they lie in its hash table, and the overflow."""
+    """The result of `hierarchical_hash`: the indices of each owner (rank that sums them), and those without a place."""
 
     owned: list[Tensor]  # (count,) for each owner, in the dtype of the indices, in any order
     overflow: Tensor  # the indices of all owners that found no place, 1-D, in any order
@@ -21,7 +21,7 @@ class HashedIndices:
 
 @dataclass(frozen=True)
 class HashMemory:
-    """The size of one owner's hash table: `slots` filled in parallel, `serial` more for indices that find no slot."""
+    """The size of an owner's (rank's) hash table: `slots` filled in parallel, `serial` more for indices without one."""
 
     slots: int
     serial: int

@@ -33,7 +33,7 @@ from gradsync.kernels.phases import RowUnion
 def sum_rows(
     unite_rows: Callable[..., RowUnion], parts: Sequence[RowsPart], num_rows: int, scale: float, out: RowsPart | None
 ) -> RowsPart:
-    """See `gradsync.kernels.sum_rows`. Sums by `unite_rows` and its result; copies inputs that are not contiguous."""
+    # Sums by `unite_rows` and its result; copies inputs that are not contiguous.
     check_parts(parts, num_rows)
     union = unite_rows([indices.contiguous() for indices, _ in parts], num_rows)
     rows, total = rows_buffers(out, union.count, parts[0][1])
@@ -87,7 +87,7 @@ class Steps(NamedTuple):
         return indices
 
     def partition_elements(self, x: Tensor, n: int, seed: int) -> ElementPartition:
-        """Splits non-zeros of `x`, (numel,), among n owners; see `gradsync.kernels.partition_elements`."""
+        """Splits the non-zeros of `x`, (numel,), among n owners (ranks that sum a part), by a map drawn from `seed`."""
         check_owners(n)
         check_rotated_size(x.numel(), n)
         return ElementPartition(x, n, seed, self)
@@ -98,7 +98,7 @@ class Steps(NamedTuple):
         return ElementUnion(parts, size, self)
 
     def join_elements(self, parts: Sequence[PackedPositions], values: Sequence[Tensor], seed: int, out: Tensor) -> None:
-        """Writes all owners' elements to `out`, (size,), at their indices; see `gradsync.kernels.join_elements`."""
+        """Writes all owners' (summing ranks') elements to `out`, (size,), by the map drawn from `seed`; 0 elsewhere."""
         check_owners(len(parts))
         check_rotated_size(out.numel(), len(parts))
         check_each("values", values, len(parts))
@@ -107,7 +107,7 @@ class Steps(NamedTuple):
 
 
 class ElementPartition:
-    """The non-zero elements of a dense tensor, split by owner; see `gradsync.kernels.ElementPartition`."""
+    """A tensor's non-zero elements, split by owner (rank that sums them); see `gradsync.kernels.ElementPartition`."""
 
     def __init__(self, x: Tensor, n: int, seed: int, steps: Steps) -> None:
         self._steps, self._runs = steps, -(-x.numel() // n)

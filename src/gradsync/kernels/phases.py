@@ -70,7 +70,7 @@ class ElementPartition(Protocol):
     counts: list[int]  # elements of each owner
 
     def write(self, positions: Sequence[PackedPositions], outs: Sequence[Tensor]) -> None:
-        """Writes for each owner its elements' packed positions in its part of the tensor, and their values, (count,).
+        """Writes for each owner (rank) its elements' packed positions in the part it sums, and their values, (count,).
 
         The values have the dtype of the dense tensor.
         """
@@ -97,10 +97,10 @@ class RotatedPartition(Protocol):
     counts: list[int]  # elements of each owner
 
     def write(self, values: Tensor, positions: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-        """Writes for each owner its elements' ascending positions in its part, (count,) int32, and their values.
+        """Writes for each owner (rank) its elements' sorted positions in the part it sums, (count,) int32, and values.
 
         Args:
-            values: (nnz,), or (nnz, dim) contiguous if the indices are of rows; floating.
+            values: (nnz,), or (nnz, dim) contiguous if rows, not elements, were split; floating.
             positions, outs: one for each owner; `outs` (count,) or (count, dim) in the dtype of `values`.
         """
 
@@ -111,10 +111,10 @@ class HashedPartition(Protocol):
     counts: list[int]  # elements of each owner
 
     def write(self, values: Tensor, indices_out: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-        """Writes for each owner its elements' ascending indices in the whole tensor, 1-D, and their values.
+        """Writes for each owner (rank that sums them) its elements' ascending indices in the whole tensor, and values.
 
         Args:
-            values: (nnz,), or (nnz, dim) contiguous if the indices are of rows; floating.
+            values: (nnz,), or (nnz, dim) contiguous if rows, not elements, were split; floating.
             indices_out: one for each owner, (count,) int64, or all int32 for sizes up to 2^31.
             outs: one for each owner, (count,) or (count, dim) in the dtype of `values`.
         """

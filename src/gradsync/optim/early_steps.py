@@ -161,13 +161,13 @@ class EarlyExchange:
         self._waiting = [set(names) for names in self._together]
 
     def arrived(self, name: str) -> list[list[str]]:
-        """Notes that a gradient is ready; returns [names of the parameters to step now], or [] if none are."""
+        """Notes that a gradient is accumulated; returns the parameters' names of the one bucket to step now, or []."""
         place = self._place[name]
         self._waiting[place].discard(name)
         return [] if self._waiting[place] else [self._together[place]]
 
     def left(self) -> list[list[str]]:
-        """Returns the buckets, as lists of parameter names, of which gradients are missing at the end of backward."""
+        """Returns the names of all parameters in each bucket that still misses a gradient at the end of backward."""
         return [names for names, waiting in zip(self._together, self._waiting, strict=True) if waiting]
 
 

@@ -37,7 +37,9 @@ class Freezing:
 
     @torch.no_grad()
     def before(self, optimizer: Optimizer, *, has_closure: bool = False, is_watched: bool = False) -> None:
-        """Prepares a step: replaces parameters by substitutes of elements with exchanged gradients, or copies others.
+        """Prepares a step that shall change only elements with exchanged gradients.
+
+        Optimisers of `OF_ELEMENTS` get smaller substitute parameters of these; else, or if watched, others are copied.
 
         Args:
             has_closure: the step was called with a closure.

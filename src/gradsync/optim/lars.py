@@ -31,8 +31,8 @@ class LARS(Optimizer):
         trust: share of its own norm that a tensor moves by at a learning rate of 1.
         warmup_steps: steps over which the learning rate rises in equal parts; counted in the state, so that training
             resumes.
-        decay_steps: steps after which it has fallen to 0, by the square of the share that is left; None: it does not
-            fall.
+        decay_steps: steps, warm-up included, after which the learning rate is 0: it falls by the square of the share of
+            these steps that is left; None: it does not fall.
         arrived: `Attachment.arrived`, which returns the elements of a gradient that were exchanged; None: all are. It
             may be set later, and is neither copied with the optimiser nor saved in a checkpoint.
 

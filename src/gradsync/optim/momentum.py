@@ -120,7 +120,10 @@ _WITHOUT_MOMENTUM = {"momentum": 0.0, "nesterov": False}  # SGD refuses Nesterov
 
 
 def _part(group: dict[str, Any], wanted: set[int]) -> dict[str, Any]:
-    """Moves parameters with ids in `wanted` from an optimiser's parameter group to a new one without momentum."""
+    """Takes parameters with ids in `wanted` out of an optimiser's parameter group; returns a group of them.
+
+    The new group has the same settings but no momentum, and is not yet in the optimiser.
+    """
     apart = [id(p) in wanted for p in group["params"]]
     new = {**group, **_WITHOUT_MOMENTUM}
     for key in ("params", "param_names"):

@@ -39,29 +39,30 @@ class AveragingPlanner:
     Args:
         cluster: links of the nodes; None: rates between all nodes are measured when attached, with a few MiB each.
         schedule: the schedule, of nodes or of ranks, to be used; None: the planner chooses one.
-        largest: most nodes of a group, except a group of all; None: the square root of all, or all nodes that do not
-            sit out.
+        largest: most nodes of a group, except a group of all; None: the square root of all, or all but slow nodes,
+            which then average in few rounds.
         budget: most groups that may cross a rack's uplink in the same round; None: any number.
-        most_spread: how far apart nodes may stay, in variances of a step's noise, see `GroupSchedule.spread`. All nodes
-            that average after each fourth step are 1.5 apart at most, pairs of a hypercube 1.
+        most_spread: how far apart nodes may stay: their mean squared distance to their mean, in variances of a step's
+            noise. It is up to 1.5 if all average after each fourth step, up to 1 in pairs with changing partners (as in
+            a hypercube) after each step.
         most_left: largest share of the squared distances to the mean that a cycle of rounds may leave.
         most_local_steps: most steps per average, on all nodes; 1 averages after each step. The number within this limit
             follows from the links and `most_spread`.
         momentum_every: average the optimiser's momenta, too, in one of so many rounds with averages, in 16 bits; 0:
             each rank keeps its own. Ranks are 5 to 12 times as far apart with momenta of their own (momentum 0.9).
-        compressor: compresses differences to the parameters of the last consensus; None: parameters are sent as they
-            are. A rank keeps for itself what the compressor leaves out, so no error feedback is needed.
+        compressor: compresses differences to the parameters of the last consensus point (where all ranks had the same
+            ones); None: parameters are sent as they are. A rank keeps what is left out: no error feedback is needed.
         early: parameters are stepped inside backward, where their exchange begins. Not for clipped gradients.
         compute_s: seconds of a step without the exchange; it decides between schedules where nodes are slow, and how
             many local steps pay. With 0, nodes make as many as `most_spread` lets them. `AutoPlanner` measures it.
         remap: where rates were measured, measure them again at a consensus point if rounds have come to take clearly
             more or less time, and change groups if others are expected to be clearly better.
         most_apart: how far ranks may be apart after a round, as a share of the norm of their parameters: the root mean
-            square distance to their mean. At consensus points groups become larger, up to all together, where the
-            changes by averages since the last one predict more, and smaller where there is room; None: groups stay. It
-            takes a pass over the parameters in each round. Distances shrink with the learning rate and the norm hardly
-            does, so ranks are held together most in the first phase of training, where it matters (Kong et al., 2021,
-            "Consensus Control for Decentralized Deep Learning").
+            square distance to their mean. At each consensus point groups become larger, up to all together, if the
+            distances that averages removed since the last such point predict a larger share, and smaller if a clearly
+            smaller one; None: groups stay. It takes a pass over the parameters in each round. Distances shrink with the
+            learning rate and the norm hardly does, so ranks are held together most in the first phase of training,
+            where it matters (Kong et al., 2021, "Consensus Control for Decentralized Deep Learning").
         survives: where a rank dies or stops answering, the others go on without an error. They finish the step in their
             groups, keep their own values of what did not arrive, and agree on who is left; then they make their models
             one, and go on by a new plan: `cluster` and `schedule` no longer fit, so links are measured. Optimisers keep
@@ -152,9 +153,9 @@ class AveragingPlanner:
         return replace(self, cluster=None, schedule=None)
 
     def grouping(self, cluster: Cluster, nbytes: float) -> Grouping:
-        """Returns the schedule of nodes to use on the cluster's links, with its expected time and accuracy.
+        """Returns the schedule of nodes to use on the cluster's links, with its seconds per step, and nodes' distances.
 
-        Of schedules that are about as quick as the quickest, it keeps nodes closest together.
+        Of the schedules that are about as quick as the quickest, it is the one in which nodes stay closest together.
 
         Args:
             nbytes: bytes that each node averages in a step.
@@ -233,7 +234,10 @@ class AveragingPlanner:
         return self.survives and self.cluster is None and placement.ranks_per_node is None
 
     def _exchange(self, schedule: GroupSchedule) -> Scheme[Any]:
-        """Returns the scheme that averages in a group; in larger groups than pairs, casts become `HalfPrecision`."""
+        """Returns the scheme that averages in a group: it gathers compressed values, or all-reduces without compressor.
+
+        A `Cast` (compressor to 16 bits) is replaced by an all-reduce of 16-bit values where groups exceed two.
+        """
         if self.compressor is None:
             return AllReduce()
         if isinstance(self.compressor, Cast) and max(map(len, schedule.distinct), default=1) > 2:
@@ -276,7 +280,10 @@ def _total_bytes(parameters: Mapping[str, Tensor]) -> float:
 
 
 def _of_ranks(between: Scheme[Any], placement: Placement, by_node: bool) -> Scheme[Any]:
-    """Returns a scheme for ranks made of `between`, a scheme for nodes if `by_node`: ranks of a node then sum first."""
+    """Returns `between`, a scheme that averages among ranks, or, if it does among nodes (`by_node`), a two-level one.
+
+    In the two-level scheme the ranks of a node sum first, and each exchanges a part of the sum between nodes.
+    """
     if not by_node:
         return between
     per_node = placement.ranks_per_node

@@ -48,8 +48,9 @@ class Searched:
 def searched(job: Job, constraints: Constraints | None = None) -> Searched:
     """Returns the best plan found with the schemes that the constraints allow, and the data of the search.
 
-    The plan is the simplest of the solutions with about equal time, then improved by effects that only `predict` knows.
-    Measured errors of the job are used if the constraints have none.
+    The plan is the simplest of the solutions with about equal time. Then buckets get another scheme, or are merged,
+    where that shortens the step by `predict`, which simulates more than the search. If the constraints have no errors
+    of lossy schemes and compressors on the gradients, the job's measured ones are used.
 
     Raises:
         ValueError: for constraints that leave no way for a gradient.
@@ -59,10 +60,11 @@ def searched(job: Job, constraints: Constraints | None = None) -> Searched:
 
 
 def _searched(job: Job, ways: Sequence[Way]) -> Searched:
-    """Searches once as is, once with halved latencies and once with large gradients in pieces; keeps a clear gain.
+    """Returns the best of up to three searches for a plan: as is, with halved latencies, and with large gradients cut.
 
-    At the end neighbouring buckets are merged where this shortens the predicted step, as the search does not contain
-    all latencies and threads that they share.
+    A later search's plan replaces that of an earlier one only if its predicted step is clearly shorter. At the end
+    neighbouring buckets are merged where this shortens the predicted step, as the search does not contain all latencies
+    and threads that they share.
     """
     best = _solved(job, ways, formulate(job, ways))
     best = _better(best, _solved(job, ways, formulate(job.with_hidden_latencies(), ways), hiding=True), job)
@@ -91,10 +93,10 @@ def _solved(job: Job, ways: Sequence[Way], formulation: Formulation, hiding: boo
 def candidate_plans(job: Job, constraints: Constraints | None = None) -> list[Plan]:
     """Returns plans worth a trial on real steps, the one with the shortest predicted step first.
 
-    Candidates are the best two among the search's plan and its plans for each lossy way alone; the best plan in fewer
-    buckets, as predictions are least certain about costs of calls and gains of overlap; and unless plans must be lossy,
-    the best exact plan, and the best plans made without a search. Predictions contain more than the search but are only
-    as good as the measurements: at most one plan with a far longer predicted step is tried.
+    Candidates are the best two among the search's plan and its plans with only one of the lossy schemes or compressors
+    allowed; the best plan in fewer buckets, as predictions are least certain about costs of calls and gains of overlap;
+    and unless plans must be lossy, the best exact plan, and the best plans made without a search. Of plans with a far
+    longer predicted step at most one is tried, as a second plan: predictions are only as good as the measurements.
     """
     if job.world_size == 1:
         return default_plans(job.profiles, 1)

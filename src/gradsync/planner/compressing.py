@@ -41,9 +41,9 @@ class CompressingPlanner:
 
     `cheapest_way` chooses the scheme that carries the compressor's payloads; a scheme of flat buckets, such as
     PowerSGD, may be given in place of a compressor. Dense gradients that were found to be mostly zero are compressed,
-    too. Tables with sparse gradients, integers, and parameters that the settings exclude stay exact and travel as by
-    default. The planner adds no error feedback: wrap the compressor. It warns once if a compressor without error
-    feedback may lose most of a gradient by its law.
+    too. Tables with sparse gradients, integers, and parameters excluded by `exact`, `matrices_only` or
+    `fewest_elements` stay exact and travel as by default. The planner adds no error feedback: wrap the compressor. It
+    warns once if a compressor without error feedback promises no bound by which most of a gradient arrives.
 
     List in `exact` any table that gets sparse gradients without an `nn.Embedding(sparse=True)`: the plan that follows
     the first step would have no place for its residual.
@@ -151,10 +151,11 @@ def cheapest_way(compressor: Compressor[Any], spec: FlatSpec, world_size: int) -
 
 
 def _needs_feedback(compressor: Compressor[Any], spec: FlatSpec) -> bool:
-    """Whether the compressor has no error feedback, is biased, and may lose more than half of a gradient by its law.
+    """Whether the compressor has no error feedback, is biased, and may lose more than half of a gradient.
 
-    Exempt are signs, which are meant to lose magnitudes, casts, which lose values out of range, and TernGrad, which
-    clips.
+    That is, its law (the bound that it promises for its error) lets more than half of the squared norm be lost, or sets
+    no such bound. Exempt are signs, which are meant to lose magnitudes, casts, which lose values out of range, and
+    TernGrad, which clips.
     """
     if isinstance(compressor, Feedback | Sign | Cast | TernGrad) or not compressor.traits.feeds_back:
         return False

@@ -34,10 +34,11 @@ def default_plans(profiles: Sequence[ParameterProfile], world_size: int, network
     """Returns the plans worth a trial, the best guess first; only trials on real steps tell which one wins.
 
     Small dense buckets hide more of their exchange behind backward but cost more calls, and on a fast network take
-    cores from backward. Tables that are ready early may be sent at once or with the others. The last dense bucket may
-    go first, as it is ready first, or fill the link between a table's stages, which wait for one another. Dense
-    gradients that were found to be sparse cost a scan and save bytes. Also tried: the second-best scheme for tables, if
-    it is not far off, and flat buckets without a stage inside nodes, which takes cores.
+    cores from backward. Tables (parameters with sparse gradients) that are ready early may be sent at once or with the
+    others. The last dense bucket may go first, as it is ready first, or fill the link between the stages (collectives)
+    of a table's scheme. Dense gradients that were found to be sparse cost a scan and save bytes. Also tried: the
+    second-best scheme for tables, if not far off, and all other buckets without a first stage inside nodes, as that
+    takes cores from backward.
 
     Args:
         profiles: parameters in model order, with what was measured of each.
@@ -86,7 +87,7 @@ def default_plan(
         by_layout: treats dense gradients that were found to be sparse as dense. Otherwise these go by rows together
             with the tables, or by elements in a bucket each.
         second_scheme: uses the second cheapest scheme for tables, if it is not far off.
-        one_level: sums flat buckets among all ranks at once, not inside nodes first.
+        one_level: sums flat buckets (all but those of tables) among all ranks at once, not inside nodes first.
     """
     specs = {p.name: p.tensor for p in profiles}
     levels = Placement.one_per_node(world_size) if one_level else _placement(world_size, network)
@@ -183,7 +184,8 @@ def found_schemes(
     """Returns the sparse scheme, by parameter name, of each mostly zero dense gradient for which it saves enough.
 
     Args:
-        levels: the nodes that schemes of flat buckets may use; None: the nodes of the network.
+        levels: the nodes inside which two-level schemes may exchange first, for gradients that go by elements, not by
+            rows; None: the nodes of the network.
     """
     levels = levels or _placement(world_size, network)
     found = {p.name: _scheme_of_found(p, world_size, network, levels) for p in profiles if p.found and world_size > 1}

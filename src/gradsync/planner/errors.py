@@ -22,7 +22,7 @@ DRIVEN_S = 60.0  # timeout; a group of one rank has nobody to wait for
 
 
 def name_of(way: SchemeOrCompressor) -> str:
-    """Returns the key under which a scheme's or compressor's errors are stored: its name, or its compressor's name."""
+    """Returns the key of stored errors: a compressor's name, also for a scheme made of one, else the scheme's name."""
     return str(way.compressor if isinstance(way, Compressed | Route) and way.compressor is not None else way)
 
 
@@ -36,14 +36,14 @@ def sends_later(way: SchemeOrCompressor) -> bool:
 
 
 def delay_of(error: float) -> float:
-    """Returns how many steps' worth of gradient a residual holds, for a relative error per step; infinite from 1 on.
+    """Returns how many steps' worth of gradient a residual holds: error^2 / (1 - error^2), infinite from error 1 on.
 
-    The model: a step sends the share 1 - error^2 of the squared norm of gradient plus residual, as it does of a
-    gradient alone, and gradients of different steps are uncorrelated. Then squares add up, and the residual settles
-    where r^2 = error^2 (r^2 + g^2), at error^2 / (1 - error^2) of the gradient's square. A residual is flatter than a
-    gradient, so top-k sends less of it: for normally distributed numbers the residual is 2 % larger at a ratio of 0.2,
-    half as large again at 0.01. For any gradients, if no step's error is larger, the bound is 4 (1 - d) / d^2 with d =
-    1 - error^2.
+    This is the residual's squared norm over a gradient's, r^2 / g^2, for a relative `error` (of norms) per step, by a
+    model: a step sends the share 1 - error^2 of the squared norm of gradient plus residual, as it does of a gradient
+    alone, and gradients of different steps are uncorrelated. Then the residual settles where r^2 = error^2 (r^2 + g^2).
+    The result leaves out that a residual is flatter than a gradient, so that top-k sends less of it: for normally
+    distributed numbers the residual is 2 % larger at a ratio of 0.2, half as large again at 0.01. A bound for any
+    gradients, if no step's error is larger, is 4 (1 - d) / d^2 with d = 1 - error^2.
 
     Reference: Karimireddy et al., 2019, lemma 3.
     """

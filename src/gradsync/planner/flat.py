@@ -74,10 +74,11 @@ def flat_scheme(
 
 
 def across_at_once(order: Iterable[tuple[str, str]], plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yields the plan's turns, but two-level dense buckets take all stages except the last right after their first.
+    """Yields turns, (bucket id, stage), as in `order`, but with the middle stages of two-level dense buckets moved up.
 
-    Such a bucket travels between nodes as soon as it is ready, like an all-reduce. The last stage, back into the nodes,
-    comes after the next bucket has been sent, as links between nodes are the slow ones.
+    They come right after the bucket's first stage; a turn is one stage (collective) of one bucket. Such a bucket
+    travels between nodes as soon as it is ready, like an all-reduce. The last stage, back into the nodes, comes after
+    the next bucket has been sent, as links between nodes are the slow ones.
     """
     stages = {b.id: b.scheme.stages(plan.world) for b in plan.buckets if is_dense(b.scheme)}
     back: list[tuple[str, str]] = []

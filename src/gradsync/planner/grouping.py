@@ -38,7 +38,7 @@ COOLEST = 1e-3  # last temperature of the annealing, as a share of the first cos
 
 @dataclass(frozen=True)
 class Grouping:
-    """A schedule (which nodes average in which round) on a cluster, with its expected time and accuracy."""
+    """A schedule (which nodes average in which round), its expected step time, and how far nodes stay apart by it."""
 
     name: str
     schedule: GroupSchedule
@@ -60,15 +60,17 @@ def groupings(
     most_local_steps: int = 4,
     seed: int = 0,
 ) -> list[Grouping]:
-    """Returns the candidate schedules within the limits, the quickest first; averaging all nodes together is one.
+    """Returns the candidate schedules within the limits, the quickest first; one always averages all nodes together.
+
+    In some candidates slow nodes sit out: they join the averages only in one of several rounds.
 
     Args:
         nbytes: bytes that each node averages in a step.
         compute_s: seconds of a step without the exchange.
-        largest: most nodes of a group, except a group of all; None: the square root of all, a whole rack, or all nodes
-            that do not sit out.
+        largest: most nodes of a group, except a group of all; None: the square root of all, a whole rack, or all but
+            the slow nodes.
         budget: most groups that may cross a rack's uplink in the same round; None: any number.
-        most_spread: how far apart nodes may stay, as `GroupSchedule.spread` per node.
+        most_spread: largest mean squared distance of nodes to their mean, in variances of one step's noise.
         most_left: largest share of the squared distances to the mean that a cycle of rounds may leave.
         most_local_steps: most steps per average, on all nodes; 1 averages after each step.
         seed: seed of the random search for the nodes' places in groups.
@@ -95,7 +97,10 @@ def groupings(
 
 
 def judge(name: str, schedule: GroupSchedule, cluster: Cluster, nbytes: float, compute_s: float) -> Grouping:
-    """Returns the schedule with its expected time and accuracy on the cluster; arguments as in `groupings`."""
+    """Returns the schedule with its seconds per step on the cluster, and how far nodes stay apart (`spread`, `left`).
+
+    Arguments as in `groupings`.
+    """
     return Grouping(
         name,
         schedule,
@@ -119,9 +124,10 @@ def _rested(judged: Grouping, every: int, cluster: Cluster, nbytes: float, compu
 
 
 def _rested_spread(spread: float, every: int, nodes: int) -> float:
-    """Returns how far nodes drift apart if they average only after each `every`-th step; `spread`: after each step.
+    """Returns the mean squared distance of nodes to their mean if they average after each `every`-th step only.
 
-    An average removes the noise of `every` steps, and each local step before it adds one step's noise.
+    `spread`: the same if they average after each step, both in variances of one step's noise; `nodes`: their number. An
+    average removes the noise of `every` steps, and each local step before it adds one step's noise.
     """
     return every * spread + (every - 1) / 2 * (1 - 1 / nodes)
 
@@ -146,7 +152,7 @@ def step_s(schedule: GroupSchedule, cluster: Cluster, nbytes: float, compute_s: 
 
 
 class Ring(NamedTuple):
-    """The cost of a group's all-reduce: bytes over its busiest link, and rounds of messages."""
+    """The cost of a node group's all-reduce: bytes over its busiest link, and rounds of messages (for latency)."""
 
     busiest_bytes: float
     rounds: int
@@ -154,7 +160,7 @@ class Ring(NamedTuple):
 
 @cache
 def ring_of(members: int, nbytes: float) -> Ring:
-    """Returns the cost of an all-reduce of `nbytes` among `members`, taken from the steps of `AllReduce`."""
+    """Returns the busiest link's bytes and the rounds of messages when `members` nodes all-reduce `nbytes`."""
     bucket = TensorSpec((math.ceil(nbytes / 4),), torch.float32)
     (found,) = transfers(AllReduce().steps((bucket,), (), Placement.one_per_node(members)))
     return Ring(found.busiest_bytes, found.rounds)
@@ -204,7 +210,10 @@ def _check_limits(
 
 
 def _candidates(cluster: Cluster, largest: int, budget: int, seed: int) -> Iterator[tuple[str, GroupSchedule]]:
-    """Yields candidates as (name, schedule), each also with slow nodes that take part in few rounds only."""
+    """Yields schedules to compare, as (name, schedule), each then with slow nodes in one of 2, 4 or 8 rounds only.
+
+    `largest`: most nodes of a group; `budget`: most groups that cross a rack's uplink in a round.
+    """
     slow = [node for node, link in cluster.slow.items() if _is_slow(link, cluster)]
     for name, schedule in _of_all(cluster, largest, budget, seed):
         yield name, schedule
@@ -250,7 +259,7 @@ def seated(schedule: GroupSchedule, cluster: Cluster, seed: int = 0) -> GroupSch
 
 
 class _RoundLoads:
-    """A calculator of the load of a round's busiest link, for many permutations of the nodes."""
+    """A calculator of the seconds of the busiest link in one round of averaging, for many orders of the nodes."""
 
     def __init__(self, each: Round, cluster: Cluster) -> None:
         groups = [group for group in each.groups if len(group) > 1]
@@ -263,10 +272,10 @@ class _RoundLoads:
         self._trunk_bytes_per_s = cluster.trunk.bandwidth_bytes_per_s if cluster.trunk else math.inf
 
     def busiest_s(self, nodes: NDArray[np.int64]) -> float:
-        """Returns the seconds of the busiest link if each node averages one byte.
+        """Returns the seconds that the busiest link takes in this round if each node averages one byte.
 
         Args:
-            nodes: (n,) int64, the node that takes the place of each rank in the schedule.
+            nodes: (n,) int64: nodes[i] is the cluster's node that takes place i in the groups of the round.
         """
         seated = nodes[self._members]
         slowest = np.minimum.reduceat(self._bandwidths[seated], self._starts)

@@ -68,10 +68,10 @@ def search(problem: Problem, *, max_items: int | None = None, effort: float = 1.
 
 
 def best_of_all(problem: Problem, *, max_items: int | None = None) -> Solution:
-    """Returns the best of all possible plans by simulating each one: 5 million for 8 items and 4 options.
+    """Returns the plan with the shortest step, simulating all possible ones: 5 million for 8 items and 4 options.
 
     Args:
-        max_items: most items of a part.
+        max_items: most items (gradients) of a part (bucket); each part gets one of the options to exchange it.
 
     Raises:
         ValueError: if the constraints leave no plan.
@@ -86,19 +86,20 @@ def best_of_all(problem: Problem, *, max_items: int | None = None) -> Solution:
 def lower_bound(problem: Problem, upper_s: float, *, max_items: int | None = None, labels: int | None = None) -> float:
     """Returns a lower bound, in seconds, of the step with any plan; `upper_s` if no plan takes less than that.
 
-    Exact label setting over all cuts and options on a relaxation of the machine. A label has, for a plan of the first
-    parts, these coordinates, none above its value on the machine in any plan that begins with these parts:
+    A plan cuts the items (gradients) into parts (buckets), and gives each an option: a chain of demands (tasks), each
+    on COMPUTE or a link (any other resource). A part's n-th demand on a link comes after those of earlier parts. This
+    is label setting over all plans, exact on a relaxation of the machine. A label has, for a plan of the first parts,
+    these coordinates, none above its value on the machine in any plan that begins with these parts:
 
     - *backward*: its time so far, and the demands on COMPUTE at the begin of chains. These are served before backward
       goes on, so no later part is ready before.
     - *work*: backward and all demands on COMPUTE, which come one after another.
-    - *turn n*, for each link and n: the end of the last n-th demand there. The next n-th one begins no earlier, by the
-      rule of the order, nor before the demand ahead of it in its chain ends. So chains are followed exactly, except
-      that demands on COMPUTE never wait.
-    - *load*, for a link with several turns: the maximum over parts of (begin of its first demand + all its demands
-      there and those of later parts). Later parts come later: their first demand by the rule of the order, the others
-      after it.
-    - *follow*: the same behind the link turn from which most chains go on to COMPUTE.
+    - *turn n*, for each link and n: the end of the last n-th demand there, before which no later part's n-th one
+      begins. So chains are simulated exactly, except that demands on COMPUTE never wait.
+    - *load*, for a link on which chains have several demands: the maximum over parts of (begin of its first demand +
+      all its demands there and those of later parts, which all come later).
+    - *follow*: the same for demands on COMPUTE that end a chain, behind the link and n where most such chains have
+      their last link demand.
     - *end*: the largest bound so far: ends of chains, and for weights w with sum 1 the sum over resources of w * (work
       or load + least load of later parts), which is at most the largest of these.
 

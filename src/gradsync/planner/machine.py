@@ -27,7 +27,7 @@ END = len(Resource)  # when the last part is done; in level DEFERRED, seconds of
 
 
 class Level(Enum):
-    """A recurrence's treatment of followers: demands in no resource's queue, such as decoding after a transfer."""
+    """The treatment of tasks in no resource's queue (decoding): charged at once, or all after the last transfer."""
 
     CHARGED = "charged"
     DEFERRED = "deferred"
@@ -47,7 +47,7 @@ def play(problem: Problem, parts: Sequence[Part]) -> list[Task]:
 
 
 def step_s(problem: Problem, parts: Sequence[Part]) -> float:
-    """Simulates a plan; returns the seconds from the begin of backward to the end of backward and the last demand."""
+    """Simulates a plan; returns the seconds from backward's begin until it and all tasks of the parts have ended."""
     return max((task.end_s for task in play(problem, parts)), default=0.0)
 
 
@@ -92,7 +92,7 @@ def deferred_s(problem: Problem, parts: Sequence[Part]) -> float:
 
 
 def recurrence_s(problem: Problem, parts: Sequence[Part], level: Level) -> float:
-    """Returns the approximate seconds of a plan's step by a recurrence that treats followers as `level` says."""
+    """Returns the approximate seconds of a plan's step; `level` says how tasks in no queue (decoding) are treated."""
     check_parts(problem, parts)
     rows = [0.0] * ROWS
     for part in parts:
@@ -133,9 +133,10 @@ def advance(
     level: Level,
     larger: Callable[[Any, Any], Any] = max,
 ) -> list[Any]:
-    """Returns the recurrence's state after one more part: its share of backward, then its demands.
+    """Returns the times when resources get free after one more part: its share of backward, then its option's tasks.
 
-    With numpy.maximum as `larger`, entries of the state `rows` may be arrays, one element per state.
+    `rows`: these times before the part, by `Resource`, and the entry END; arrays if `larger` is numpy.maximum, one
+    element per state. `seconds`: of each task. `level`: how tasks in no resource's queue are treated.
     """
     after = list(rows)
     ready = after[Resource.COMPUTE] = after[Resource.COMPUTE] + backward_s
@@ -157,7 +158,10 @@ def advance(
 
 
 def finish(rows: Sequence[Any], rest_s: float, level: Level, larger: Callable[[Any, Any], Any] = max) -> Any:
-    """Returns the seconds of the whole step, given the recurrence's state `rows` after the last part."""
+    """Returns the seconds of the whole step, given when resources get free after the last part.
+
+    `rows`: these times by `Resource`, and the entry END. `level`: how tasks in no resource's queue were treated.
+    """
     if level is not Level.DEFERRED:
         return larger(rows[Resource.COMPUTE] + rest_s, rows[END])
     last = rows[Resource.COMPUTE] + rest_s

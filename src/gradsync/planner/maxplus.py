@@ -68,7 +68,7 @@ class Product:
         return reached
 
     def replace(self, start: int, stop: int, step: Matrix) -> None:
-        """Replaces the matrices [start, stop) by the single one `step`; indices of later ones stay the same."""
+        """Replaces the matrix at `start` by `step` and the others of [start, stop) by identities; so indices stay."""
         self._check(start, stop)
         changed = [self._leaves + start, *self._cover(start + 1, stop)]
         for node in changed:

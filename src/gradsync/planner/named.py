@@ -79,12 +79,12 @@ def _among(name: str, momentum: float, world_size: int) -> Compressor[Any]:
 
 
 def fit_optimizer(name: str, optimizer: Optimizer) -> float:
-    """Adapts an optimiser in place to the named scheme or compressor, and returns the momentum that this must apply.
+    """Adapts an optimiser in place to a scheme or compressor; returns the momentum that the scheme must apply.
 
     A scheme that applies momentum itself gets SGD's momentum of the parameters that it compresses, and the optimiser no
     longer applies it to these; parameters that stay exact keep theirs. Signs that ranks vote with are no gradients: SGD
-    would move every element by the whole learning rate, so this is multiplied by `RATE_OF_VOTES`. Signum has its own
-    momentum, so optimisers keep none.
+    would move every element by the whole learning rate, so the rate is multiplied by `RATE_OF_VOTES`. Signum has its
+    own momentum, so optimisers keep none.
     """
     if name in VOTES:
         for group in optimizer.param_groups if isinstance(optimizer, SGD) else ():

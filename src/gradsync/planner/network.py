@@ -30,7 +30,7 @@ INSIDE_NODES: tuple[Scheme[Any], ...] = (ReduceScatter(), SparseReduceScatter())
 
 
 def planned_schemes(placement: Placement) -> tuple[Scheme[Any], ...]:
-    """Returns the schemes that default plans use on these nodes, with stages inside nodes of several ranks."""
+    """Returns the schemes that default plans use, and if nodes have several ranks, also those that sum inside nodes."""
     return (*PLANNED, *INSIDE_NODES) if placement.is_hierarchy else PLANNED
 
 

@@ -157,7 +157,7 @@ def formulate(job: Job, ways: Sequence[Way]) -> Formulation:
 
 
 def _items(job: Job, ways: Sequence[Way]) -> list[tuple[str, ...]]:
-    """Returns the parameter names of each item, in the order in which items become ready."""
+    """Returns the names in each item, in order of readiness: all `members` of a way together, other gradients alone."""
     together = {name: way.members for way in ways if way.members is not None for name in way.members}
     names = [p.name for p in in_ready_order(job.profiles)]
     items = dict.fromkeys(together.get(name, (name,)) for name in names)
@@ -168,7 +168,7 @@ def _items(job: Job, ways: Sequence[Way]) -> list[tuple[str, ...]]:
 def _by_dtype(
     items: Sequence[tuple[str, ...]], known: Mapping[str, ParameterProfile], way: Way
 ) -> dict[torch.dtype, set[int]]:
-    """Returns the indices of items that may take the way, by dtype, as a bucket has one dtype only."""
+    """Returns, by dtype as a bucket has one, the indices of items (gradients) that may take the scheme of `way`."""
     found: dict[torch.dtype, set[int]] = {}
     for number, (name, *others) in enumerate(items):
         profile = known[name]
@@ -186,7 +186,7 @@ def flat_of(profile: ParameterProfile) -> TensorSpec:
 
 
 def _option_of_members(way: Way, members: Sequence[ParameterProfile], network: Network) -> Option:
-    """Returns the option of a way with `members`, whose demands are constant, as it takes all members or none."""
+    """Returns the option of a way with `members`, which are always one bucket, so that its tasks take constant time."""
     if way.scheme.traits.layout is Layout.ROWS:
         specs, seen = tuple(p.tensor for p in members), tuple(p.density for p in members)
     else:
@@ -199,7 +199,7 @@ def _option_of_members(way: Way, members: Sequence[ParameterProfile], network: N
 
 
 def _option(scheme: Scheme[Any], dtype: torch.dtype, flats: Sequence[TensorSpec | None], network: Network) -> Option:
-    """Returns a scheme's option for any dense gradients; `flats` has None for items that may not take the scheme."""
+    """Returns a scheme's option (timed tasks) for dense gradients; `flats`: None for any that may not take it."""
     if scheme.traits.depends_on_shapes:
         return _option_by_shapes(scheme, flats, network)
     chains = [
@@ -218,7 +218,7 @@ def _steps(scheme: Scheme[Any], spec: TensorSpec, network: Network) -> tuple[Ste
 
 
 def _option_by_shapes(scheme: Scheme[Any], flats: Sequence[TensorSpec | None], network: Network) -> Option:
-    """Returns the option of a scheme whose steps depend on shapes; amounts are each item's bytes in that step."""
+    """Returns the option of a scheme whose steps depend on shapes: a task per step, `amounts` being items' bytes."""
     alone = [{} if flat is None else _by_name(_steps(scheme, flat, network)) for flat in flats]
     longest = max(alone, key=len)
     demands = []

@@ -38,7 +38,7 @@ class Prediction:
 
     @property
     def seconds(self) -> float:
-        """The seconds until the last gradient is synchronised."""
+        """The seconds from the begin of backward until backward has ended and all gradients are synchronised."""
         return max((task.end_s for task in self.tasks), default=0.0)
 
 
@@ -98,7 +98,10 @@ def _delays_of(
 
 
 def _stretched(at_s: float, exchange: Sequence[Task], delays: Sequence[tuple[float, float]], job: Job) -> float:
-    """Returns when backward, slowed by the exchange, comes to the point that it would reach `at_s` if alone."""
+    """Returns the time when backward, slowed by the exchange, reaches the point that it would reach at `at_s` alone.
+
+    `delays`: the interruptions of backward that `_delays_of` returns: (backward's own time, seconds).
+    """
     slowdown, reached_s = job.slowdown, at_s
     delayed_s = sum(seconds for own_s, seconds in delays if own_s < at_s)
     if not slowdown.matters:

@@ -82,7 +82,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class Option:
-    """A way to exchange a part (a bucket): a chain of demands, each of which waits for the one before it."""
+    """A way to exchange a part (a bucket): a chain of tasks (`Demand`), each of which waits for the one before it."""
 
     name: str
     chain: tuple[Demand, ...]
@@ -146,7 +146,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Solution:
-    """Parts that cover all items in order, and the step's seconds: from the begin of backward to the last demand."""
+    """Parts that cover all items in order, and the seconds from backward's begin until it and all tasks have ended."""
 
     parts: tuple[Part, ...]
     seconds: float

@@ -126,7 +126,10 @@ def describe(explanation: Explanation) -> Iterator[str]:
 def alternatives(
     plan: Plan, place: int, job: Job, ways: Sequence[Way], steps: Mapping[str, Sequence[Step]]
 ) -> Iterator[Alternative]:
-    """Yields other schemes for the bucket at index `place`, with the step's seconds; `steps`: present ones by id."""
+    """Yields other schemes for the bucket at index `place`, each with the predicted seconds of the training step.
+
+    `steps`: the computations and transfers of the present schemes, by the id of the bucket.
+    """
     bucket = plan.buckets[place]
     present = bucket.scheme
     for way in ways:
@@ -136,7 +139,7 @@ def alternatives(
 
 
 def may_take(bucket: BucketPlan, present: Scheme[Any], way: Way, job: Job) -> bool:
-    """Whether the scheme of `way` may replace `present` in this bucket, by the gradients that it is for."""
+    """Whether the scheme of `way` may replace `present` in this bucket: the way must be for the bucket's gradients."""
     if way.members is not None:
         return set(bucket.names) == set(way.members)
     sparse = {p.name for p in job.profiles if p.sparse}

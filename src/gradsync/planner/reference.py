@@ -211,7 +211,7 @@ class _Label:
 
 @dataclass(frozen=True)
 class _Way:
-    """A possible part that label setting appends to plans that end at `origin`, with the seconds of its demands."""
+    """A bucket from position `origin` on, which label setting may append to a partial plan; `seconds`: of its tasks."""
 
     origin: int
     option: int
@@ -272,7 +272,7 @@ class _Search:
         return solution
 
     def _worthwhile(self) -> list[int]:
-        """Returns the options that, for parts of some size, no other option matches or beats in all demands."""
+        """Returns the options that, for parts of some size, no other equals or beats in the seconds of each task."""
         prices, size, options = self._prices, self._problem.size, range(len(self._problem.options))
         wanted: set[int] = set()
         length = 1
@@ -303,7 +303,7 @@ class _Search:
         )
 
     def _fixed_sizes(self) -> None:
-        """Simulates, for each option, plans with buckets of one size: single items, all in one, halves, quarters ..."""
+        """Simulates plans of one option and one bucket size (an item, all, halves, ...); keeps the best as `_best`."""
         sums, items = self._prices.bytes, self._problem.size
         for option in self._options:
             for step in range(10):
@@ -322,7 +322,10 @@ class _Search:
                     self._played(parts)
 
     def _positions(self) -> list[int]:
-        """Returns the positions where plans may be cut, about as many as wanted; closer where bytes or time are."""
+        """Returns the positions between items at which plans may be cut: all, or about `Settings.positions` of many.
+
+        Of many, those are chosen between which bytes and seconds of backward are about equal.
+        """
         size = self._problem.size
         affordable = sqrt(self._settings.transitions / (LEAST * len(self._options)))
         wanted = min(self._settings.positions, int(affordable) + 1)
@@ -372,7 +375,11 @@ class _Search:
     def _program(
         self, places: Sequence[int], ways: list[list[_Way]], transitions: float, spread: float
     ) -> list[Solution]:
-        """Runs label setting, a dynamic program over the positions; returns the most promising plans, simulated."""
+        """Runs label setting, a dynamic program over the positions to cut at; returns the best plans, simulated.
+
+        `transitions`: about how many labels (partial plans) may be created. A label's score is its largest lower bound
+        plus `spread` times the mean of its bounds over all weightings of resources.
+        """
         problem, prices = self._problem, self._prices
         number = sum(map(len, ways))
         width = int(min(max(transitions / max(number, 1), LEAST), MOST))
@@ -407,7 +414,10 @@ class _Search:
         return [self._played(_parts(end, places)) for end in ends]
 
     def _look_ahead(self, ways: list[list[_Way]], weights: list[Weights]) -> list[list[float]]:
-        """Returns, for each position and weighting, a lower bound of the weighted load of all following items."""
+        """Returns, by position where plans may be cut, a lower bound of the load behind it for each row of `weights`.
+
+        The load is the seconds of the following items' tasks, each times the weight of the resource that it keeps busy.
+        """
         ahead = [[NEVER] * len(weights) for _ in ways]
         ahead[-1] = [0.0] * len(weights)
         for j in reversed(range(1, len(ways))):
@@ -423,7 +433,10 @@ class _Search:
         return ahead
 
     def _polish(self, now: Solution, demands: int) -> None:
-        """Tries changes of one part after another, until none improves the plan or `demands` were simulated."""
+        """Changes one part of the plan after another; keeps the improved plan as `_best` if it is the shortest so far.
+
+        Ends when no change helps, or when the whole search has simulated `demands` tasks.
+        """
         unchanged, place = 0, 0
         while unchanged < len(now.parts) and self._served < min(demands, self._settings.demands):
             if place >= len(now.parts):
@@ -497,7 +510,7 @@ class _Search:
         return sorted(found)
 
     def _group(self, now: Solution, p: int) -> Solution:
-        """Tries another option for part `p` and the next parts that have the same option, all together."""
+        """Returns `now` with another option for part `p` and next ones of the same option, if faster; else `now`."""
         for option in self._options:
             for wanted in (2, 3, 4, 6, 8, 12, 16, 24, 32):
                 old = now.parts[p].option
@@ -515,7 +528,7 @@ class _Search:
         return now
 
     def _redrawn(self) -> Solution | None:
-        """Returns the best plan with some neighbouring parts replaced at random; None if these are not allowed."""
+        """Returns the best plan so far with some neighbouring parts redrawn at random; None if this is not allowed."""
         best = self._best.parts
         if not best:
             return None
@@ -559,7 +572,7 @@ def _parts(label: _Label, places: Sequence[int]) -> list[Part]:
 
 
 def lower_bound(problem: Problem, upper_s: float, max_items: int) -> float:
-    """Returns the bound of `joint.lower_bound`, computed with one label per item: the minimum of all in each entry."""
+    """Returns a lower bound, in seconds, of any plan's step, `upper_s` at most; one label (list of bounds) an item."""
     if not problem.size:
         return problem.rest_s
     bound = _Bound(problem, upper_s, max_items)
@@ -582,7 +595,10 @@ BACKWARD, WORK = 0, 1  # indices of a label's coordinates; links, `follow` and `
 
 
 class _Bound:
-    """Computes labels (lists of lower bounds) on a relaxed machine; `joint.lower_bound` explains their coordinates."""
+    """Computes labels: lower bounds of the times when a plan's first parts are done with backward, links and so on.
+
+    They hold for a relaxed machine, where tasks on COMPUTE never wait; `joint.lower_bound` explains a label's entries.
+    """
 
     def __init__(self, problem: Problem, upper_s: float, max_items: int) -> None:
         self._problem, self._max_items = problem, max_items
@@ -617,7 +633,7 @@ class _Bound:
         return links[-1] if links else -1
 
     def _look_ahead(self) -> None:
-        """Computes the least weighted load of the items that follow each item, and the least seconds of a last part."""
+        """Sets `_last_s`, a last part's least seconds, and `_ahead`, the least weighted seconds from each item on."""
         size, prices = self._problem.size, self.prices
         self._ahead = [[NEVER] * len(self._weights) for _ in range(size)] + [[0.0] * len(self._weights)]
         self._last_s = NEVER
@@ -636,7 +652,7 @@ class _Bound:
                         self._ahead[start][w] = min(self._ahead[start][w], cost)
 
     def step(self, label: Sequence[float], start: int, stop: int, number: int) -> list[float]:
-        """Returns the label after one more part: items [start, stop) with the option of index `number`."""
+        """Returns the label (lower bounds of times) after one more part, items [start, stop) by option `number`."""
         prices, option = self.prices, self._problem.options[number]
         lead, turns, last = prices.leads[number], prices.turns[number], self._lasts[number]
         seconds = prices.of(number, start, stop)

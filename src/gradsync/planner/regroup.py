@@ -43,16 +43,16 @@ class Rounds:
 
     @property
     def now_s(self) -> float | None:
-        """The seconds that a round takes now; None while it is too early to say."""
+        """The present seconds of a round of averaging, a median of means over some rounds each; None: not known yet."""
         return statistics.median(self._figures) if len(self._figures) == FIGURES else None
 
     def plan_stays(self) -> None:
-        """Makes the present seconds of a round the reference, `young_s`, for later comparisons."""
+        """Sets `young_s`, with which `links_changed` compares later seconds of rounds, to `now_s`; the plan stays."""
         self.young_s = self.now_s
 
 
 def links_changed(young_s: Sequence[float], now_s: Sequence[float]) -> bool:
-    """Whether some rank's rounds take so much more or less time than before that links must have changed.
+    """Whether some rank's rounds of averaging take so much more or less time than before that links must have changed.
 
     Args:
         young_s, now_s: seconds of a round by rank, when the plan was new and now.
@@ -64,10 +64,10 @@ def links_changed(young_s: Sequence[float], now_s: Sequence[float]) -> bool:
 
 
 def is_better(found: Grouping, present: Grouping, budget: int | None) -> bool:
-    """Whether to replace the groups `present` by `found`, given the expected time and spread of both.
+    """Whether averaging should go over from the groups of nodes in `present` to those in `found`.
 
-    True if they are clearly quicker; or keep nodes clearly closer together at about the same time, as where a slow node
-    that sat out has recovered; or if the present groups crowd an uplink beyond the budget.
+    True if `found` is clearly quicker; or keeps nodes clearly closer together at about the same time, as where a slow
+    node that sat out has recovered; or if more than `budget` groups of `present` cross one rack's uplink in a round.
     """
     if budget is not None and present.crossing > budget:
         return True
@@ -77,25 +77,26 @@ def is_better(found: Grouping, present: Grouping, budget: int | None) -> bool:
 
 
 def share_removed(distance: float, norm: float, relaxation: float = 1.0) -> float:
-    """Returns how much one round of averaging cuts a rank's squared distance to the mean, over its squared norm.
+    """Returns how much a round of averaging cuts a rank's squared distance to all ranks' mean, as a share of `norm`.
 
-    A round is a projection, so averaged over ranks it removes exactly as much as it changes; with a relaxation other
-    than 1, accordingly.
+    A round is a projection, so averaged over ranks it removes exactly as much as it changes; with a relaxation r other
+    than 1, (2 - r) / r times as much.
 
     Args:
-        distance: squared norm of what the round changed of the rank's parameters.
-        norm: squared norm of the parameters.
+        distance: squared norm of the round's change of the rank's parameters.
+        norm: squared norm of the rank's parameters.
         relaxation: the share of the way to the group's mean that the round goes; 1 is the mean itself.
     """
     return distance / norm * (2 - relaxation) / relaxation
 
 
 def spread_for(most_apart: float, removed: float, nodes: int, per_node: int) -> float:
-    """Returns the largest spread per node with which ranks stay within the distance `most_apart` after a round.
+    """Returns the largest `Grouping.spread` with which ranks stay within the distance `most_apart` after a round.
 
-    In the long run rounds remove what steps add, whatever the groups. So `removed`, the mean of `share_removed` over
-    ranks and cycles, measures the noise of steps, and a schedule's spread is in units of the noise of a node's mean.
-    With momenta that stay each rank's own (0.9), distances are 0.9 to 1.1 times the estimate for grids, twice for racks
-    that are crossed, and 0.7 to 0.8 times for schedules in which all nodes rest and then meet.
+    A spread is the nodes' mean squared distance to their mean, in units of the noise that a training step adds to a
+    node's mean. In the long run rounds of averaging remove what steps add, whichever nodes average together. So
+    `removed`, the mean of `share_removed` over ranks and cycles, measures that noise. With momenta that stay each
+    rank's own (0.9), distances are 0.9 to 1.1 times the estimate if nodes average along the lines of a grid, twice if
+    their groups cross racks, and 0.7 to 0.8 times if all nodes make several steps and then average together.
     """
     return most_apart**2 * (per_node - 1 / nodes) / removed if removed else math.inf

@@ -22,8 +22,9 @@ def revised(plan: Plan, before: Sequence[ParameterProfile], now: Sequence[Parame
     with one whole parameter. Buckets stay as they are; capacities grow where they have become too small. Deterministic.
 
     Args:
-        before: densities at the time when the plan was made. A scheme that was then expected to be faster but was not
-            chosen lost a trial; it counts as slower by as much now. So without a change nothing is revised.
+        before: densities when the plan was made. If another scheme was then expected to be faster than the chosen one,
+            by a factor f, trials on real steps must have found it slower; so its expected time now is multiplied by f.
+            Without a change of densities nothing is revised.
         now: present densities.
     """
     known_before, known = {p.name: p for p in before}, {p.name: p for p in now}

@@ -57,7 +57,7 @@ def routes_worth_it(
         beside: the schemes that the search considers anyway.
         most_bytes: size of the largest bucket, in bytes.
         dtype: dtype of the gradients.
-        leaves: the leaves of the decision tree that are allowed.
+        leaves: limits on routes: which collectives and devices they may use, and how often they may compress.
     """
     sizes = [nbytes for nbytes in SIZES_BYTES if nbytes <= most_bytes] or [SIZES_BYTES[0]]
     specs = [TensorSpec((nbytes // dtype.itemsize,), dtype) for nbytes in sizes]
@@ -83,7 +83,7 @@ def routes_worth_it(
 
 
 def _possible(compressor: Compressor[Any], network: Network, leaves: LeafConstraints) -> Iterator[Route]:
-    """Yields a compressor's routes, those with the fewest tasks first; sparsifiers compress only once in a route."""
+    """Yields a compressor's routes (task sequences) that `leaves` allows, shortest first; sparsifiers compress once."""
     placement = network.placement
     several = placement.is_hierarchy and placement.ranks_per_node is not None
     most = 1 if issubclass(compressor.traits.payload, SparseMessage) else None
@@ -131,7 +131,7 @@ class _Pricing:
         self._known: dict[Step, tuple[Resource, float]] = {}  # routes share steps
 
     def of(self, scheme: Scheme[Any]) -> Array:
-        """Returns the seconds of a scheme, (sizes, resources) float64."""
+        """Returns the seconds that a scheme keeps resources busy, (bucket sizes, resources) float64."""
         found = np.zeros((len(self._specs), len(Resource)))
         for row, spec in zip(found, self._specs, strict=True):
             for step in self._steps(scheme, spec):
@@ -140,7 +140,11 @@ class _Pricing:
         return found
 
     def of_variants(self, variants: Sequence[Route]) -> Iterator[tuple[Route, Array]]:
-        """Yields (route, seconds) of routes that differ only in devices; none if a kernel was not measured."""
+        """Yields each route with the seconds that it keeps resources busy, (bucket sizes, resources) float64.
+
+        The routes are sequences of collectives and coding tasks that differ only in the devices of coding. If one of
+        their kernels was not measured, nothing is yielded.
+        """
         moved = np.zeros((len(self._specs), len(Resource)))
         worked: list[list[float]] = []
         for row, spec in zip(moved, self._specs, strict=True):

@@ -44,7 +44,7 @@ def simplified(problem: Problem, solution: Solution, ranks: Sequence[int]) -> So
 
 
 def _with_better(problem: Problem, parts: list[Part], places: Sequence[int], ranks: Sequence[int]) -> list[list[Part]]:
-    """Returns plans with an option of lower rank for the parts at `places`: a plan per option, the best first."""
+    """Returns a plan per option of less loss (in `ranks`) that the parts at `places` may take, the least loss first."""
     present = min(ranks[parts[place].option] for place in places)
     allowed = set.intersection(*(_allowed(problem, parts[place]) for place in places))
     better = sorted((option for option in allowed if ranks[option] < present), key=lambda option: ranks[option])
@@ -55,7 +55,7 @@ def _with_better(problem: Problem, parts: list[Part], places: Sequence[int], ran
 
 
 def _merged(problem: Problem, parts: list[Part], place: int, ranks: Sequence[int]) -> list[list[Part]]:
-    """Returns plans with this part and the next one merged, by the option of the two that loses less."""
+    """Returns plans with part `place` and the next merged, by the option of less loss (`ranks`), by both if equal."""
     first, second = parts[place : place + 2]
     if problem.alone is not None and any(problem.alone[first.start : second.stop]):
         return []

@@ -52,15 +52,15 @@ class Constraints:
     """The limits on what a job's gradients may lose; all stay exact unless `lossy` names schemes or compressors.
 
     `most_error` bounds each parameter's relative error in one step: the norm of the error over the gradient's norm, as
-    in `errors`. Schemes of unknown error are then not allowed. The bound holds with and without error feedback, which
-    sends the error later. With error feedback, `most_delay`, if given, is used instead: it bounds the steps' worth of
-    gradient that a residual holds, see `delay_of`. `most_delay_frozen` is the same bound for schemes that freeze
-    optimiser state of what was not sent: momentum does not decay there, so a residual may hold more; None: as for all.
-    Chunks are not allowed for tensors smaller than one chunk.
+    the attribute `errors` says. Schemes of unknown error are then not allowed. The bound holds with and without error
+    feedback, which sends the error later. With error feedback, `most_delay`, if given, is used instead: it bounds the
+    steps' worth of gradient that a residual holds, see `delay_of`. `most_delay_frozen` is the same bound for schemes
+    that freeze optimiser state of what was not sent: momentum does not decay there, so a residual may hold more; None:
+    as for all. Chunks are not allowed for tensors smaller than one chunk.
 
-    `leaves` restricts the leaves of ByteComp's decision tree that compressed gradients may take, by routes and by
-    schemes that equal a leaf. None allows all schemes, and routes that compress once: `errors` are those of one
-    compression, and another one, of sums, loses more than was measured.
+    `leaves` restricts how compressed gradients may travel: the routes (sequences of collectives and coding tasks, the
+    leaves of ByteComp's decision tree), and the schemes that equal a route. None allows all schemes, and routes that
+    compress once: the attribute `errors` holds errors of one compression, and a second one, of sums, adds to them.
     """
 
     lossy: tuple[SchemeOrCompressor, ...] = ()
@@ -123,12 +123,13 @@ class Constraints:
 def ways_of(job: Job, constraints: Constraints | None = None) -> list[Way]:
     """Returns all ways (schemes with the gradients that may take them) of a job, exact ones first.
 
-    A compressor has a way per scheme that can carry it, and the few routes that may save time, see `routes.py`.
-    Where kernels were measured, a lossy way with an unmeasured kernel is left out, with a warning once.
+    A compressor has a way for each scheme that can carry its payloads, and for the few routes (sequences of collectives
+    and coding tasks) that may save time, see `routes.py`. Where kernels were measured, a lossy way with an unmeasured
+    kernel is left out, with a warning once.
 
     Raises:
-        ValueError: for an `exact` that no parameter matches, `leaves` that leave a compressor no way, or a compressor
-            whose numbers cannot be summed over so many ranks.
+        ValueError: for an `exact` that no parameter matches, constraints `leaves` that leave a compressor neither
+            scheme nor route, or a compressor whose numbers cannot be summed over so many ranks.
     """
     constraints = constraints or Constraints()
     constraints.require_names([p.name for p in job.profiles])
@@ -183,9 +184,9 @@ def _lossy_ways(job: Job, constraints: Constraints, besides: frozenset[str]) -> 
 def _schemes_of(
     lossy: SchemeOrCompressor, members: Sequence[ParameterProfile], job: Job, constraints: Constraints
 ) -> Iterator[Scheme[Any]]:
-    """Yields the schemes that can carry a compressor's payloads, and its routes; for a scheme, this scheme itself.
+    """Yields schemes and routes (collectives and coding tasks in a row) for a compressor; for a scheme only itself.
 
-    Sums of sparsifiers are not compressed again by owners, as these would be made sparse twice.
+    None of them compresses sums of a sparsifier's payloads again, as the sums would be made sparse twice.
     """
     largest = max(members, key=lambda profile: profile.tensor.nbytes)
     if isinstance(lossy, Scheme):
@@ -216,9 +217,9 @@ def _schemes_of(
 
 
 def _admits(leaves: LeafConstraints, scheme: Scheme[Any]) -> bool:
-    """Whether the constraints on ByteComp's decision tree allow the leaf that the scheme equals; devices do not count.
+    """Whether constraints on routes allow the scheme: the route that does the same, on whichever devices.
 
-    `Sparsified` equals no leaf: it is allowed where one compression is.
+    `Sparsified` equals no route: it is allowed if the constraints allow routes to compress at least once.
     """
     collectives = replace(leaves, without=tuple(name for name in leaves.without if name not in DEVICES))
     if isinstance(scheme, Sparsified):

@@ -149,7 +149,7 @@ class ParameterTimes(Data):
         return TensorSpec(self.shape, getattr(torch, self.dtype))
 
     def profile(self) -> ParameterProfile:
-        """Returns the gradient's shape, dtype, order and densities in the form that planners take."""
+        """Returns the gradient's shape, dtype, densities and place in the order of readiness, in the planners' form."""
         rows, elements = (None if d is None else d.profile() for d in (self.rows, self.elements))
         return ParameterProfile(self.name, self.tensor, self.sparse, rows, self.position, elements)
 

@@ -98,7 +98,8 @@ class Scheme(Nameable, ABC, Generic[X]):
         """Returns `scale` times the sum of `x` over the group's ranks, and the next state; may overwrite `x`.
 
         Args:
-            x: a flat tensor, (numel + flags,), the flags last, or a tuple of `SparseRows`, one for each table.
+            x: a flat tensor, (numel + flags,), or a tuple of `SparseRows`, one for each table. The flags, behind the
+                gradients, are a few numbers to be summed too: for each segment whether a parameter was used, and marks.
             state: what `init` or the last training step returned.
             group: the ranks that synchronise the bucket.
             scale: 1 / ranks for the mean.
@@ -118,7 +119,7 @@ class Scheme(Nameable, ABC, Generic[X]):
         """Returns the computations and transfers of `synchronize`, in order, with their bytes; cost models read them.
 
         Args:
-            specs: shape and dtype of each table, or of one flat bucket, (numel + flags,).
+            specs: shape and dtype of each table, or of one flat bucket, (numel + flags,): flags say what was used.
             profiles: the density of each of `specs`; none for a flat bucket of which no density is known.
             placement: the ranks on their nodes.
             step: the number of the training step, on which few schemes depend.

@@ -28,7 +28,7 @@ ROOM_MARGIN, ROOM_MARGIN_ROWS = 1.5, 16  # room for more rows than measured, as 
 
 @dataclass(frozen=True)
 class RowCapacity(Nameable):
-    """Settings of schemes for tables by which ranks know the largest size of a message; with () they exchange sizes."""
+    """Settings of schemes for tables: `capacity`, in rows, bounds messages; if it is (), their sizes are exchanged."""
 
     capacity: tuple[NonNegativeInt, ...] = ()  # for each table the most distinct rows that a rank is expected to have
     # For each table the position of the first table that is expected to have the same rows, perhaps its own.
@@ -80,7 +80,7 @@ class RowCapacity(Nameable):
         return groups_of(members.values(), specs)
 
     def fits(self, header: Sequence[int]) -> bool:
-        """Whether a rank's rows, by its header, are within `capacity`, and the same where `same_rows` says so."""
+        """Whether a rank's counts of rows, `header`, are within `capacity`, and rows equal if `same_rows` says so."""
         origin = origins(header)
         rows = [max(header[first], 0) for first in origin]
         return all(
@@ -102,7 +102,9 @@ class RowCapacity(Nameable):
     def transfers(
         self, stage: str, pattern: Pattern, part_bytes: tuple[float, ...], tables: int, *, at_once: bool
     ) -> list[Transfer]:
-        """Returns the transfers that send rows: one of header and rows, or one of sizes or headers and one of rows.
+        """Returns the transfers that send rows: one with header and rows if `at_once`, else two.
+
+        The first of the two carries headers if a capacity is set, else sizes; the second carries rows.
 
         Args:
             stage: the name of the transfer that carries rows.
@@ -137,7 +139,7 @@ def with_margin(rows: float, num_rows: int) -> int:
 
 
 def write_header(message: Tensor, survey: Survey) -> None:
-    """Copies the survey's header into `message`, (bytes,) uint8, behind `LENGTH_BYTES` bytes, which the group fills."""
+    """Copies this rank's number of rows in each table to `message`, (bytes,) uint8, after space for the length."""
     message[LENGTH_BYTES : head_nbytes(len(survey.header))].copy_(survey.header.view(torch.uint8))
 
 

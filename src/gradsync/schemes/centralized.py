@@ -88,7 +88,7 @@ class AGSparse(RowCapacity, Scheme[Tables]):
 def _pack(tables: Tables, survey: Survey, format: RowFormat, rows: Sequence[int], head: int = 0) -> Tensor:
     """Returns a message with this rank's rows of all tables, repeated rows merged.
 
-    The caller fills the first `head` bytes. `rows`: the distinct rows in each group of tables with the same rows.
+    The caller fills the first `head` bytes. `rows`: for each group of tables with the same rows, the number of these.
     """
     message = torch.empty(head + int(format.nbytes(rows)), dtype=torch.uint8, device=tables[0].values.device)
     written = format.sections(message[head:], rows)

@@ -68,9 +68,9 @@ class CoarseGrained(Scheme[Tensor]):
             step's scores, at the price of an all-reduce of one number a chunk ahead of the chunks.
         scoring: "norm" ranks chunks by the score. "agreement" multiplies the score by the share of it that the sum kept
             when the chunk was sent last: where ranks cancel out, there is little but noise. "relative" divides the
-            score by the usual one in the same tensor (the tensor with most of the chunk), so that tensors with small
-            gradients are served as well. In all three, chunks whose parameters no rank used in the last n steps
-            get 1 / (n + 1) of their score.
+            score by a running mean over steps of the scores in the same tensor (the tensor with most of the chunk), so
+            that tensors with small gradients are served as well. In all three, chunks whose parameters no rank used in
+            the last n steps get 1 / (n + 1) of their score.
         history: the share of the residual that is added to the next gradient, in [0, 1]; 0 drops the residual. Below 1,
             gradients that were not sent fade, so that no residual consists of very old ones.
         max_age: chunks that were not sent for so many steps are chosen first, the oldest first, up to half of the
@@ -241,9 +241,10 @@ class CoarseGrained(Scheme[Tensor]):
     def _numbers_after(
         self, kept: Mapping[str, Tensor], found: Tensor, sums: Tensor, chosen: Tensor, spec: FlatSpec
     ) -> dict[str, Tensor]:
-        """Returns the numbers that the state has for each chunk after a step which summed the chunks `chosen`.
+        """Returns the state's numbers for each chunk (score, age, ...) after a step which summed the chunks `chosen`.
 
-        `kept`: the numbers before; `found`: the mean magnitude of each chunk; `sums`: the sums of the chosen chunks.
+        `kept`: the numbers before; `found`: for each chunk the mean magnitude of gradient plus residual, added up over
+        ranks; `sums`: the sums of the chosen chunks.
         """
         after: dict[str, Tensor] = {}
         if AGREEMENT in kept:
@@ -300,7 +301,7 @@ class CoarseGrained(Scheme[Tensor]):
         return min(max(1, round(ratio * chunks)), chunks)
 
     def _message(self, specs: tuple[TensorSpec, ...], step: int) -> tuple[TensorSpec, ...]:
-        """Returns shape and dtype of the message to be summed: chosen chunks, scores if `choice` is "late", flags."""
+        """Returns the message's shape and dtype: chunks, scores if `choice` is "late", flags (is a parameter used?)."""
         spec, behind = parted(specs)
         riding = self.num_chunks(spec.numel) if self.choice == "late" else 0
         numel = self.num_chosen(spec.numel, step) * self.chunk + riding + behind
@@ -336,9 +337,10 @@ class CoarseGrained(Scheme[Tensor]):
         return order[:count].sort().values
 
     def _levels(self, norms: Tensor, kept: Mapping[str, Tensor], spec: FlatSpec) -> dict[str, Tensor]:
-        """Returns {LEVELS: the usual norm of chunks in each chunk's tensor}, updated by `norms`; {} if `kept` has none.
+        """Returns {LEVELS: for each chunk the running mean over steps of its tensor's mean norm}, updated by `norms`.
 
-        Norms are divided by their mean over the bucket, so that a change of the loss scale has no effect.
+        Returns {} if `kept` has no LEVELS, as only one scoring needs them. Norms are divided by their mean over the
+        bucket, so that a change of the loss scale has no effect.
         """
         if LEVELS not in kept:
             return {}
@@ -353,7 +355,7 @@ class CoarseGrained(Scheme[Tensor]):
         return {LEVELS: torch.where(means.isfinite(), after, before)}  # all may be 0
 
     def _root_mean_squares(self, sums: Tensor) -> Tensor:
-        """Returns the root mean square of each chunk in `sums`, (chunks,) float32, with the same bits on every rank."""
+        """Returns the root mean square of each chunk in `sums` (over ranks), (chunks,) float32, alike to the bit."""
         squares = torch.empty(len(sums) // self.chunk, dtype=torch.float64, device=sums.device)
         kernels.squared_norms(sums, Sections((len(sums),)), squares, block=self.chunk)
         return squares.div_(self.chunk).sqrt_().float()
@@ -393,7 +395,10 @@ class ChunkState(CompressorState):
 
 @dataclass(frozen=True)
 class Factors:
-    """Three factors of a sum whose product is its scale; before 16-bit sums a power of two, which rounds nothing."""
+    """Three factors whose product is the scale of a sum: they multiply the message, its sum on the way, and the result.
+
+    With 16-bit messages `before` is a power of two, which rounds nothing, and `through` is 1.
+    """
 
     before: float = 1.0  # of the message, on each rank
     through: float = 1.0  # by the carrier

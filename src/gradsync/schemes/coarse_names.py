@@ -32,7 +32,7 @@ NAMES_IN_WORDS = f"{', '.join(USUAL)}, with other ratios too, and behind them an
 
 
 def named(ratio: float) -> CoarseGrained:
-    """Returns the scheme named `csc<ratio>`: it sums this ratio of the chunks, with other settings that did best."""
+    """Returns the scheme named `csc<ratio>`: it sums this share of the chunks, by "agreement", and freezes the rest."""
     return CoarseGrained(ratio=ratio, chunk=CHUNK, scoring="agreement", freeze=True)
 
 

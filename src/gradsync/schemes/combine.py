@@ -206,7 +206,7 @@ class Hierarchical(Scheme[Any]):
         return max(self.intra.unchanged_since(step), self.inter.unchanged_since(step))
 
     def _nodes(self, size: int) -> int:
-        """Returns the number of nodes, or racks, that `size` ranks fill.
+        """Returns the number of nodes, or of racks if `nodes_per_rack` is above 1, that `size` ranks fill.
 
         Raises:
             ValueError: if `size` is no multiple of the ranks in a node or rack.
@@ -241,7 +241,7 @@ class Hierarchical(Scheme[Any]):
 
 
 def _bucket_of(bucket: Bucket, part: FlatSpec) -> Bucket:
-    """Returns a bucket of the segments of `part` alone, without flags, in the dtype of `part`."""
+    """Returns a bucket of the segments of `part`, in its dtype, without flags behind them (was a parameter used?)."""
     specs = dict(zip(bucket.names, bucket.tensors, strict=True))
     tensors = tuple(replace(specs[segment.name], dtype=part.dtype) for segment in part.segments)
     return replace(bucket, segments=part.segments, tensors=tensors, flags_ride=False)

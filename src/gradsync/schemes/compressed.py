@@ -399,7 +399,7 @@ def ways(compressor: Compressor[Any]) -> tuple[Scheme[Any], ...]:
 
 
 def parted(specs: tuple[TensorSpec, ...]) -> tuple[FlatSpec, int]:
-    """Splits a flat bucket's spec into its segments (a single one if none are known) and the number of its flags."""
+    """Returns the spec of a flat bucket's elements, and the number of flags (was a parameter used?) behind them."""
     (whole,) = specs
     if whole.flat is None:
         return FlatSpec((Segment("", 0, whole.numel),), ((whole.numel,),), whole.dtype), 0
@@ -415,7 +415,7 @@ def _ranges(spec: FlatSpec, size: int) -> list[FlatSpec]:
 
 
 def _sums_of(spec: FlatSpec, dtype: torch.dtype) -> FlatSpec:
-    """Returns the spec of sums of such tensors: with this dtype, and a salt by which compressors draw other numbers."""
+    """Returns the spec of a sum of tensors like `spec`: in `dtype`, with another salt for compressors' random draws."""
     return replace(spec.with_dtype(dtype), salt=spec.salt + 1)
 
 
@@ -437,7 +437,7 @@ def message_of(payload: Payload, behind: Tensor | None = None) -> Tensor:
 
 
 def write_message(room: Tensor, payload: Payload, behind: Tensor | None = None) -> Tensor:
-    """Overwrites `room`, (`message_nbytes`,) uint8, with the message that `message_of` describes; returns `room`."""
+    """Writes `payload`, then 0 or 1 for each flag in `behind`, to `room`, (`message_nbytes`,) uint8; returns `room`."""
     room[: payload.nbytes] = payload.data.view(torch.uint8)
     after = room[payload.nbytes :].zero_()
     if behind is not None:

@@ -96,7 +96,10 @@ class BalancedElements(Scheme[Tensor]):
         placement: Placement,
         step: int = 0,
     ) -> tuple[Step, ...]:
-        """Returns computations and transfers; a profile counts elements as rows; without one all are non-zero."""
+        """Returns the computations and transfers expected of each rank in one synchronisation, in any training step.
+
+        The profile counts non-zero elements as rows; without a profile all elements are non-zero.
+        """
         (flat,) = specs
         n, form = placement.size, part_format(flat, placement.size)
         profile = elements_of(flat, profiles)
@@ -148,7 +151,7 @@ class BalancedElements(Scheme[Tensor]):
     async def _push_at_once(
         self, mine: kernels.ElementPartition, told: Tensor, flat: TensorSpec, form: PartFormat, group: Group
     ) -> tuple[list[list[int]], list[Tensor]]:
-        """Sends each owner counts and elements in one message, whose largest size follows from `capacity`.
+        """Sends each owner one message, bounded by `capacity`: `told`, this rank's counts for all owners, and elements.
 
         Returns the counts of elements, counts[rank][owner], and each rank's message to this one; no messages if the
         elements of some rank did not fit.
@@ -156,7 +159,7 @@ class BalancedElements(Scheme[Tensor]):
         room = _room(self.capacity[0], form, group.size)
 
         def fits(counts: Sequence[int]) -> bool:
-            """Whether such counts for each owner fit, and save bytes over an all-reduce whatever other ranks have."""
+            """Whether a rank's elements, counts[owner], fit into messages, and surely save bytes over an all-reduce."""
             return max(counts) <= room and _sparse_pays(flat, group.size, max(counts), form.length)
 
         head = LENGTH_BYTES + COUNT_BYTES * group.size
@@ -192,7 +195,10 @@ class BalancedElements(Scheme[Tensor]):
 async def _push_by_sizes(
     mine: kernels.ElementPartition, told: Tensor, counts: Sequence[Sequence[int]], form: PartFormat, group: Group
 ) -> list[Tensor]:
-    """Sends each owner its elements, by exact sizes from counts[rank][owner]; returns the messages to this rank."""
+    """Sends each owner its elements; returns the messages to this rank, whose sizes follow from counts[rank][owner].
+
+    `told` only gives the device.
+    """
     outgoing, parts = _packed(mine, form, group.rank, told)
     own, parts[group.rank] = parts[group.rank], outgoing[:0]
     received = [int(form.nbytes(row[group.rank])) for row in counts]
@@ -269,9 +275,9 @@ def _sparse_pays(flat: TensorSpec, size: int, pushed: float, summed: float) -> b
     """Whether push, counts and pull surely move fewer bytes on every rank than a ring all-reduce of the flat tensor.
 
     `pushed` is the most elements that a rank has for an owner, `summed` the most that an owner gets from all ranks, its
-    own included. An owner's sums are at most so many, and at most its part; only the owner will know their number. A
-    rank exchanges at most one push and one pull message with each other rank; a ring sends and receives (size-1)/size
-    of the tensor twice, as if it were two parts with each.
+    own included. The sums that an owner sends are at most `summed`, and at most the elements of its part. A rank sends
+    each other rank at most one push and one pull message; a ring all-reduce sends 2 (size-1)/size of the tensor, which
+    is 2/size for each other rank.
     """
     form = part_format(flat, size)
     per_peer = form.nbytes(pushed) + COUNT_BYTES + form.nbytes(min(summed, form.length))
@@ -309,6 +315,6 @@ class Sums:
 
 
 def join_parts(totals: Sequence[PartMessage], seed: int, x: Tensor) -> Tensor:
-    """Overwrites the flat tensor `x`, (numel,), with the owners' sums, and zeros elsewhere; returns `x`."""
+    """Overwrites flat `x`, (numel,), with the owners' sums, placed by the owner map of `seed`, else 0; returns `x`."""
     kernels.join_elements([t.positions.as_packed for t in totals], [t.values.view(-1) for t in totals], seed, x)
     return x

@@ -66,7 +66,7 @@ class RowFormat:
         return total
 
     def sections(self, message: Tensor, rows: Sequence[int]) -> list[Section]:
-        """Returns views of a message, (bytes,) uint8, of `nbytes(rows)` bytes: one `Section` for each group."""
+        """Returns views of the row positions and values of each group of tables in a message, (`nbytes`,) uint8."""
         found, offset = [], 0
         for group, pieces, widths, count in zip(self.groups, self.pieces, self._widths, rows, strict=True):
             choice = smallest(count, group.num_rows)
@@ -82,7 +82,7 @@ class RowFormat:
 
 
 def head_nbytes(tables: int) -> int:
-    """Returns the bytes in front of the rows if sizes are not exchanged: the message's length, and 8 for each table."""
+    """Returns the bytes in front of a message's rows: a field for its length, and an int64 number of rows per table."""
     return LENGTH_BYTES + 8 * tables
 
 

@@ -54,6 +54,6 @@ def owned_by_hash(
 
 
 def forget() -> None:
-    """Empties the cache: frees the lists of indices of all groups."""
+    """Empties the cache for all process groups: drops the row or element indices that the hash gives each owner."""
     with _asked_by_one:
         _kept.clear()

@@ -31,15 +31,15 @@ class Leg:
     """One task of a route (compression, decompression or collective), with the data on each rank before and after.
 
     Attributes:
-        task: the task of the leaf.
-        groups: the ranks of each group in which the collective runs; none for a local task.
+        task: the task of the route.
+        groups: the ranks of each process group in which the collective runs; none for a local task.
         members: the number of ranks in each group.
         before, after: for each rank the elements that it holds; None if the root of its group holds them instead.
         point: the number of the latest compression up to this task, from 0; -1 before the first.
-        bundle: how many payloads there are for each piece before the task; 0 while dense.
+        bundle: how many payloads a rank has for each piece (range of elements) before the task; 0 while dense.
         added: how many ranks' payloads were added to make each payload before the task.
-        adds: the payloads that meet in this collective are added to one.
-        scales: the sum is multiplied by `scale` in this task.
+        adds: the payloads of a piece that a rank gets in this collective are added to one.
+        scales: the sum is multiplied in this task by the `scale` of `synchronize`.
         keep_fp32, keep_fp32_after: dense numbers before, or after, the task are in the dtype of sums, not the bucket's.
         copies: how many ranks compress the same tensor, a sum over all ranks.
         idle: the collective is left out, because each of its groups is one rank.
@@ -62,7 +62,10 @@ class Leg:
 
     @property
     def carries_flags(self) -> bool:
-        """Whether this task sends the bucket's flags too: not in an all-gather after a reduce-scatter or all-to-all."""
+        """Whether the task also sends the flags behind a bucket's elements, one a parameter: did a rank use it?
+
+        An all-gather after a reduce-scatter or all-to-all does not: the first step has sent them to all its ranks.
+        """
         return not self.task.kind.is_second or self.task.rooted
 
     def group_of(self, rank: int) -> tuple[int, ...]:
@@ -71,9 +74,9 @@ class Leg:
 
 @lru_cache(maxsize=1024)
 def legs_of(leaf: Leaf, numel: int, placement: Placement, most_added: float) -> tuple[Leg, ...]:
-    """Returns one leg for each task of a leaf (the tasks of a route), for a bucket of `numel` elements.
+    """Returns a `Leg` for each task of a route (`leaf`): which elements of a bucket each rank has before and after it.
 
-    At most `most_added` payloads of the compressor can be added to one.
+    `placement` has the node of each rank. At most `most_added` payloads of the compressor can be added to one.
 
     Raises:
         ValueError: if an all-reduce of payloads would add more than `most_added`.

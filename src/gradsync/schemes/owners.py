@@ -55,7 +55,7 @@ class StripedGroups:
 
     @cached_property
     def shared(self) -> tuple[tuple[Piece, ...], ...]:
-        """The column ranges of each group of tables that all owners sum; they come last in the group in `formats`."""
+        """The column ranges that every owner sums for itself, per group of tables; in messages, behind its own ones."""
         owners = [column_owners(group.dim, self.size, self.most_shared) for group in self.groups]
         return tuple(tuple(group.pieces([of.shared])) for group, of in zip(self.groups, owners, strict=True))
 
@@ -85,5 +85,5 @@ class StripedGroups:
 
 @lru_cache(maxsize=64)
 def striped(groups: tuple[RowGroup, ...], size: int, most_shared: int = MOST_SHARED) -> StripedGroups:
-    """Returns the `StripedGroups` of these arguments, cached, so that the next training step finds layouts computed."""
+    """Returns the columns of groups of tables divided among `size` owners, up to `most_shared` left to all; cached."""
     return StripedGroups(groups, size, most_shared)

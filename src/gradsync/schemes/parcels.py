@@ -36,9 +36,9 @@ def dtype_of(whole: FlatSpec, keep_fp32: bool) -> torch.dtype:
 
 
 def point_name(leg: Leg) -> str:
-    """Returns the key of a "compress" task's state: `SENT` for the route's first compression, else a name of sums.
+    """Returns the state's key of a "compress" task: "sent" for a route's first one, later "sums", "sums 2" and so on.
 
-    A first compression also gets a name of sums if several ranks compress copies of the same sum over all ranks.
+    If 4 ranks compress copies of one sum over all ranks, the key ends in " of 4", and a first one is "sums of 4".
     """
     if leg.point == 0 and leg.copies == 1:
         return SENT

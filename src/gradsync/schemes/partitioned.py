@@ -72,7 +72,7 @@ class BalancedParallelism(RowCapacity, Partitioned[Tables, OwnedColumns]):
 
     @property
     def owns_alike(self) -> bool:
-        """Whether owners do not depend on data: each table is striped by itself, not with tables of the same rows."""
+        """Whether a rank's columns never depend on data: true if each table is divided by itself (`table_stripe`)."""
         return self.owners == "table_stripe"
 
     def planned_groups(self, specs: tuple[TensorSpec, ...]) -> tuple[RowGroup, ...]:
@@ -268,7 +268,7 @@ def _sum_columns(
 
 
 def _join_stripes(parts: list[Tensor], shard: OwnedColumns) -> Tables:
-    """Returns tables of whole rows, joined from `parts`, 1-D with one owner's columns each, and the shared columns."""
+    """Returns tables of whole rows: columns of one owner from `parts`, 1-D, and columns that all sum from `shard`."""
     stripes = shard.stripes
     offsets = [0] * stripes.size
     result: dict[int, SparseRows] = {}

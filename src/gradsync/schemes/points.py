@@ -165,7 +165,10 @@ class ElementPoint(DesignPoint, Scheme[Tensor]):
         placement: Placement,
         step: int = 0,
     ) -> tuple[Step, ...]:
-        """Returns work and transfers. The profile counts elements as rows; without a profile all are non-zero."""
+        """Returns the computations and transfers expected of the busiest rank in a synchronisation, in order.
+
+        The profile counts non-zero elements as rows; without one all are non-zero. The training step changes nothing.
+        """
         (flat,) = specs
         profile = elements_of(flat, profiles)
         blocks = TensorSpec((-(-flat.numel // self.block), self.block), flat.dtype)

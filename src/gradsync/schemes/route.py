@@ -44,14 +44,14 @@ class Route(Scheme[Tensor]):
     of ranks, scaled once, at the last decompression, and travel in float32 until they are complete.
 
     Devices: "compute" is the thread on which backward runs, "offload" another thread on a core of its own. A first
-    "compress@compute" runs in the gradient hook that completes the bucket, before the engine gets the bucket; later
-    work for "compute" runs in the next gradient hook, or at the end of backward, and the turns after it wait until
-    then. Work for "offload" begins as soon as possible (a first one: once the bucket is complete), while the turns of
-    other buckets go on. The communication thread sums dense ranges.
+    "compress@compute" runs in the gradient hook that completes the bucket; later work for "compute" runs in the next
+    gradient hook, or at the end of backward, and collectives that the plan orders after it wait until then. Work for
+    "offload" begins as soon as possible (a first one: once the bucket is complete), while collectives of other buckets
+    go on. The thread that issues collectives sums dense ranges.
 
     After reduce and gather only one rank of each process group has data; the data of all others passes its link.
-    Wire: for n ranks with S bytes (e compressed): all_reduce 2(n-1)/n S; reduce_scatter, all_to_all (n-1)/n; an
-    all_gather of payloads (n-1) e, or m times that if a rank sends the payloads of m ranks, which were not added.
+    Wire: for n ranks with S bytes (e compressed): all_reduce 2(n-1)/n S; reduce_scatter (n-1)/n S; all_to_all
+    (n-1)/n e; all_gather of payloads (n-1) e, or m times that if a rank sends payloads of m ranks, not added up.
     """
 
     tasks: tuple[str, ...]
@@ -81,10 +81,10 @@ class Route(Scheme[Tensor]):
 
     @classmethod
     def of(cls, leaf: Leaf, compressor: Compressor[Any] | None = None, ranks_per_node: int = 1) -> Route:
-        """Returns the route that runs a leaf, without a compressor or ranks per node if the leaf does not use them.
+        """Returns the route with the tasks of `leaf`, without a compressor or ranks per node if no task uses them.
 
         Raises:
-            ValueError: if the leaf cannot carry the compressor's payloads.
+            ValueError: if a collective among the tasks cannot send, or sum, the compressor's payloads.
         """
         return cls(words_of(leaf), compressor if compressions(leaf) else None, 1 if is_flat(leaf) else ranks_per_node)
 
@@ -132,7 +132,7 @@ class Route(Scheme[Tensor]):
 
         Raises:
             ValueError: if nodes have another number of ranks than planned, an all-reduce would add more payloads than
-                the compressor allows, or another number of ranks compress together than it is made for.
+                the compressor allows, or more or fewer ranks compress the same range than the compressor is made for.
         """
         legs = self.legs(placement.size**2, placement)
         expected = None if self.compressor is None else self.compressor.traits.made_for_ranks
@@ -235,7 +235,7 @@ class Route(Scheme[Tensor]):
     # Below: helpers of `steps`, and the methods that `transit.Transit` calls.
 
     def item_nbytes(self, leg: Leg, held: Held, whole: FlatSpec, step: int) -> list[int]:
-        """Returns the bytes of each item in a message with the elements `held`: one dense tensor, or all payloads."""
+        """Returns the bytes of each payload, or of one dense range, in a message with the elements `held`."""
         if not leg.task.kind.of_payloads:
             return [held.numel * dtype_of(whole, leg.keep_fp32).itemsize]
         compressor = self.compressor_at(leg.point)
@@ -263,7 +263,7 @@ class Route(Scheme[Tensor]):
             )
 
     def _stages(self, legs: Sequence[Leg]) -> Iterator[str]:
-        """Yields a stage name for each await, except for a first compression, which ends before the first turn."""
+        """Yields a name for each await (a task) of `synchronize`, except for a compression before all collectives."""
         seen: dict[str, int] = {}
         for number, leg in enumerate(legs):
             name = _stage(leg)
@@ -343,7 +343,7 @@ class Route(Scheme[Tensor]):
             yield Compute("add_payloads", float((leg.members + 1) * one), calls=len(after.pieces))
 
     def _transfer(self, leg: Leg, group: tuple[int, ...], whole: FlatSpec, behind: int, step: int) -> Transfer:
-        """Returns the transfer of one leg among the ranks of one process group, without a stage name."""
+        """Returns the transfer, unnamed, of a leg (task) among the ranks `group`; the bucket has `behind` flags."""
         flags = behind if leg.carries_flags else 0
         before, after = [leg.before[rank] for rank in group], [leg.after[rank] for rank in group]
 
@@ -381,7 +381,7 @@ def routes(
     devices: Sequence[str] = DEVICES,
     constraints: LeafConstraints | None = None,
 ) -> tuple[Route, ...]:
-    """Returns all routes that can carry the compressor's payloads, and all routes without compression.
+    """Returns all routes whose collectives can send or sum the compressor's payloads, and all without compression.
 
     Routes with collectives inside and across nodes are among them if nodes have several ranks.
 
@@ -418,7 +418,7 @@ def _at_once(stage: str, leg: Leg, each: Sequence[Transfer], size: int, groups: 
 
 
 def _illegal(leaf: Leaf, compressor: Compressor[Any]) -> str | None:
-    """Returns an error message if the leaf cannot carry the compressor's payloads, else None."""
+    """Returns an error message if a collective in `leaf` cannot send or sum the compressor's payloads, else None."""
     sums = [task.word for task in leaf if task.kind is Kind.COMM_L]
     if sums and not issubclass(compressor.traits.payload, Summand):
         return (

@@ -81,7 +81,10 @@ class SparseReduceScatter(Partitioned[Tensor, OwnedRange]):
     def push_steps(
         self, specs: tuple[TensorSpec, ...], profiles: tuple[DensityProfile, ...], size: int
     ) -> tuple[Step, ...]:
-        """Returns work and transfers. The profile counts elements as rows; without a profile all are non-zero."""
+        """Returns the computations and transfers expected of each of `size` ranks in push, in order.
+
+        The profile counts non-zero elements as rows; without a profile all elements are non-zero.
+        """
         (flat,) = specs
         form, rows = part_format(flat, size), elements_of(flat, profiles).rows
         push, found = HEAD_BYTES + form.nbytes(rows / size), rows * (index_dtype(flat.numel).itemsize + flat.itemsize)

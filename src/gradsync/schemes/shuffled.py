@@ -34,7 +34,7 @@ class Shuffled(Scheme[Tensor]):
     A round is one call of `synchronize`. With W its mixing matrix (`Round.mixing`), the result is `scale` times the
     number of all ranks times W x: with a scale of 1 / ranks, x moves towards the mean of its group. Not exact: not the
     mean of all ranks. Within a group all ranks get the same bits, if `scheme` is exact and the round has no relaxation.
-    Flags are summed within the group.
+    The flags behind a bucket's elements (did a rank use a parameter?) are summed within the group.
 
     If `scheme` is lossy, each rank adds to its own result the part of its values that was not sent. So results in a
     group differ by that much, and the mean over all ranks loses nothing but the rounding of 16-bit sums.
@@ -89,7 +89,7 @@ class Shuffled(Scheme[Tensor]):
         return Traits(Layout.FLAT, lossy=self.scheme.traits.lossy, mixes=True, carries_flags=True)
 
     def stages(self, size: int) -> tuple[str, ...]:
-        """Returns the stages of `scheme` in the group that needs the most; ranks of other groups add empty turns."""
+        """Returns `scheme`'s stage names in the group with the most; ranks of other groups idle in stages they lack."""
         groups = self.schedule.distinct or ((0,),)
         return max((self.scheme.stages(len(group)) for group in groups), key=len)
 

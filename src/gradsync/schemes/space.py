@@ -49,7 +49,10 @@ class Balance(Word):
 
 @dataclass(frozen=True)
 class Point:
-    """A point of Zen's design space of sparse schemes: four choices; `balance` is None for tensors sent whole."""
+    """A point of Zen's design space of sparse schemes: path of messages, when to add, split or whole tensors, balance.
+
+    `balance`: whether the parts of split tensors are equally dense; None for tensors sent whole.
+    """
 
     communication: Communication
     aggregation: Aggregation
@@ -146,9 +149,9 @@ def schedule(point: Point, size: int, pull_by: Communication | None = None) -> S
     partner, and get the result in the end (Thakur et al., 2005).
 
     Args:
-        point: the four choices.
+        point: the path of messages, the time of additions, and whether tensors travel whole or in balanced parts.
         size: the number of ranks.
-        pull_by: the path of complete sums from owners to all ranks; None: that of `point`.
+        pull_by: the path of complete sums from owners (each sums one part) to all ranks; None: that of `point`.
     """
     parallel = point.partition is Partition.PARALLELISM
     if size == 1:  # one round without messages

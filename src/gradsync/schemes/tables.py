@@ -39,7 +39,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class RowGroup:
-    """Tables of a bucket that have the same rows on every rank."""
+    """Tables of a bucket that share one list of row indices on each rank; ranks may have different lists."""
 
     positions: tuple[int, ...]  # of the tables in the bucket
     specs: tuple[TensorSpec, ...]  # of these tables
@@ -59,7 +59,7 @@ class RowGroup:
         return sum(spec.dim for spec in self.specs)
 
     def pieces(self, spans: Sequence[Columns]) -> list[Piece]:
-        """Cuts ranges of the group's joined columns at the tables' borders; returns the pieces, range by range."""
+        """Returns `spans`, ranges of the columns of all tables side by side, cut into pieces of one table each."""
         found = []
         for start, stop in spans:
             offset = 0
@@ -108,7 +108,10 @@ class Agreement:
 
     @classmethod
     def of(cls, headers: Sequence[Sequence[int]], groups: tuple[RowGroup, ...]) -> Agreement:
-        """Reads the headers of all ranks; the tables of each group must have the same rows on every rank."""
+        """Returns each rank's number of rows in each group of tables, and which tables have a gradient on any rank.
+
+        headers[rank][table] is a number of rows, `ABSENT`, or `SAME_AS` - t if table t of this rank has the same rows.
+        """
         own = [[header[origin] for origin in origins(header)] for header in headers]
         return cls(
             groups,
@@ -118,7 +121,10 @@ class Agreement:
 
 
 def common_groups(headers: Sequence[Sequence[int]], specs: tuple[TensorSpec, ...]) -> tuple[RowGroup, ...]:
-    """Returns groups of tables which, by the headers of all ranks, have the same rows on every rank."""
+    """Returns groups of tables; those of a group share one list of row indices on each rank.
+
+    headers[rank][table] is a number of rows, `ABSENT`, or `SAME_AS` - t if table t of this rank has the same rows.
+    """
     members: dict[int, list[int]] = {}
     for position in range(len(specs)):
         said = {header[position] for header in headers}
@@ -129,7 +135,7 @@ def common_groups(headers: Sequence[Sequence[int]], specs: tuple[TensorSpec, ...
 
 
 def origins(header: Sequence[int]) -> list[int]:
-    """Returns for each table of one rank's header the position of the first table with the same rows."""
+    """Returns for each table the position of the first with its rows: t for an entry `SAME_AS` - t, else its own."""
     return [SAME_AS - said if said <= SAME_AS else position for position, said in enumerate(header)]
 
 

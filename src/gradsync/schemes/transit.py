@@ -43,7 +43,7 @@ class Way(Protocol):
         """Whether "compress" task number `point` gets sums, which have a wider dtype, and not a rank's gradient."""
 
     def item_nbytes(self, leg: Leg, held: Held, whole: FlatSpec, step: int) -> list[int]:
-        """Returns the bytes of each item in a leg's message with the elements `held`: a dense tensor, or payloads."""
+        """Returns the bytes of each payload, or of one dense range, in a message with the elements `held`."""
 
 
 class Transit:
@@ -184,7 +184,7 @@ class Transit:
         self.bundles = [[self._added(bundle)] for bundle in met] if leg.adds else met
 
     def result(self) -> Tensor:
-        """Returns the bucket, (numel + flags,), after overwriting it with the sum and with flags that are 0 or 1."""
+        """Returns the bucket, (numel + flags,), now the sum, and 1 for flags (was a parameter used?) of any rank."""
         if self.dense is not self.values:
             self.values.copy_(self.dense)
         self.behind.copy_(self.flags)
@@ -203,7 +203,7 @@ class Transit:
         return arriving if after[group.rank] is not None else _then(arriving, lambda messages: [])
 
     def _sent_here(self, leg: Leg, held: Held) -> list[Held]:
-        """Returns the range of elements, and its pieces, in each message that arrives."""
+        """Returns each arriving message's range, and its payloads' ranges; `held` is this rank's range after `leg`."""
         before = [leg.before[rank] for rank in leg.group_of(self.rank)]
         if not leg.task.kind.is_second:
             return [held] * len(before)  # each member sends what this rank goes on with
@@ -233,7 +233,7 @@ class Transit:
         ]
 
     def _summand(self, leg: Leg) -> Tensor:
-        """Returns this rank's summand of an all-reduce: numbers, and behind them a 0 or 1 for each flag."""
+        """Returns this rank's 1-D summand of an all-reduce: dense range or payloads, flags (was a parameter used?)."""
         if leg.task.kind is Kind.COMM:
             if leg.scales:
                 self.dense.mul_(self.scale)  # before the sum, to keep half-precision sums in range
@@ -262,7 +262,7 @@ class Transit:
         return replace(first, data=total)
 
     def _bundles(self, leg: Leg, parts: Sequence[Tensor], pieces: Sequence[Piece]) -> list[list[Payload]]:
-        """Returns the payloads of each of `pieces`, made of a message's items `parts`, `leg.bundle` for each piece."""
+        """Returns the payloads of each of `pieces`, made of views `parts` of a message, `leg.bundle` for each piece."""
         assert self.template is not None
         keep_fp32 = self.route.keeps_fp32_at(leg.point)
         specs = [spec_of(self.spec, piece, leg.point, keep_fp32) for piece in pieces]
@@ -282,7 +282,7 @@ class Transit:
         return self._write(room, leg, held, which)
 
     def _write(self, room: Tensor, leg: Leg, held: Held, which: slice) -> Tensor:
-        """Writes the payloads of some pieces, or a dense range, and the flags into `room`; returns `room`."""
+        """Writes the payloads `which`, or dense `held`, and flags (was a parameter used?) to `room`; returns `room`."""
         if leg.task.kind.of_payloads:
             items = [payload.data.view(torch.uint8) for bundle in self.bundles[which] for payload in bundle]
         else:
@@ -298,7 +298,7 @@ class Transit:
         return room
 
     def _items(self, leg: Leg, message: Tensor, held: Held) -> list[Tensor]:
-        """Returns the items in a message as views, and sets each flag that is set in the message."""
+        """Returns views of a message's payloads, or dense range; ORs its flags (was a parameter used?) into `flags`."""
         sizes = self.route.item_nbytes(leg, held, self.spec, self.step)
         starts = starts_of(sizes)
         if leg.carries_flags:

@@ -26,7 +26,7 @@ ROOTED = ("reduce", "gather")  # first steps that leave everything with one memb
 
 
 class Kind(StrEnum):
-    """The kinds of tasks, by the paper's names; C at the end is for payloads, L for payloads that can be summed."""
+    """The kinds of a route's tasks, by names of ByteComp (EuroSys 2023): C is for payloads, L for summable payloads."""
 
     COMP = "Comp"
     DECOMP = "Decomp"
@@ -77,7 +77,7 @@ class RouteTask:
 
     @property
     def rooted(self) -> bool:
-        """Whether only one rank of each process group has data after the task, or, for a second step, before it."""
+        """Whether the task is a reduce or gather to one rank of each group of ranks, or the broadcast after it."""
         return (self.first or self.choice) in ROOTED
 
     @property
@@ -155,7 +155,7 @@ class Grammar:
         return {symbol: tuple(tuple(text.split()) for text in texts) for symbol, texts in self.rules.items()}
 
     def leaves(self, devices: Sequence[str] = DEVICES, constraints: LeafConstraints | None = None) -> tuple[Leaf, ...]:
-        """Returns all leaves that the constraints allow, each once.
+        """Returns all leaves (complete sequences of tasks) that the constraints allow, each once.
 
         Raises:
             ValueError: if constraints name unknown collectives or devices, or exclude all leaves; the message names the
@@ -173,7 +173,7 @@ class Grammar:
         return left
 
     def count(self, symbol: str | None = None, devices: int = len(DEVICES)) -> int:
-        """Returns the number of leaves, or of derivations of `symbol`, if tasks can choose from `devices` devices."""
+        """Returns the number of leaves (sequences of tasks), or of derivations of `symbol`, with `devices` devices."""
         symbol = self.start if symbol is None else symbol
         if symbol not in self.rules:
             kind = Kind(symbol)
@@ -187,7 +187,7 @@ class Grammar:
         return total
 
     def parse(self, words: Sequence[str], devices: Sequence[str] = DEVICES) -> Leaf:
-        """Returns the leaf whose tasks have these names, in order: the inverse of `words_of`.
+        """Returns the leaf (sequence of tasks) whose tasks have these names, in order: the inverse of `words_of`.
 
         Raises:
             ValueError: for words that make no leaf; the message names the first illegal word, and the legal ones.

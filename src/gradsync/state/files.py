@@ -20,7 +20,9 @@ DAMAGE = (KeyError, TypeError, ValueError, RecursionError)  # errors that a dama
 
 
 def save_file(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Writes a rank's `state_dict()`, or that of its `checkpoint()`, into a safetensors file, which it overwrites.
+    """Writes `handle.state_dict()` or `handle.checkpoint().state_dict()` to a safetensors file, which it overwrites.
+
+    `handle` is what `gradsync.attach` returned on this rank.
 
     Raises:
         TypeError: for a state that holds anything else than dicts, lists, tensors, bytes, numbers, text and None.

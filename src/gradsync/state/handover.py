@@ -73,9 +73,10 @@ def _by_rank(states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _added(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Returns the sum of several old ranks' scheme state, by key, as one rank's state.
+    """Returns the scheme states of several ranks of the saved job as one rank's state, by `StateSlice.key`.
 
-    Ranks own different parts of sums, so their slices may overlap in part.
+    Slices are added element by element; what all ranks keep alike is taken once. Slices of one parameter may differ in
+    range, as each rank compresses the sums of other elements.
     """
     same: dict[str, Tensor] = {}
     by_point: dict[tuple[str, str], list[StateSlice]] = {}

@@ -35,10 +35,10 @@ class Origin:
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> Origin:
-        """Returns the origin in a `state_dict`, whose entries have the names of these attributes.
+        """Returns the rank and model that a `state_dict` was saved from, as named in its entries.
 
         Raises:
-            ValueError: for a state that does not name its origin.
+            ValueError: if "rank", "world", "parameters" or "per_rank" is missing or malformed.
         """
         found = cls(*(saved.get(name) for name in ("rank", "world", "parameters", "per_rank")))  # type: ignore[arg-type]  # looked at below
         whole = type(found.rank) is int and type(found.world) is int
@@ -55,13 +55,13 @@ class Origin:
         return found
 
     def entries(self) -> dict[str, Any]:
-        """Returns the origin as entries of a `state_dict`, by attribute."""
+        """Returns this rank and model as entries for a `state_dict`: "rank", "world", "parameters", "per_rank"."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Saved:
-    """The contents of a `state_dict` after all checks."""
+    """The checked contents of an engine's `state_dict`: origin, step number, loss scale, and slices of scheme state."""
 
     origin: Origin
     step: int
@@ -74,8 +74,8 @@ def examined(saved: object, specs: Mapping[str, TensorSpec], *, strict: bool) ->
 
     Raises:
         TypeError: for anything else than a dict.
-        ValueError: for another version, for values that are not finite, for elements that are there twice, and, if
-            `strict`, for state of parameters that this model does not have.
+        ValueError: for another version of the format, for values that are not finite, for two slices of state for the
+            same elements of a parameter, and, if `strict`, for state of parameters that this model does not have.
     """
     if not isinstance(saved, Mapping):
         raise TypeError(f"expected the dict that state_dict() gave, got {type(saved).__name__}")

@@ -58,7 +58,7 @@ class StateSlice:
         segment.
 
         Raises:
-            ValueError: if the key is malformed or does not fit the shape, or the values are no state or not finite.
+            ValueError: if the key is malformed or does not fit the shape, or values are not dense, floating and finite.
         """
         form = re.fullmatch(KEY, key, re.DOTALL) if isinstance(key, str) else None
         if form is None:
@@ -150,9 +150,9 @@ def rescaled(state: Mapping[str, Kept], factor: float) -> dict[str, Kept]:
 
 
 def arrived(state: Mapping[str, Kept], bucket: Bucket) -> list[tuple[int, int]] | None:
-    """Returns the ranges [start, stop) of elements of the bucket that the step before this state summed; None: all.
+    """Returns the ranges [start, stop) of the bucket's elements summed in the step that made `state`; None: all.
 
-    Only state of the whole bucket counts, as state of a part is known to one rank only.
+    Only state of the whole bucket is read (None without it), as state of a part is known to one rank only.
     """
     parts = (part for kept in state.values() if not isinstance(kept, Tensor) for part in kept)
     return next((part.arrived for part in parts if part.spec.numel == bucket.numel), None)
@@ -194,9 +194,9 @@ def left_to_send(part: StateSlice) -> bool:
 
 
 def carried_residual(bucket: Bucket, state: Mapping[str, Kept], saved: Sequence[StateSlice]) -> Tensor | None:
-    """Returns a former plan's residuals for elements of this flat bucket whose `state` has no residual.
+    """Returns the residuals in `saved`, a former plan's state, that have no place in the flat bucket's new `state`.
 
-    The tensor is (numel,), in units of the gradient, in the dtype in which sums accumulate; None if there are none.
+    (bucket.numel,), 0 elsewhere, in units of the gradient, in the dtype in which sums accumulate; None if all are 0.
     """
     places = bucket.flat_spec.places
     flat: Tensor | None = None
@@ -234,14 +234,17 @@ def carried_slices(bucket: Bucket, flat: Tensor) -> Iterator[StateSlice]:
 
 
 def _copies(point: str) -> int:
-    """Returns how many ranks keep the same residual at a compress point of sums, 1 if it is carried; 0 elsewhere."""
+    """Returns how many ranks keep the same residual at a compress point where sums over ranks are compressed.
+
+    1 at the point CARRIED (a former plan's residuals); 0 at any other point, as where gradients are compressed.
+    """
     return 1 if point == CARRIED else copies_at(point)
 
 
 def has_place(states: Iterable[Mapping[str, Kept]], part: StateSlice) -> bool:
     """Whether buckets with these states have room for all elements of the slice, so that `with_slices` loses none.
 
-    For a tensor of a whole segment it is enough that one of the same name is kept: it may begin anew.
+    A tensor of a whole segment needs only one of its name: if the shapes differ, `with_slices` drops the slice.
     """
     point, _, name = part.point.partition(".")
     if part.whole:
@@ -283,7 +286,10 @@ def _dtype_in(kept: CompressorState, name: str, part: StateSlice) -> torch.dtype
 
 
 def keeps_values(state: Mapping[str, Kept]) -> bool:
-    """Whether a rank with this state keeps tensors of its own; True, to be safe, for a rank that owns no part."""
+    """Whether the state has tensors, so that a checkpoint needs every rank's state.
+
+    True, to be safe, also if the rank sums no part of the bucket and so has no tensors: other ranks may have some.
+    """
     return any(
         isinstance(kept, Tensor) or not kept or any(part.elements or part.tensors or part.together for part in kept)
         for kept in state.values()

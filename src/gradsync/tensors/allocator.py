@@ -94,7 +94,10 @@ class Blocks:
 
 
 def block_size(nbytes: int) -> int:
-    """Returns the size of a memory block for `nbytes`: that many, rounded up to whole pages by at most an eighth."""
+    """Returns `nbytes` rounded up to a multiple of a sixteenth of the next power of two, or of a page if that is more.
+
+    From `LEAST_BYTES` on, the smallest block of the pool, this adds at most an eighth.
+    """
     step = max(mmap.PAGESIZE, (1 << (nbytes - 1).bit_length()) // (2 * _STEPS))
     return -(-nbytes // step) * step
 

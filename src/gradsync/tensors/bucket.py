@@ -86,7 +86,7 @@ PHASES = 3  # ranks compare step numbers modulo this: they differ by one, hardly
 
 @dataclass(frozen=True)
 class StepMarks:
-    """Facts about a rank's training step that it sends to the other ranks along with the gradients."""
+    """Marks that a rank sends with gradients: did it join the step late, and its number of optimiser steps modulo 3."""
 
     late: bool = False  # the rank takes part at the optimiser's step only: its backward reached no parameter
     phase: int | None = None  # rounds of the rank's optimiser modulo PHASES; None where no step of it was seen
@@ -167,7 +167,7 @@ class FlatSpec:
 
     @cached_property
     def sections(self) -> Sections:
-        """The lengths of the segments and their offsets in their parameters, as kernels take them, without seeds."""
+        """The segments' lengths and offsets in their parameters, as kernels take them; no seeds for random numbers."""
         return Sections(self.lengths, tuple(segment.start for segment in self.segments))
 
     @property
@@ -226,7 +226,7 @@ class Bucket:
 
     @property
     def numel(self) -> int:
-        """The number of elements in all segments, without flags."""
+        """The number of elements in all segments."""
         return sum(segment.numel for segment in self.segments)
 
     @property
@@ -241,7 +241,10 @@ class Bucket:
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
-        """The specs of the tensors that the scheme gets: the tables, or one flat tensor, with flags if `flags_ride`."""
+        """The specs of the tensors that the scheme gets: the row-sparse tables, or one flat tensor.
+
+        If `flags_ride`, the flat tensor ends with flags, numbers that say which parameters a rank used, for example.
+        """
         if self.layout is Layout.ROWS:
             return self.tensors
         flags = self.num_flags if self.flags_ride else 0
@@ -249,7 +252,7 @@ class Bucket:
 
     @property
     def flat_spec(self) -> FlatSpec:
-        """The layout of the segments in the bucket's flat tensor, without flags."""
+        """The layout of the segments in the bucket's flat tensor, without the flags that may lie behind them."""
         whole = [segment.numel == spec.numel for segment, spec in zip(self.segments, self.tensors, strict=True)]
         shapes = [
             spec.shape if is_whole else (segment.numel,)

@@ -48,7 +48,10 @@ class DensityProfile:
         return self.rows / self.num_rows if self.num_rows else 0.0
 
     def may_have_rows_of(self, other: DensityProfile) -> bool:
-        """Whether two tables may have the same non-zero rows: equally many, and patterns that do not differ."""
+        """Whether two tables may have the same non-zero rows: equally many, and of one `pattern` if both are known.
+
+        A `pattern` is a name that tables share if their non-zero rows are the same on every rank.
+        """
         unknown = not (self.pattern and other.pattern)
         return self.rows == other.rows and (unknown or self.pattern == other.pattern or self.rows == 0)
 
@@ -117,7 +120,7 @@ class DensityProfile:
 
 @dataclass(frozen=True)
 class ParameterProfile:
-    """The facts about one parameter's gradient that are known before a plan is made, the same on every rank."""
+    """A parameter's shape, and its gradient's layout, density and ready order, as planners get them on every rank."""
 
     name: str
     tensor: TensorSpec
@@ -179,7 +182,7 @@ def profile_rows(index_lists: Sequence[Tensor], num_rows: int) -> DensityProfile
 def profile_tables(tables: Sequence[tuple[int, Sequence[Tensor]]]) -> tuple[DensityProfile, ...]:
     """Returns the exact density profiles of several tables in one step, each given as (num_rows, row indices by rank).
 
-    Tables whose ranks all touch the same rows in the same order get the same pattern.
+    Tables in which each rank lists equal rows in equal order get the same `pattern`: the index of the first of them.
     """
     profiles: list[DensityProfile] = []
     for position, (num_rows, lists) in enumerate(tables):
@@ -240,7 +243,7 @@ class ZeroSample:
 
     @classmethod
     def unused(cls, spec: TensorSpec) -> ZeroSample:
-        """Returns the sample, all zero, of a parameter that has no gradient on this rank."""
+        """Returns the sample for a parameter without a gradient on this rank: no place is non-zero, counts are 0."""
         return cls(torch.zeros(rows_sampled(spec)).bool(), torch.zeros(min(SAMPLES, spec.numel)).bool(), 0, 0)
 
 
@@ -278,7 +281,10 @@ def profile_sample(hits: Tensor, counts: Tensor, size: int) -> DensityProfile | 
 
 
 def denser(a: DensityProfile | None, b: DensityProfile | None) -> DensityProfile | None:
-    """Returns the denser of two profiles of one tensor, as a gradient that was full once may be full again."""
+    """Returns the denser of two profiles of one tensor; if one is None (not known), the other one, if any.
+
+    The denser one is kept because a gradient that was full once may be full again.
+    """
     if a is None or b is None:
         return a or b
     return a if a.rows >= b.rows else b

@@ -108,11 +108,17 @@ class GradientViews:
         self.refit()
 
     def refit(self) -> None:
-        """Finds the views whose strides no longer fit their parameter, as after a change of memory format."""
+        """Marks the views whose strides no longer fit their parameter, as after a change of memory format.
+
+        `begin` and `settle` leave marked views out.
+        """
         self._unfit = {name for name, view in self._by_name.items() if not view.fits()}
 
     def begin(self) -> Iterator[list[str]]:
-        """Begins a training step: sets small missing gradients to zeroed views; yields their names by bucket."""
+        """Begins a training step: where a small parameter has no gradient, sets `param.grad` to its zeroed view.
+
+        Yields these parameters' names, bucket by bucket. Larger gradients are cheaper to copy into their views later.
+        """
         self._borrowed.clear()
         self._unrenewed.clear()
         for views in self._by_bucket:
@@ -213,7 +219,7 @@ def _object_references(parameter: nn.Parameter) -> int:
 
 
 def _memory_references(tensor: Tensor) -> int:
-    """Returns the use count of the tensor's storage: the tensors that lie in it, this one included, and others."""
+    """Returns the use count of the tensor's storage, in which each tensor on it counts, and each storage object."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 

@@ -19,6 +19,7 @@ from .sparse import SparseRows
 class FlatGradients:
     """The memory of a flat bucket: `flat` has the segments' elements one after the other, then the flags.
 
+    Flags are numbers to be summed over ranks: which parameters a rank used, if a value is not finite, and `StepMarks`.
     Elements lie as in the parameter's memory (channels-last, say), so that its gradient can live here. With `in_order`,
     and for a parameter that the plan cut, they lie in the order of their indices.
     """
@@ -63,7 +64,7 @@ class FlatGradients:
 
     @property
     def values(self) -> Tensor:
-        """A view of the bucket's gradients without flags, (bucket.numel,)."""
+        """A view of the bucket's gradients, (bucket.numel,), without the flags that lie behind them in memory."""
         return self.flat[: self.bucket.numel]
 
     def view(self, name: str) -> Tensor | None:
@@ -117,8 +118,9 @@ class FlatGradients:
                 part.copy_(flat[segment.start : segment.stop])
 
     def take(self, *, check_finite: bool, marks: StepMarks = NO_MARKS) -> Tensor:
-        """Sets the flags and returns the scheme's flat tensor, (bucket.numel,), with the flags behind if `flags_ride`.
+        """Sets this rank's flags and returns the gradients for the scheme to sum, (bucket.numel,).
 
+        If `bucket.flags_ride`, the scheme sums the flags too: it gets `flat`, (bucket.numel + bucket.num_flags,).
         The flags say which parameters this rank used, whether a value is not finite (if checked), and the marks.
         """
         values = self.flat[: self.bucket.numel]
@@ -128,9 +130,9 @@ class FlatGradients:
         return self.flat if self.bucket.flags_ride else values
 
     def accept(self, result: Tensor) -> None:
-        """Copies the synchronised values, of the shape that `take` returned, into the bucket if they lie elsewhere.
+        """Copies the scheme's result, of the shape that `take` returned, into the bucket unless it lies there already.
 
-        If they have no flags, the caller has summed `flags` over the ranks already.
+        Without `bucket.flags_ride` the result contains no flags: the caller must sum `flags` over the ranks before.
         """
         target = self.flat if self.bucket.flags_ride else self.flat[: self.bucket.numel]
         if result.data_ptr() != target.data_ptr():

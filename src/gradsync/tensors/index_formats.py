@@ -41,7 +41,10 @@ class IndexFormat(StrEnum):
         return 0 if self is IndexFormat.DENSE else aligned(kernels.packed_nbytes(count, length, self.bits(length)))
 
     def bits(self, length: int) -> int:
-        """Returns the bits per position in [0, length), a number by which kernels tell the formats apart."""
+        """Returns the number by which kernels know the format: 32 or 64 (LIST), 16 or 8 (OFFSETS), or 1 (BITMAP).
+
+        It is the bits of one entry; a list has entries of 32 bits if indices in [0, length) fit. DENSE has no number.
+        """
         listed = 8 * index_dtype(length).itemsize
         return {"list": listed, "offsets_16": 16, "offsets_8": 8, "bitmap": 1}[self]
 
@@ -99,5 +102,5 @@ class Positions:
 
     @property
     def _offsets(self) -> Tensor:
-        """The bytes of the message that hold the encoded offsets, without the padding behind them."""
+        """The bytes of `packed` without padding, in a format of offsets: positions relative to the start of a block."""
         return self.packed[: kernels.offsets_nbytes(self.count, self.length, self.format.bits(self.length))]

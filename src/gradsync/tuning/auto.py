@@ -42,7 +42,10 @@ ORDER = (Follows.NO, Follows.LATER, Follows.NOW)
 
 
 class AutoMeasurement(Measurement):
-    """A measurement made by `AutoPlanner`, which ends by itself, so that other models can wait for their turn."""
+    """A measurement made by `AutoPlanner`: while it runs, other models wait and are measured after it.
+
+    While another `StepListener` is active (`measure` or a recorder), models attached then are not measured at all.
+    """
 
 
 class AutoPlanner:

@@ -187,10 +187,11 @@ def fit_links(
 def _link(
     stage_s: Interval, alpha_s: Interval, byte_s: Interval, points: Sequence[Sequence[LinkPoint]]
 ) -> LinkEstimate:
-    """Returns a link with the fitted latencies, and with the rate seen at the largest size of each pattern in `points`.
+    """Returns a link with the fitted latencies, and the median over the patterns of the rate seen at the largest size.
 
-    That rate excludes latency, and is taken only where bytes take most of the time; else it is from the fit. Shapers
-    let the first bytes of a burst pass at once, so smaller sizes would give too high a rate.
+    `points`: those of each pattern (a type of collective). Rates exclude latency; if latency takes most of the time for
+    some pattern, the fitted rate is taken instead. Shapers let the first bytes of a burst pass at once, so smaller
+    sizes would give too high a rate.
     """
     largest = [max(found, key=lambda point: point.busiest_bytes) for found in points]
     rates = [_rate_of(point, stage_s, alpha_s) for point in largest]
@@ -223,7 +224,7 @@ def _rate_of(point: LinkPoint, stage_s: Interval, alpha_s: Interval) -> Interval
 
 
 def _rate(byte_s: Interval, seen: float) -> Interval:
-    """Returns bytes per second from fitted seconds per byte; the rate `seen` in samples where the fit gives 0."""
+    """Returns bytes per second from the fitted seconds per byte; where these are 0, the measured rate `seen`."""
     if byte_s.value == 0:
         return Interval(value=seen, low=min(1 / byte_s.high, seen) if byte_s.high else seen, high=None)
     low = 1 / byte_s.high if byte_s.high else 0.0
@@ -246,12 +247,12 @@ def slowdown(alone_s: Array, together_s: Array, shared_s: Array) -> Array:
 
 
 def fit_slowdown(alone_s: Array, together_s: Array, shared_s: Array) -> Interval | None:
-    """Returns the `slowdown` of medians over steps, of the rank with the largest; None where no rank shared time.
+    """Returns the largest of the ranks' slowdown factors, each from medians over steps; None if no rank shared time.
 
-    Steps without shared time do not count; the interval comes from a bootstrap over the steps.
+    Steps in which work and disturbance shared no time do not count; the interval comes from a bootstrap over the steps.
 
     Args:
-        alone_s: (ranks, steps) float64, seconds of the work alone; may come from other steps than the next two.
+        alone_s: (ranks, steps) float64, seconds of the work alone; perhaps in other steps than those of `together_s`.
         together_s: (ranks, steps) float64, seconds of the work when disturbed.
         shared_s: (ranks, steps) float64, the seconds of these in which the disturbance was active.
     """

@@ -103,7 +103,10 @@ def flat_schemes(candidates: Sequence[SchemeOrCompressor]) -> list[Scheme[Any]]:
 
 
 def _adding(candidates: Sequence[SchemeOrCompressor]) -> list[Route]:
-    """Returns one route that sums compressed payloads, if a candidate's can be summed; such routes cost the same."""
+    """Returns a scheme that adds payloads without decoding them, for the first compressor that allows it; else [].
+
+    One is enough to time the kernel that adds payloads, which costs the same for all compressors.
+    """
     compressors = [candidate for candidate in candidates if isinstance(candidate, Compressor)]
     able = [
         c
@@ -128,6 +131,6 @@ def _on_shared_cores(rehearsal: Callable[[], list[Sample]]) -> list[Sample]:
 
 
 def _fitted(samples: Sequence[Sample], highest: Highest) -> dict[str, KernelEstimate]:
-    """Fits kernel costs, by name, to the slowest rank's seconds of each sample; collective, by `highest`."""
+    """Fits kernel costs, by kernel name, to each sample's maximum seconds over ranks; `highest` is collective."""
     slowest_s = highest([max(seconds, SHORTEST_S) for _, seconds in samples])
     return fit_kernels([(computed, seconds) for (computed, _), seconds in zip(samples, slowest_s, strict=True)])

@@ -35,7 +35,7 @@ def measured_links(group: Group, timeout_s: float, budget_s: float = BUDGET_S) -
 
 
 def groups_of(group: Group) -> dict[Span, Group]:
-    """Returns the groups to measure: all ranks, and this rank's groups inside and across nodes. Collective at first."""
+    """Returns the ranks' groups to measure: all, this rank's inside and across nodes. The first call is collective."""
     made = {Span.ALL: lambda: group, Span.INSIDE: group.within_node, Span.ACROSS: group.across_nodes}
     return {span: made[span]() for span in spans_of(group.placement)}
 

@@ -196,7 +196,7 @@ class Measurement(StepListener):
 
     @property
     def _kind(self) -> Kind:
-        """The kind of the present training step, or of the next one between steps."""
+        """The `Kind` of the present step, such as WARM_UP or QUIET (undisturbed); between steps, that of the next."""
         return self._kinds[min(self.steps_taken, len(self._kinds) - 1)]
 
     def _is_mine(self, engine: Any) -> bool:
@@ -232,7 +232,10 @@ class Measurement(StepListener):
         engine.aside(job)
 
     def _measure_costs(self, engine: Engine) -> None:
-        """Measures links, kernels, and the disturbances of backward on their own, between two steps. Collective."""
+        """Measures links, kernels, and the transfers and compressions that later run during backward. Collective.
+
+        It is called between two steps, so that these are timed without a backward.
+        """
 
         def costs(group: Group) -> None:
             highest = highest_over(group, engine.timeout_s)
@@ -269,7 +272,10 @@ class Measurement(StepListener):
         return Profile.from_json(texts[0].decode())
 
     def _figures(self, names: Sequence[str]) -> Array:
-        """Returns seconds of this rank, (steps but warm-up, 4 parts + 3 of the disturbance + ready times) float64."""
+        """Returns this rank's seconds in the steps after the warm-up, (steps, 7 + len(names)) float64.
+
+        Columns: forward, backward, optimiser, rest; `Aside`: alone, in this step, during backward; ready times by name.
+        """
         rows = [
             [
                 *(times.forward_s, times.backward_s, times.optimizer_s, times.other_s),
@@ -410,7 +416,7 @@ def _note(note: Callable[[float], None], *args: object) -> None:
 
 
 def _spread(seconds: Array) -> dict[str, float]:
-    """Returns the median of `seconds` and a robust standard deviation, 1.4826 times the median absolute deviation."""
+    """Returns `median_s`, the median of `seconds`, and `spread_s`, 1.4826 times their median absolute deviation."""
     median_s = float(np.median(seconds))
     return {"median_s": median_s, "spread_s": 1.4826 * float(np.median(np.abs(seconds - median_s)))}
 
@@ -418,13 +424,13 @@ def _spread(seconds: Array) -> dict[str, float]:
 def _overlap(
     quiet: Array, transfer: Array, kernel: Array, exchange: tuple[Interval | None, Interval | None]
 ) -> Overlap:
-    """Fits how much backward, transfers and kernels slow each other down.
+    """Returns the factors by which backward, transfers and kernels slow each other down, fitted to measured steps.
 
     Args:
-        quiet: `_figures` of the undisturbed steps, (ranks, steps, columns) float64.
-        transfer: those of the steps with a transfer during backward.
-        kernel: those of the steps with a compression during backward.
-        exchange: slowdowns of transfers by kernels, and of kernels by transfers.
+        quiet: seconds in undisturbed steps, (ranks, steps, columns) float64, with the columns of `_figures`.
+        transfer: the same in steps with a transfer during backward.
+        kernel: the same in steps with a compression during backward.
+        exchange: slowdown of a transfer by kernels, and of kernels by a transfer; None for those not measured.
     """
 
     def factors(busy: Array) -> tuple[Interval | None, Interval | None]:

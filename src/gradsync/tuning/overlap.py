@@ -33,14 +33,14 @@ EXCHANGE_RUNS = 10  # of that transfer
 
 @dataclass
 class Aside:
-    """The times of a disturbance that ran during one backward on this rank, and the seconds that it takes alone."""
+    """The times of a transfer or compression beside one backward on this rank, and the seconds that it takes alone."""
 
     alone_s: float = 0.0
     began_s: float = 0.0
     ended_s: float = 0.0
 
     def shared_s(self, step: StepTimes) -> float:
-        """Returns the seconds in which both the disturbance and the step's backward were running."""
+        """Returns the seconds in which both the transfer or compression and the step's backward were running."""
         return max(min(self.ended_s, step.ended_s) - max(self.began_s, step.began_s), 0.0)
 
 
@@ -59,7 +59,7 @@ class Disturbance:
 
 
 def transfers(group: Group, lasts_s: float, timeout_s: float) -> Disturbance:
-    """Returns a disturbance of all-reduces that last about `lasts_s` seconds in all, at least one. Collective."""
+    """Returns one or more all-reduces to run during backward, which last about `lasts_s` seconds in all. Collective."""
     exchange, once_s = _all_reduce(group, lasts_s, timeout_s)
 
     def run() -> None:
@@ -69,7 +69,10 @@ def transfers(group: Group, lasts_s: float, timeout_s: float) -> Disturbance:
 
 
 def _all_reduce(group: Group, lasts_s: float, timeout_s: float) -> tuple[Exchange, float]:
-    """Returns an all-reduce that takes about `lasts_s`, of a size in `TRANSFER_BYTES`, and its seconds. Collective."""
+    """Returns an all-reduce that takes about `lasts_s` seconds, and the seconds measured for it. Collective.
+
+    Its size is between the two numbers of `TRANSFER_BYTES`, so it may take less or more.
+    """
     highest = highest_over(group, timeout_s)
 
     def once_s(nbytes: int) -> float:
@@ -82,7 +85,7 @@ def _all_reduce(group: Group, lasts_s: float, timeout_s: float) -> tuple[Exchang
 
 
 def computation(group: Group, lasts_s: float, timeout_s: float) -> Disturbance:
-    """Returns a disturbance of compressions of noise that last about `lasts_s` seconds in all. Collective."""
+    """Returns compressions of noise to run during backward, which last about `lasts_s` seconds in all. Collective."""
     run, once_s = _compression()
     return _disturbance(run, _times(lasts_s, once_s), group, timeout_s, together=False)
 
@@ -149,7 +152,10 @@ def _times(lasts_s: float, once_s: float) -> int:
 
 
 def _disturbance(run: Callable[[], None], times: int, group: Group, timeout_s: float, *, together: bool) -> Disturbance:
-    """Returns the disturbance, with its measured seconds without backward when all ranks run it at once."""
+    """Returns work to run during backward, `times` calls of `run`, with its seconds without a backward. Collective.
+
+    All ranks run it at the same time to measure these. `together`: during backward, too, all ranks start it together.
+    """
     disturbance = Disturbance(run, times, 0.0, together)
     seconds = []
     for _ in range(ALONE_RUNS):

@@ -114,7 +114,10 @@ def _rack_size(rates: Rates, links: NDArray[np.float64]) -> int | None:
 
 
 def _share_across(shares: NDArray[np.float64], rack_of: NDArray[np.int64]) -> float:
-    """Returns the mean share of link rate that pairs across racks reach, in the rounds with most such pairs."""
+    """Returns the mean share of link rate that pairs of nodes in different racks reach when most such pairs exchange.
+
+    Only those rounds of `tournament` (pairs that exchange at the same time) count that have the most such pairs.
+    """
     rounds = [[pair for pair in pairs if len({*rack_of[list(pair)]}) > 1] for pairs in tournament(len(shares))]
     most = max(map(len, rounds))
     return float(np.mean([shares[pair] for pairs in rounds if len(pairs) == most for pair in pairs]))

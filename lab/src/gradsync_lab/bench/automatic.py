@@ -42,7 +42,7 @@ MOST_DELAY = 1.0  # steps' gradients that error feedback may hold back: an error
 
 @dataclass(frozen=True)
 class Automatic:
-    """A benchmark method that plans by itself: `planner` returns its planner for a number of ranks.
+    """A benchmark method that plans its exchange from measurements: `planner` makes its planner for a number of ranks.
 
     `lossy` names the compressor or dense scheme of its plans, if they may use exactly one.
     """
@@ -115,7 +115,7 @@ ENDINGS_IN_WORDS = (
 
 @dataclass(frozen=True)
 class Parted:
-    """The parts of a method's name: the compressor or dense scheme, the search, and the number after it."""
+    """The parts of a name as bf16_cuts3: compressor or dense scheme, search for a plan, and number of buckets."""
 
     lossy: str
     ending: str
@@ -145,11 +145,11 @@ class Parted:
 
 
 def parted(name: str) -> Parted | None:
-    """Splits the name of a method; returns None unless it is a compressor or scheme followed by a search.
+    """Splits a name into compressor or scheme, search for a plan and number of buckets, if any; None for other names.
 
     Raises:
-        ValueError: the search behind a known name is unknown, a number of buckets is below 1, or the search cannot use
-            the compressor or scheme.
+        ValueError: the search after a compressor or scheme is unknown or cannot use it, or the number of buckets is
+            below 1.
     """
     if is_lossy(name):
         return None
@@ -175,13 +175,13 @@ def parted(name: str) -> Parted | None:
 
 
 def automatic(name: str, momentum: float = 0.0) -> Automatic | None:
-    """Returns the method of this name that plans by itself; None for other names.
+    """Returns the method of this name that plans its exchange from measurements; None for other names.
 
     Args:
         momentum: the momentum that `fit_optimizer` took from the optimiser.
 
     Raises:
-        ValueError: as `parted` does.
+        ValueError: the search in the name is unknown or cannot use its compressor, or no bucket is asked for.
     """
     if name in AUTOMATIC:
         return AUTOMATIC[name]

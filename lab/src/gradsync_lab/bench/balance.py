@@ -133,9 +133,10 @@ SUBJECTS = (*(name for name in BY_ROW if name != BASELINE), OF_TABLES)
 
 
 def loads(gradient: Gradient, rows: Rows, owners: str, n: int, seed: int, *, pulled: bool) -> list[int]:
-    """Returns how many elements of these rows each of `n` owners receives or, if `pulled`, sends back.
+    """Returns how many elements of `rows` each of `n` owners (ranks that sum) receives or, if `pulled`, sends back.
 
-    `owners` names the owner map. Columns that all owners sum are sent to every owner, and sent back by none.
+    `owners` names the map from rows, or from columns for `column_stripe`, to owners. Columns left over by stripes are
+    summed by all owners: each receives them, none sends them back.
     """
     if owners in BY_ROW:
         tables = zip(rows, gradient.specs, strict=True)
@@ -156,7 +157,7 @@ def imbalance(gradient: Gradient, rows: Rows, owners: str, n: int, seed: int, *,
 
 
 def push_imbalance(gradient: Gradient, owners: str, n: int, seed: int) -> float:
-    """Returns the largest push imbalance of any rank."""
+    """Returns the most elements that a rank sends to one owner, over an even share of the rank's; of the worst rank."""
     return max(imbalance(gradient, rows, owners, n, seed, pulled=False) for rows in gradient.ranks)
 
 
@@ -208,7 +209,9 @@ def of_tables(ranks: Sequence[tuple[SparseRows, ...]]) -> Gradient:
 
 
 def run_balance(spec: BalanceSpec, on_event: Callable[[dict[str, Any]], None]) -> list[Record]:
-    """Returns a record for each gradient, number of ranks and owner map, compared with Zen's hash.
+    """Measures how evenly owner maps, from rows or elements to the ranks that sum them, spread non-zeros over ranks.
+
+    Returns a record of imbalance for each gradient, number of ranks and owner map, against Zen's hash.
 
     Raises:
         ValueError: a workload's gradients are not sparse.
@@ -228,8 +231,8 @@ def run_balance(spec: BalanceSpec, on_event: Callable[[dict[str, Any]], None]) -
 def _draws(pattern: Pattern, spec: BalanceSpec, n: int) -> Iterator[Gradient]:
     """Yields a pattern's gradients: `spec.repeats` random ones, or `ALIKE_DRAWS` times as many copies of a fixed one.
 
-    A pattern that is fixed, the same on all ranks, gives figures from one set of indices, not from n; only map seeds
-    vary.
+    A fixed pattern has the same indices on all ranks. Only the seeds of the owner maps then vary the imbalance, so that
+    more copies are needed for its mean.
     """
     if pattern.alike:
         return repeat(drawn(pattern, spec.elements, n, spec.seed), spec.repeats * ALIKE_DRAWS)

@@ -19,7 +19,7 @@ SUBJECT = "look"
 
 @dataclass(frozen=True)
 class LookSpec:
-    """The settings of a run: workloads, the rows to examine, one step in how many is examined, and repeats."""
+    """The settings of a run: workloads, gradient rows to search for non-zeros, steps per search, and repeats."""
 
     workloads: tuple[str, ...] = ("deepfm", "lstm")
     options: dict[str, Any] = field(default_factory=dict)
@@ -30,7 +30,7 @@ class LookSpec:
 
 
 def run_looks(spec: LookSpec, on_event: Callable[[dict[str, Any]], None]) -> list[Record]:
-    """Returns a record for each workload: time of examining one rank's gradients over that of forward and backward."""
+    """Returns a record per workload: time to find non-zeros in gradients, divided by that of forward and backward."""
     records = []
     for name in spec.workloads:
         records.append(_record(name, spec))

@@ -243,8 +243,8 @@ def record_without_times(metric: Any, name: str, params: dict[str, Any], seeds: 
 
 
 def real_gradient(workload: Workload, steps: int, seed: int) -> tuple[FlatSpec, Tensor, dict[str, Any]]:
-    """Returns the dense gradients of one rank, concatenated, after `steps` steps of training, and the workload's
-    options.
+    """Returns the dense gradients of one rank after `steps` steps of training: their layout, all of them concatenated,
+    (numel,) float32, and the workload's options.
     """
     model = workload.model(sparse=True, seed=seed)
     optimizer = workload.optimizer(model)
@@ -286,7 +286,7 @@ def break_even_ranks(compressor: Compressor[Any], flat: FlatSpec) -> float | Non
 
 
 def error_of(compressor: Compressor[Any], flat: FlatSpec, x: Tensor) -> CompressionError:
-    """Returns the compressor's error on `x` in a single step; the mean over draws for a random compressor."""
+    """Returns a compressor's error |C(x) - x| / |x|, root mean square of draws, and whether its stated bound holds."""
     law, norm = compressor.law(flat), float(x.double().square().sum())
     # Draws differ by rank and step; a compressor without randomness makes the same error each time.
     states = [replace(compressor.init(flat), step=step) for step in range(DRAWS)]

@@ -96,7 +96,7 @@ class ConvergeSpec:
 
 
 def planner_of(name: str, momentum: float = 0.0) -> PlanMaker:
-    """Returns the function that makes the plan of the method with this name, as `lossy_planner` does.
+    """Returns the planner of this method's gradients; `momentum` is what `fit_optimizer` took from the optimiser.
 
     Raises:
         ValueError: the name is unknown, or its method averages parameters; the message lists the names.
@@ -265,7 +265,7 @@ class Ranks:
 
     @classmethod
     def of(cls, gradients: Mapping[str, Tensor], planner: PlanMaker, size: int) -> Ranks:
-        """Returns `size` ranks with the plan that `planner` makes for these parameters, given one rank's gradients."""
+        """Returns `size` simulated ranks with the plan that `planner` makes for the parameters of these gradients."""
         profiles = [
             ParameterProfile(name, TensorSpec.of(gradient), gradient.layout is torch.sparse_coo)
             for name, gradient in gradients.items()

@@ -182,7 +182,7 @@ def agree(work: Work, definition: Work, subject: ModuleType) -> bool:
 
 @dataclass(frozen=True)
 class Turns:
-    """Measured seconds per call: kernel and copy in every turn, torch twice in as many turns as there is time for."""
+    """Seconds per call: kernel and copy in each turn; torch twice, to show noise, in turns that fit in `TORCH_S`."""
 
     kernel: list[float] = field(default_factory=list)
     copy: list[float] = field(default_factory=list)

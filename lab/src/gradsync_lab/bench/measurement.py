@@ -19,10 +19,10 @@ from .. import workloads
 def measure_workload(
     name: str, options: dict[str, Any], *, steps: int, warmup: int, candidates: Sequence[SchemeOrCompressor]
 ) -> Profile:
-    """Trains the named workload by the default plan while measuring it, and returns the profile.
+    """Trains a workload by the default plan; returns the measured ready times of gradients, and link and kernel costs.
 
-    Embeddings give sparse gradients where the model has some. Without torchrun's environment variables, this process is
-    the only rank.
+    Kernels of the compressors and schemes in `candidates` are timed, too. Embeddings give sparse gradients where the
+    model has some. Without torchrun's environment variables, this process is the only rank.
     """
     task = workloads.load(name, **options)
     if "RANK" in os.environ:

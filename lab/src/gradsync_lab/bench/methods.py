@@ -233,7 +233,7 @@ RIVALS_IN_WORDS = (
 
 
 def _rival(name: str) -> Method | None:
-    """Returns another system's method of this name; None for other names, and if its number means synchronous steps."""
+    """Returns method `asp`, `sspN` (N: staleness) or `post_local_sgdK` (K: period); None for others, N < 1, K < 2."""
     if name == "asp":
         return Method(name, False, False, partial(parameter_servers, staleness=None), in_step=False)
     if (match := re.fullmatch(r"ssp(\d*)", name)) and (staleness := int(match[1] or USUAL_STALENESS)) > 0:

@@ -216,7 +216,7 @@ class ParameterServers(Rival):
             raise RuntimeError(f"step {self._step}: {next(iter(failures.values()))}")
 
     def consensus(self) -> None:
-        """Sets all ranks to the servers' parameters, and to the mean of their float buffers."""
+        """Sets every rank's model to the servers' parameters, and its float buffers to their mean over the ranks."""
         # A step ends with the answers to its pushes: when all ranks are here, no message is on its way.
         dist.barrier(group=self._everyone)
         self._server.read(mine := torch.empty(self._stripe_numel))
@@ -248,9 +248,11 @@ def parameter_servers(
 def _of_stripe(
     optimizer: Optimizer, groups: Sequence[dict[str, Any]], stripe: Tensor, start: int, pushes: int
 ) -> tuple[Optimizer | None, float]:
-    """Returns a new optimiser of the same kind for the parameters in the stripe, and the factor for gradients.
+    """Returns an optimiser of `optimizer`'s class for the stripe, and the factor for gradients before they are pushed.
 
-    The optimiser is None if the stripe has no parameters to step. Overwrites the settings in `groups`.
+    The optimiser is None if the stripe has no parameters to step, or all rates are 0. `start` is the place of the
+    stripe's first element among those of all parameters. Settings in `groups` are scaled for `pushes` steps in place
+    of one, see `divide_steps`.
     """
     if all(group["lr"] == 0 for group in groups):
         return None, 1.0

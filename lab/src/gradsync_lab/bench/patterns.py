@@ -63,7 +63,7 @@ def elements_of_frequent_rows(dim: int) -> Callable[[int, Generator], Tensor]:
 
 
 def fused_bucket(size: int, generator: Generator) -> Tensor:
-    """Draws the non-zeros of a bucket of equally long tensors, the first of which has half of them."""
+    """Draws indices of non-zeros, (nnz,) int64, ascending, in a bucket of equal tensors; half are in the first."""
     length = size // FUSED_TENSORS
     densest = DENSITY * FUSED_TENSORS / 2
     return torch.cat([spread(length, generator, densest / 2**k) + k * length for k in range(FUSED_TENSORS)])

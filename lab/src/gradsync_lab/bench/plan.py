@@ -34,7 +34,7 @@ Search = Callable[[], Solution]
 
 @dataclass(frozen=True)
 class PlanSpec:
-    """The settings of a run: the papers' models, sizes of random problems, number of small problems, and repeats."""
+    """The settings of a run: published models to plan for, gradients per random model, count of small ones, repeats."""
 
     models: tuple[str, ...] = tuple(PAPER_MODELS)
     drawn: tuple[int, ...] = DRAWN_ITEMS
@@ -55,7 +55,10 @@ class PlanSpec:
 
 
 def run_planning(spec: PlanSpec, on_event: Callable[[dict[str, Any]], None]) -> list[Record]:
-    """Returns a record for each planning problem, and one for all small problems together."""
+    """Times searches for the fastest plan to exchange a model's gradients, gradsync's and ByteComp's in turns.
+
+    Returns a record for each problem (model and costs), and one of gaps to the best plan for all small problems.
+    """
     records = []
     for params, problem, rival in _problems(spec):
         records.append(_timed(params, problem, rival, spec.repeats))

@@ -69,17 +69,20 @@ class ReachSpec:
 
 @dataclass(frozen=True)
 class Learner:
-    """A method to count steps of: its name in `converge`, and the scheme by which it averages parameters, if any."""
+    """A method as `converge` simulates it to count its steps to the loss; `mixes_by`: its averaging scheme, if any."""
 
     name: str
     mixes_by: str | None = None  # as JSON
 
     @classmethod
     def of(cls, name: str, mixes_by: dict[str, Any] | None = None) -> Learner:
-        """Returns the learner for the method of this name in `gradsync bench train`.
+        """Returns the simulated method that learns as the method `name` of `gradsync bench train` does.
+
+        Args:
+            mixes_by: the expression of the scheme by which the method averages parameters, if records name it.
 
         Raises:
-            ValueError: `converge` has no method whose models would be the same.
+            ValueError: `converge` simulates no method that learns as this one does.
         """
         if name in SAME_AS:
             return cls(SAME_AS[name])
@@ -159,18 +162,18 @@ def timed_runs(records: Sequence[Record]) -> list[TimedRun]:
 
 
 def learners_of(runs: Sequence[TimedRun]) -> list[tuple[Learner, int]]:
-    """Returns the different (learner, number of ranks) pairs of all runs."""
+    """Returns the distinct (simulated method, number of ranks) pairs of all runs, which are to be trained."""
     return list(dict.fromkeys((learner, run.ranks) for run in runs for learner in run.learners.values()))
 
 
 def run_reach(
     runs: Sequence[TimedRun], spec: ReachSpec, on_event: Callable[[dict[str, Any]], None]
 ) -> tuple[list[Record], list[str]]:
-    """Returns records of time to the loss for each run's methods against the baseline, and notes on omitted methods.
+    """Returns records of time to `spec.loss` for each run's methods against the baseline, and notes on omitted methods.
 
     Raises:
-        ValueError: a run lacks the baseline, the baseline does not reach the loss, or methods of `whole` cannot be
-            trained on the cluster.
+        ValueError: a run lacks the baseline, the baseline does not reach the loss, or methods of `spec.whole`
+            cannot be trained on the emulated cluster.
     """
     for run in runs:
         if spec.baseline not in run.steps_s:
@@ -197,10 +200,10 @@ def run_reach(
 
 
 def _whole_spec(run: TimedRun, spec: ReachSpec) -> WholeSpec:
-    """Returns the settings for training a run's methods to the loss on the emulated cluster.
+    """Returns the settings for training methods of a run on the emulated cluster until the loss is `spec.loss`.
 
     Raises:
-        ValueError: methods cannot be trained on the cluster.
+        ValueError: a method is not in the run or is asynchronous, or the run only emulated computation.
     """
     if unknown := [name for name in spec.trained_whole if name not in run.steps_s]:
         raise ValueError(f"{', '.join(unknown)} cannot be trained whole: there are {', '.join(run.steps_s)}")
@@ -230,7 +233,7 @@ def _whole_spec(run: TimedRun, spec: ReachSpec) -> WholeSpec:
 def _whole(
     run: TimedRun, whole: WholeSpec, reached: Reached, spec: ReachSpec, on_event: Callable[[dict[str, Any]], None]
 ) -> tuple[list[Record], list[str]]:
-    """Trains methods to the loss on the emulated cluster; returns records, and notes that compare with the estimate."""
+    """Trains methods to `spec.loss` on the emulated cluster; returns records, and notes of real and estimated times."""
     where = ", ".join(str(run.about[key]) for key in ("link", "scenario") if key in run.about)
     try:
         found, described, notes = run_whole(whole, on_event)
@@ -293,7 +296,7 @@ def _whole_record(
 
 
 def _reached(runs: Sequence[TimedRun], spec: ReachSpec, on_event: Callable[[dict[str, Any]], None]) -> Reached:
-    """Trains every learner from every seed, and returns the steps to the loss by (learner, ranks), one per seed."""
+    """Trains every simulated method from every seed; returns steps to the loss by (method, ranks), one per seed."""
     workload, given = str(runs[0].about["workload"]), runs[0].record.options
     options = {name: value for name, value in given.items() if name != "source"}
     if (here := opened(workload, **options).options.get("source")) != given.get("source"):
@@ -315,7 +318,7 @@ def _reached(runs: Sequence[TimedRun], spec: ReachSpec, on_event: Callable[[dict
 def steps_to(
     workload: str, options: dict[str, Any], learner: Learner, seed: int, ranks: int, spec: ReachSpec
 ) -> float | None:
-    """Trains a learner and returns its steps to the loss `spec.loss`; None if it takes more than `most_steps`."""
+    """Trains a simulated method and returns its steps to the loss `spec.loss`; None if it takes over `most_steps`."""
     torch.set_num_threads(1)
     task = opened(workload, **options)
     losses: list[float] = []

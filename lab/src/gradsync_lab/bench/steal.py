@@ -39,14 +39,17 @@ class Steal:
 
 
 class Patience:
-    """A budget of seconds for waiting until steal ends and for repeating measurements."""
+    """A budget of seconds to repeat measurements in which the host stole processor time, and to wait until it stops."""
 
     def __init__(self, seconds: float, agreed: Agreed = float) -> None:
         self._left_s = seconds
         self._agreed = agreed
 
     def is_lost(self, since: Steal) -> bool:
-        """Whether a measurement since `since` must be repeated; then waits until steal ends or the budget is spent."""
+        """Whether to repeat a measurement, as the host stole much processor time since `since` and budget is left.
+
+        If so, first waits until the stealing stops or the budget is spent.
+        """
         if not self._spend(since):
             return False
         while self._spend_a_window():
@@ -60,7 +63,7 @@ class Patience:
         return self._spend(window)
 
     def _spend(self, since: Steal) -> bool:
-        """Charges the time since `since` to the budget if much was stolen and budget is left; returns whether so."""
+        """Charges the meter's time if the host stole much of it and budget is left; returns whether it was charged."""
         if self._left_s <= 0 or self._agreed(since.share) <= MOST_STOLEN:
             return False
         self._left_s -= self._agreed(since.seconds)

@@ -171,7 +171,7 @@ def _record(
 
 
 def _expected_s(costs: dict[str, Any], cost: CostModel) -> tuple[float | None, float]:
-    """Returns the least seconds of a scheme's transfers, and the predicted seconds of all its steps in sequence."""
+    """Returns a lower bound on a scheme's seconds, None where ranks share nodes, and the predicted sum of its steps."""
     if "predicted_s" in costs:
         return None, float(costs["predicted_s"])
     rounds, fewest, nbytes = (sum(column) for column in zip(*costs["transfers"], strict=True))

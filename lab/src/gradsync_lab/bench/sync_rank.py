@@ -152,8 +152,8 @@ def link_bytes(transfer: Transfer, group: TorchGroup) -> float:
 def bound_rounds(transfer: Transfer) -> int:
     """Returns the number of message rounds whose latency adds to a transfer's time: all if it is small, else 1.
 
-    A large transfer may hide all but one of its latencies behind its bytes. The fit of link costs and the bound must
-    count alike: else the fitted rate is too high, or the bound too low.
+    A large transfer may hide all but one of its latencies behind its bytes. The fit of link costs and the lower bound
+    on an exchange's time must count alike: else the fitted rate is too high, or the bound too low.
     """
     traffic = transfer.carried_by(DEFAULT_TRANSPORT)
     return 1 if traffic.passed_on or traffic.busiest_bytes > DIRECT_BYTES else traffic.rounds
@@ -207,10 +207,10 @@ def ddp_sparse_exchange(gradients: Sequence[Tensor]) -> Contender:
 def step_costs(
     scheme: Scheme[Any], specs: tuple[TensorSpec, ...], profiles: Any, placement: Placement, cost: CostModel
 ) -> dict[str, Any]:
-    """Returns (rounds, rounds of the bound, busiest bytes) of each transfer, and (kernel, calls, bytes) of each
-    computation.
+    """Returns what a scheme's time is estimated from: its "transfers" as (message rounds, rounds counted by the lower
+    bound on time, most bytes of a rank), and its "computations" as (kernel, calls, bytes).
 
-    Where ranks share a node's link or have another one inside: the predicted seconds, without a bound.
+    Where several ranks share a node: the estimate itself, as "predicted_s", and no lower bound.
     """
     steps = scheme.steps(specs, profiles, placement)
     if placement.num_nodes < placement.size:
@@ -315,7 +315,7 @@ def gradients_of_step(workload: Workload, model: nn.Module, group: TorchGroup, s
 
 
 def exchange_bytes(exchange: Contender, given: Sequence[Tensor]) -> int:
-    """Returns the peak bytes that one exchange allocates, without `given` tensors but with lists kept by schemes."""
+    """Returns the peak memory of one exchange: with the index lists that its scheme caches, without `given` tensors."""
     exchange.prepare()
     dist.barrier()
     hash_lists.forget()

@@ -73,12 +73,12 @@ class TrainSpec(BaseModel):
 
     @property
     def sweep_repeats(self) -> int:
-        """Returns the number of blocks of steps that choose the best DDP variant: half as many as are compared."""
+        """Returns how many blocks time each DDP variant, to choose the best: half of `repeats`, at least 3."""
         return max(3, self.repeats // 2)
 
     @property
     def turns(self) -> int:
-        """Returns the number of progress events: a warm-up and the blocks of each model."""
+        """Returns the number of progress events: a warm-up and all blocks, for each method and each DDP variant."""
         return len(self.sweep) * (1 + self.sweep_repeats) + (len(self.methods) + 1) * (1 + self.repeats)
 
 

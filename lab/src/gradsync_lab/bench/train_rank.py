@@ -96,7 +96,7 @@ def attempt(who: Contestant) -> Iterator[None]:
     """Runs the `with` block; if method `who` fails in it on any rank, it is marked as failed on all ranks.
 
     Other methods continue. Ranks in a collective of the method wait until its timeout; the harness' collectives are not
-    affected. A failed method is detached, so that other methods can measure the job.
+    affected. A failed method is detached: an unfinished measurement for its plan would keep other methods from theirs.
     """
     try:
         yield
@@ -152,7 +152,10 @@ def _train_step(workload: AnyWorkload, who: Contestant, *, sync: bool) -> tuple[
 
 
 def run_block(workload: AnyWorkload, who: Contestant, steps: int, *, counted: bool) -> None:
-    """Trains a block of steps; the first step is not timed, as caches still hold another method's data."""
+    """Trains a block of `steps` steps, and before it an untimed one, as caches still hold another method's data.
+
+    The times are added to `who.blocks`, which are compared, if `counted`; else they become `who.step_s`, the warm-up's.
+    """
     if who.failed:
         return
     with attempt(who):
@@ -178,7 +181,7 @@ def run_block(workload: AnyWorkload, who: Contestant, steps: int, *, counted: bo
 
 
 def calibrate(workload: AnyWorkload, who: Contestant) -> None:
-    """Measures backward alone, on batches of another seed, so that training sees its data in order."""
+    """Times backward without communication, to `who.alone_s`, on other batches, so that training's stay in order."""
     if who.failed:
         return
     training, who.batches = who.batches, workload.batches(dist.get_rank(), dist.get_world_size(), seed=1)
@@ -348,10 +351,11 @@ def mixing_scheme(who: Contestant) -> Scheme[Any] | None:
 
 
 def predicted_s(who: Contestant, jobs: list[Job]) -> float | None:
-    """Predicts the seconds of a training step by the contestant's plan, from this run's measurements of the job.
+    """Predicts the seconds of a training step by the plan of the method `who`, from measurements of this run.
 
-    The measurement is the contestant's own, or else the first of `jobs` in which all of the plan's kernels were
-    measured, with the same kind of gradients. None for plans that average parameters.
+    These are in a `Job`: times of gradients, kernels and links. It is the method's own if its plan measured one, or
+    else the first of `jobs` with the same gradients and all of the plan's kernels. None without a job, for plans that
+    average parameters, and for failed methods and rivals.
     """
     if who.attachment is None or isinstance(who.attachment, Rival) or who.failed:
         return None
@@ -368,7 +372,7 @@ def predicted_s(who: Contestant, jobs: list[Job]) -> float | None:
 
 
 def measured_jobs(contestants: list[Contestant]) -> list[Job]:
-    """Returns the jobs that the contestants' automatic plans have measured."""
+    """Returns a `Job` (times of gradients, kernels and links) of each method whose automatic plan measured one."""
     profiles = [who.attachment.profile for who in contestants if who.attachment is not None and not who.failed]
     return [Job.of(profile) for profile in profiles if profile is not None]
 

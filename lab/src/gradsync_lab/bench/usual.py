@@ -29,7 +29,7 @@ def top_k(
     residual: Tensor | None = None,
     next_residual: Tensor | None = None,
 ) -> Run:
-    """Implements `kernels.top_k` by `torch.topk`, unsorted."""
+    """Returns a callable torch version of `kernels.top_k`: writes unsorted indices, values and `next_residual`."""
 
     def run() -> None:
         p, begin = _corrected(x, residual, next_residual), 0
@@ -46,7 +46,7 @@ def top_k(
 
 
 def sum_parts(parts: Sequence[Tensor], out: Tensor, scale: float) -> Run:
-    """Implements `kernels.sum_parts`, with the sum's dtype for `out`."""
+    """Returns a callable torch version of `kernels.sum_parts`, which sums in the dtype of `out`."""
 
     def run() -> None:
         out.copy_(parts[0])
@@ -66,7 +66,7 @@ def squared_norms(x: Tensor, norms: Tensor, block: int) -> Run | None:
 def take_chunks(
     x: Tensor, residual: Tensor, chosen: Tensor, payload: Tensor, left: Tensor, norms: Tensor, chunk: int
 ) -> Run | None:
-    """Implements `kernels.take_chunks` with a matrix row per chunk: one torch operation for each of its results."""
+    """Returns a callable torch version of `kernels.take_chunks`; None if `chunk` does not divide the length of `x`."""
     if len(x) % chunk:
         return None
 
@@ -89,7 +89,10 @@ def pack_signs(
     residual: Tensor | None = None,
     next_residual: Tensor | None = None,
 ) -> Run | None:
-    """Implements `kernels.pack_signs`; 8 signs are packed into a byte by a weighted sum."""
+    """Returns a callable torch version of `kernels.pack_signs`.
+
+    None for other scales than "mean" and "two", and if `block` or 8, the signs in a byte, do not divide the length.
+    """
     if len(x) % (block or len(x)) or len(x) % 8 or scale not in ("mean", "two"):
         return None
     weights = 2 ** torch.arange(8, device=x.device, dtype=torch.uint8)
@@ -122,7 +125,10 @@ def quantize(
     residual: Tensor | None = None,
     next_residual: Tensor | None = None,
 ) -> Run | None:
-    """Implements `kernels.quantize` with a matrix row per block, torch's small float types and random generator."""
+    """Returns a callable torch version of `kernels.quantize`, with torch's random generator.
+
+    None if a block or a byte of codes would be incomplete, and for the format "exponent" with a residual.
+    """
     block, planes = grid.block or len(x), 8 // grid.bits
     if len(x) % block or block % planes:
         return None
@@ -162,7 +168,7 @@ def _powers_of_two(x: Tensor, codes: Tensor) -> None:
 
 
 def dequantize(parts: Sequence[tuple[Tensor, Tensor]], out: Tensor, grid: AnyGrid) -> Run | None:
-    """Implements `kernels.dequantize` for small floats, with torch's own types."""
+    """Returns a callable torch version of `kernels.dequantize` for one part of e4m3 or e5m2 codes; else None."""
     if not isinstance(grid, FloatGrid) or grid.format not in _FLOATS or len(parts) > 1 or len(out) % grid.block:
         return None
     ((codes, scales),) = parts
@@ -176,7 +182,7 @@ def dequantize(parts: Sequence[tuple[Tensor, Tensor]], out: Tensor, grid: AnyGri
 
 
 def hadamard(x: Tensor, out: Tensor, chunk: int, inverse: bool) -> Run | None:
-    """Implements `kernels.hadamard` as two products with the matrix of size sqrt(chunk)."""
+    """Returns a callable torch version of `kernels.hadamard`; None unless `chunk` is a square dividing the length."""
     root = math.isqrt(chunk)
     if root * root != chunk or len(x) % chunk:
         return None

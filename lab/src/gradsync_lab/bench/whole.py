@@ -25,7 +25,7 @@ class WholeSpec(TrainSpec):
 
 @dataclass(frozen=True)
 class WholeRun:
-    """The seconds and steps of one method to the loss; None if it did not reach the loss, or failed."""
+    """The seconds and steps that one method took to the loss `WholeSpec.loss`; None if not reached, or if it failed."""
 
     seconds: float | None  # of the slowest rank, without evaluations and without measuring and trying plans before
     steps: float | None
@@ -35,13 +35,13 @@ class WholeRun:
 def run_whole(
     spec: WholeSpec, on_event: Callable[[dict[str, Any]], None]
 ) -> tuple[dict[str, WholeRun], dict[str, Any], list[str]]:
-    """Trains each method to the loss; returns the runs by method, a description of the cluster, and notes.
+    """Trains each method to the loss `spec.loss`; returns the runs by method, a description of the cluster, and notes.
 
     Calls `on_event` once for each method.
 
     Raises:
         ValueError: a workload is unknown.
-        RuntimeError: a rank failed, or there is no lab, which links with limited rates need.
+        RuntimeError: a rank failed, or this machine cannot emulate links with limited rates (`LabUnavailableError`).
     """
     workloads.load(spec.workload, **spec.options)  # fetched here: ranks in a lab reach no registry
     scenario = Scenario(nodes=spec.nodes, link=spec.link, ranks_per_node=spec.ranks_per_node, **spec.scenario)
@@ -61,7 +61,7 @@ def run_whole(
 
 
 def _merged(ranks: list[dict[str, Any]]) -> WholeRun:
-    """Merges one method's results on all ranks; between evaluations the slowest rank's seconds count."""
+    """Returns a method's seconds and steps to the loss; between two loss evaluations the slowest rank's time counts."""
     failures = [rank for rank in ranks if rank["failed"]]
     if failures:
         return WholeRun(None, None, min(failures, key=lambda rank: float(rank["failed_s"]))["failed"])

@@ -46,7 +46,11 @@ def part_s(workload: Workload, who: Contestant, steps: int) -> float:
 
 
 def to_loss(workload: Workload, name: str, spec: WholeSpec) -> dict[str, Any]:
-    """Trains one method on this rank; returns seconds between evaluations, and the one that reached the loss."""
+    """Trains one method on this rank until the held-out loss is `spec.loss`, `most_steps` are made, or it fails.
+
+    Returns the seconds from evaluation to evaluation (`parts_s`), the interpolated index of the evaluation with this
+    loss (`place`, None if not reached), and the failure.
+    """
     who = ready(workload, name, method(name), spec, Patience(0.0, agreed))
     losses: list[float] = []
     parts_s: list[float] = []

@@ -55,7 +55,7 @@ def sum_rows(g: torch.Generator, *, ranks: int, size: int, density: float, dim: 
 
 
 def unite_rows(g: torch.Generator, *, nnz: int, size: int, dim: int, owners: int) -> Work:
-    """Returns the benchmark case of coalescing one rank's unsorted rows, spread over owners' stripes of columns."""
+    """Returns the benchmark case of coalescing a rank's unsorted rows and cutting them into `owners` column ranges."""
     indices, values = torch.randint(size, (nnz,), generator=g), torch.randn(nnz, dim, generator=g)
     stripes = column_stripes(dim, owners)
     union = automatic.unite_rows([indices], size).count
@@ -71,7 +71,7 @@ def unite_rows(g: torch.Generator, *, nnz: int, size: int, dim: int, owners: int
 
 
 def join_columns(g: torch.Generator, *, nnz: int, dim: int, owners: int) -> Work:
-    """Returns the benchmark case of joining the owners' stripes to rows."""
+    """Returns the benchmark case of joining `owners` column ranges of the same rows to whole rows."""
     stripes = column_stripes(dim, owners)
     parts = [torch.randn(nnz, stop - start, generator=g) for start, stop in stripes]
     out = torch.zeros(nnz, dim)

@@ -20,7 +20,6 @@ def take_chunks(
     chunk: int,
     scale: float = 1.0,
 ) -> None:
-    """See `gradsync.kernels.take_chunks`."""
     check_layout(x, chosen, payload, norms, chunk, scale)
     before, after = plain("residual", residual), plain("next_residual", next_residual)
     arguments = plain("x", x), before, plain("chosen", chosen), plain("payload", payload), after, plain("norms", norms)

@@ -27,7 +27,6 @@ def quantize(
     residual: Tensor | None = None,
     next_residual: Tensor | None = None,
 ) -> None:
-    """See `gradsync.kernels.quantize`."""
     check_drawn(sections, grid)
     _quantizer(sections, grid).quantize(
         plain("x", x),
@@ -42,7 +41,6 @@ def quantize(
 def block_scales(
     x: Tensor, sections: Sections, grid: AnyGrid, scales: Tensor, *, residual: Tensor | None = None
 ) -> None:
-    """See `gradsync.kernels.block_scales`."""
     check_found(grid)
     kept = plain_or_none("residual", residual)
     quantizer = _quantizer(sections, grid)
@@ -52,7 +50,6 @@ def block_scales(
 def dequantize(
     parts: Sequence[tuple[Tensor, Tensor]], sections: Sections, grid: AnyGrid, out: Tensor, *, scale: float = 1.0
 ) -> None:
-    """See `gradsync.kernels.dequantize`."""
     codes, scales = plains("codes", [codes for codes, _ in parts]), plains("scales", [scales for _, scales in parts])
     threads = threads_for(out.numel() * len(parts))
     _quantizer(sections, grid).dequantize(codes, scales, plain("out", out), scale, threads)

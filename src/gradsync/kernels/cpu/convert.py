@@ -11,11 +11,9 @@ from gradsync.kernels.native import load
 
 
 def narrow(x: Tensor, out: Tensor, *, scale: float = 1.0) -> None:
-    """See `gradsync.kernels.narrow`."""
     load().narrow(plain("x", x), plain("out", out), scale, threads_for(x.numel()))
 
 
 def sum_parts(parts: Sequence[Tensor], out: Tensor, *, scale: float = 1.0) -> None:
-    """See `gradsync.kernels.sum_parts`."""
     threads = threads_for(out.numel() * len(parts))
     load().sum_parts(plains("parts", parts), plain("out", out), scale, threads)

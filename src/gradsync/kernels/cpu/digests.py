@@ -11,6 +11,5 @@ from gradsync.kernels.native import load
 
 
 def digest(xs: Sequence[Tensor], out: Tensor) -> None:
-    """See `gradsync.kernels.digest`."""
     threads = threads_for(sum(x.numel() for x in xs))
     load().digest(plains("xs", xs), plain("out", out), threads)

@@ -12,8 +12,6 @@ from gradsync.kernels.native import load
 
 
 class NonzeroElements:
-    """See `gradsync.kernels.NonzeroElements`."""
-
     def __init__(self, x: Tensor) -> None:
         self._threads = threads_for(x.numel())
         self._elements: Any = load().NonzeroElements(plain("x", x), self._threads)
@@ -27,18 +25,16 @@ nonzero_elements = NonzeroElements
 
 
 def encode_bitmap(indices: Tensor, size: int, out: Tensor) -> None:
-    """See `gradsync.kernels.encode_bitmap`. Runs on one thread, as more are not faster."""
+    # Runs on one thread, as more are not faster.
     check_size("size", size)
     load().encode_bitmap(plain("indices", indices), size, plain("out", out))
 
 
 def decode_bitmap(words: Tensor, out: Tensor) -> None:
-    """See `gradsync.kernels.decode_bitmap`."""
     threads = threads_for(words.numel() * WORD_BITS // 8)
     load().decode_bitmap(plain("words", words), plain("out", out), threads)
 
 
 def count_bits(words: Tensor) -> int:
-    """See `gradsync.kernels.count_bits`."""
     count: int = load().count_bits(plain("words", words), threads_for(words.numel()))
     return count

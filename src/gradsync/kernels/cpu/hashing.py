@@ -14,14 +14,12 @@ from gradsync.kernels.reference.hashing import hash_key
 
 
 def owners_by_hash(indices: Tensor, n: int, seed: int, out: Tensor) -> None:
-    """See `gradsync.kernels.owners_by_hash`."""
     check_owners(n)
     arrays = plain("indices", indices), n, hash_key(seed), plain("out", out)
     load().owners_by_hash(*arrays, threads_for(indices.numel()))
 
 
 def partition_hashed(indices: Tensor, size: int, n: int, seed: int) -> OwnerPartition:
-    """See `gradsync.kernels.partition_hashed`."""
     check_owners(n)
     check_size("size", size)
     dealt = load().HashedPartition(plain("indices", indices), size, n, hash_key(seed), threads_for(indices.numel()))
@@ -29,7 +27,7 @@ def partition_hashed(indices: Tensor, size: int, n: int, seed: int) -> OwnerPart
 
 
 def owned_by_hash(size: int, n: int, seed: int, *, device: torch.device | None = None) -> list[Tensor]:
-    """See `gradsync.kernels.owned_by_hash`. Raises TypeError for another device than the CPU."""
+    # Raises TypeError for another device than the CPU.
     check_owners(n)
     check_size("size", size)
     plain("lists", torch.empty(0, dtype=torch.int32, device=device))
@@ -41,5 +39,5 @@ def owned_by_hash(size: int, n: int, seed: int, *, device: torch.device | None =
 
 
 def positions_in(owned: Tensor, indices: Tensor, out: Tensor) -> None:
-    """See `gradsync.kernels.positions_in`. Runs on one thread, as each search begins where the last one ended."""
+    # Runs on one thread, as each search begins where the last one ended.
     load().positions_in(plain("owned", owned), plain("indices", indices), plain("out", out))

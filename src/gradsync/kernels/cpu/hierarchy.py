@@ -15,7 +15,6 @@ from gradsync.kernels.reference.hashing import hash_key
 def hierarchical_hash(
     indices: Tensor, n: int, *, slots: int, serial: int, rehashes: int = 3, seed: int, threads: int | None = None
 ) -> HashedIndices:
-    """See `gradsync.kernels.hierarchical_hash`."""
     share = HashMemory.split(n, slots=slots, serial=serial, rehashes=rehashes)
     keys = [hash_key(seed, number) for number in range(1, rehashes + 1)]
     threads = threads_for(indices.numel()) if threads is None else threads

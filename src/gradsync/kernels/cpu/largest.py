@@ -21,7 +21,6 @@ def top_k(
     residual: Tensor | None = None,
     next_residual: Tensor | None = None,
 ) -> None:
-    """See `gradsync.kernels.top_k`."""
     lengths = section_lengths(x, sections)
     load().top_k(
         plain("x", x),
@@ -46,7 +45,6 @@ def select_above(
     residual: Tensor | None = None,
     next_residual: Tensor | None = None,
 ) -> int:
-    """See `gradsync.kernels.select_above`."""
     lengths = section_lengths(x, sections)
     written: int = load().select_above(
         plain("x", x),
@@ -63,7 +61,6 @@ def select_above(
 
 
 def count_above(x: Tensor, thresholds: Tensor, counts: Tensor, *, sections: Sections | None = None) -> None:
-    """See `gradsync.kernels.count_above`."""
     lengths = section_lengths(x, sections)
     load().count_above(
         plain("x", x),

@@ -10,7 +10,6 @@ from gradsync.kernels.native import load
 
 
 def squared_norms(x: Tensor, sections: Sections, norms: Tensor, *, block: int) -> None:
-    """See `gradsync.kernels.squared_norms`."""
     check_block(block)
     threads = threads_for(x.numel())
     load().squared_norms(plain("x", x), list(sections.lengths), block, plain("norms", norms), threads)

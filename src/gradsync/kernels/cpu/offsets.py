@@ -10,12 +10,10 @@ from gradsync.kernels.native import load
 
 
 def encode_offsets(indices: Tensor, size: int, bits: int, out: Tensor) -> None:
-    """See `gradsync.kernels.encode_offsets`."""
     check_size("size", size)
     load().encode_offsets(plain("indices", indices), size, bits, plain("out", out))
 
 
 def decode_offsets(message: Tensor, size: int, bits: int, out: Tensor) -> None:
-    """See `gradsync.kernels.decode_offsets`."""
     check_size("size", size)
     load().decode_offsets(plain("message", message), size, bits, plain("out", out))

@@ -22,8 +22,6 @@ from gradsync.kernels.reference.rotated import rotation_key
 
 
 class ElementPartition:
-    """See `gradsync.kernels.ElementPartition`."""
-
     def __init__(self, x: Tensor, n: int, seed: int) -> None:
         check_owners(n)
         check_rotated_size(x.numel(), n)
@@ -39,8 +37,6 @@ class ElementPartition:
 
 
 class ElementUnion:
-    """See `gradsync.kernels.ElementUnion`."""
-
     def __init__(self, parts: Sequence[PackedPositions], size: int) -> None:
         check_some("unite_elements", parts)
         check_size("size", size)
@@ -59,7 +55,6 @@ unite_elements = ElementUnion
 
 
 def join_elements(parts: Sequence[PackedPositions], values: Sequence[Tensor], seed: int, out: Tensor) -> None:
-    """See `gradsync.kernels.join_elements`."""
     check_owners(len(parts))
     check_rotated_size(out.numel(), len(parts))
     arrays = *_split(parts), plains("values", values), rotation_key(seed), plain("out", out)
@@ -72,5 +67,5 @@ def _split(parts: Sequence[PackedPositions]) -> tuple[list[object], list[int], l
 
 
 def _bitmap(size: int, rows: int) -> Tensor:
-    """Returns an uninitialised int64 tensor for `rows` bitmaps of `size` bits, each in whole 64-bit words."""
+    """Returns an uninitialised int64 tensor, (rows * ceil(size / 64),), for `rows` bitmaps of `size` bits each."""
     return torch.empty(rows * -(-size // WORD_BITS), dtype=torch.int64)

@@ -13,14 +13,12 @@ from gradsync.kernels.native import load
 
 
 def random_k(sections: Sections, counts: Sequence[int], indices: Tensor, *, block: int = 1) -> None:
-    """See `gradsync.kernels.random_k`."""
     draws = [tuple(drawn) for drawn in run_draws(sections, counts, block)]
     threads = threads_for(indices.numel())
     load().random_k(draws, sum(sections.lengths), plain("indices", indices), threads)
 
 
 def hadamard(x: Tensor, sections: Sections, out: Tensor, *, chunk: int, inverse: bool = False) -> None:
-    """See `gradsync.kernels.hadamard`."""
     check_rotation(sections, chunk)
     table = list(sections.lengths), list(sections.places), list(sections.seeds)
     threads = threads_for(x.numel())

@@ -11,7 +11,6 @@ from gradsync.kernels.reference.rotated import rotation_key
 
 
 def partition_rotated(indices: Tensor, size: int, n: int, seed: int) -> OwnerPartition:
-    """See `gradsync.kernels.partition_rotated`."""
     check_owners(n)
     check_rotated_size(size, n)
     dealt = load().RotatedPartition(
@@ -21,7 +20,6 @@ def partition_rotated(indices: Tensor, size: int, n: int, seed: int) -> OwnerPar
 
 
 def rotated_index(owner: int, positions: Tensor, n: int, seed: int, out: Tensor) -> None:
-    """See `gradsync.kernels.rotated_index`."""
     check_owner(owner, n)
     threads = threads_for(positions.numel())
     arrays = plain("positions", positions), n, rotation_key(seed), plain("out", out)

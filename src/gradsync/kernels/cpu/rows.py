@@ -14,8 +14,6 @@ from gradsync.kernels.native import load
 
 
 class RowUnion:
-    """See `gradsync.kernels.RowUnion`."""
-
     def __init__(self, indices: Sequence[Tensor], num_rows: int) -> None:
         check_some("unite_rows", indices)
         check_size("num_rows", num_rows)
@@ -38,26 +36,21 @@ unite_rows = RowUnion
 
 
 def sum_rows(parts: Sequence[RowsPart], num_rows: int, *, scale: float = 1.0, out: RowsPart | None = None) -> RowsPart:
-    """See `gradsync.kernels.sum_rows`."""
     return in_steps.sum_rows(RowUnion, parts, num_rows, scale, out)
 
 
 def join_columns(parts: Sequence[Tensor], stripes: Stripes, out: Tensor) -> None:
-    """See `gradsync.kernels.join_columns`."""
     threads = threads_for(out.numel())
     load().join_columns(plains("parts", parts), list(stripes), plain("out", out), threads)
 
 
 def scatter_rows(indices: Tensor, values: Tensor, dense: Tensor, *, accumulate: bool) -> None:
-    """See `gradsync.kernels.scatter_rows`."""
     threads = threads_for(values.numel())
     arrays = plain("indices", indices), plain("values", values), plain("dense", dense)
     load().scatter_rows(*arrays, accumulate, threads)
 
 
 class NonzeroRows:
-    """See `gradsync.kernels.NonzeroRows`."""
-
     def __init__(self, dense: Tensor) -> None:
         self._threads = threads_for(dense.numel())
         self._dim = dense.shape[-1] if dense.ndim else 0

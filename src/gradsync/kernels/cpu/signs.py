@@ -22,7 +22,6 @@ def pack_signs(
     residual: Tensor | None = None,
     next_residual: Tensor | None = None,
 ) -> None:
-    """See `gradsync.kernels.pack_signs`."""
     check_block(block)
     before = plain_or_none("residual", residual)
     after = plain_or_none("next_residual", next_residual)
@@ -40,7 +39,6 @@ def unpack_signs(
     scale: SignScale,
     factor: float = 1.0,
 ) -> None:
-    """See `gradsync.kernels.unpack_signs`."""
     check_block(block)
     words = plains("words", [words for words, _ in parts])
     scales = plains("scales", [scales for _, scales in parts])

@@ -13,7 +13,7 @@ from gradsync.kernels.native import load
 
 
 def count_sketch(x: Tensor, sections: Sections, columns: Sequence[int], counters: Tensor, *, rows: int) -> None:
-    """See `gradsync.kernels.count_sketch`. Uses at most one thread for each row of counters."""
+    # Uses at most one thread for each row of counters.
     check_sketch(sections, columns, rows)
     table = _table(sections, columns)
     threads = threads_for(x.numel())
@@ -21,7 +21,6 @@ def count_sketch(x: Tensor, sections: Sections, columns: Sequence[int], counters
 
 
 def sketch_estimates(counters: Tensor, sections: Sections, columns: Sequence[int], out: Tensor, *, rows: int) -> None:
-    """See `gradsync.kernels.sketch_estimates`."""
     check_sketch(sections, columns, rows)
     check_median(rows)
     table = _table(sections, columns)
@@ -30,5 +29,5 @@ def sketch_estimates(counters: Tensor, sections: Sections, columns: Sequence[int
 
 
 def _table(sections: Sections, columns: Sequence[int]) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Returns four lists by section: lengths, places of the first elements, seeds, and counters in a row."""
+    """Returns four lists over sections: lengths, first indices in their tensors, seeds, counters in a sketch row."""
     return list(sections.lengths), list(sections.places), list(sections.seeds), list(columns)

@@ -191,7 +191,7 @@ def _in_levels(scales: Tensor, grid: AnyGrid) -> Tensor:
 
 
 def _steps(scales: Tensor, grid: AnyGrid, dtype: torch.dtype) -> tuple[Tensor | float, Tensor | float]:
-    """Returns each block's factors top / scale (0 if it overflows float32) and scale / top, (blocks, 1) in `dtype`."""
+    """Returns largest level `grid.top` / scale (0 on overflow), and scale / top, (blocks, 1); 1.0 without scales."""
     if grid.scale == "none":
         return 1.0, 1.0
     wide = scales.to(dtype)

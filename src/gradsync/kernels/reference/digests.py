@@ -71,7 +71,7 @@ def digest(xs: Sequence[Tensor], out: Tensor) -> None:
 
 
 def write_digests(totals: Tensor, lengths: Sequence[int], out: Tensor) -> None:
-    """Writes digests, (tensors,) int64: a hash of each tensor's sum over blocks, (tensors,) int64, and its length."""
+    """Writes to `out`, (tensors,) int64, a hash of each tensor's length and total (sum of hashes of its blocks)."""
     counts = torch.tensor(lengths, dtype=torch.int64, device=totals.device)
     out.copy_(finalised(totals ^ finalised(counts + 1)))
 

@@ -35,7 +35,7 @@ def noise(seed: int, start: int, count: int, device: torch.device | None = None)
 
 
 def _mix(h: Tensor, added: Tensor | int = 0) -> Tensor:
-    """Hashes each element by a bijection of 32 bits, in which each input bit flips each output bit half of the time."""
+    """Hashes each element by a bijection of 32 bits that mixes all bits; adds `added` between its multiplications."""
     h = h & _LOW
     h = h ^ h >> 16
     h = (h * 0x7FEB352D) & _LOW

@@ -76,7 +76,7 @@ def owners_by_hash(indices: Tensor, n: int, seed: int, out: Tensor) -> None:
 
 
 class HashedPartition:
-    """Sorted element indices, split by owner by a hash, in torch; see `gradsync.kernels.HashedPartition`."""
+    """Sorted indices, split by a hash among owners (ranks that sum); see `gradsync.kernels.HashedPartition`."""
 
     def __init__(self, indices: Tensor, size: int, n: int, seed: int) -> None:
         check_owners(n)
@@ -98,7 +98,7 @@ class HashedPartition:
 
 @dispatched("indices")
 def partition_hashed(indices: Tensor, size: int, n: int, seed: int) -> phases.HashedPartition:
-    """Splits sorted element indices among n owners by the hash of `owners_by_hash`.
+    """Splits sorted element indices among n owners (ranks that sum a part) by the hash of `owners_by_hash`.
 
     Unlike with `partition_rotated`, the elements of an owner may lie anywhere, so they are sent by their indices in the
     whole tensor, or as positions in the list of all indices of the owner (`owned_by_hash`, `positions_in`).
@@ -117,7 +117,7 @@ def partition_hashed(indices: Tensor, size: int, n: int, seed: int) -> phases.Ha
 
 @dispatched("device", entries="size")
 def owned_by_hash(size: int, n: int, seed: int, *, device: torch.device | None = None) -> list[Tensor]:
-    """Returns for each owner all indices in [0, size) that hash to it, ascending: the basis of Zen's hash bitmaps.
+    """Returns for each owner (rank) all indices in [0, size) that hash to it, ascending, as for Zen's hash bitmaps.
 
     A list is (owned,) int32, or int64 from 2^31 elements on. Together the lists have one number for each element, on
     every rank, so make them once per size and seed, and keep them.
@@ -139,7 +139,7 @@ def owned_by_hash(size: int, n: int, seed: int, *, device: torch.device | None =
 
 @dispatched("owned", "indices", "out")
 def positions_in(owned: Tensor, indices: Tensor, out: Tensor) -> None:
-    """Writes the position of each index in `owned`, the list of all indices of one owner: bits of its hash bitmap.
+    """Writes the position of each index in `owned`, all indices of one owner (rank): the bits of its hash bitmap.
 
     `encode_bitmap` makes a bitmap of the positions; `owned[positions]` gives the indices back.
 

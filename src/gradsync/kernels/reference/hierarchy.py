@@ -17,19 +17,20 @@ _EMPTY = -1  # all ones; the paper's 0 would lose index 0
 def hierarchical_hash(
     indices: Tensor, n: int, *, slots: int, serial: int, rehashes: int = 3, seed: int, threads: int | None = None
 ) -> HashedIndices:
-    """Splits indices among n owners by hashing into memory of a fixed size (Zen, OSDI 2025, algorithm 1).
+    """Splits indices among n owners (ranks that sum them) by fixed-size hash tables (Zen, OSDI 2025, algorithm 1).
 
-    The owner is that of `owners_by_hash`. In the owner's memory, an index takes the first empty slot among the slots
-    of its rehashes, else the next place of a serial part. Unlike in the paper, slots are taken by compare-and-swap (the
-    paper's write, read back and compare can lose an index), empty is all ones and indices begin with 0, and indices
-    that find no place are returned. It is a rival to measure `partition_rotated` against, which needs no memory. The
-    slot of an index differs by implementation and number of threads; together, the results are all given indices.
+    Each owner's table has slots that are filled in parallel, and a serial part. An index, whose owner is that of
+    `owners_by_hash`, takes the first empty slot among those of its rehashes, else the next place of the serial part.
+    The result lists each owner's indices, in an order that differs by implementation and number of threads. Unlike in
+    the paper, slots are taken by compare-and-swap (the paper's write, read back and compare can lose an index), empty
+    is all ones and indices begin with 0, and indices that find no place are returned. It is a rival to measure
+    `partition_rotated` against, which needs no memory.
 
     Args:
         indices: (nnz,) int64 or int32, not negative, distinct (duplicates are returned as duplicates), in any order.
         n: owners, at most 2^16.
-        slots: slots of the parallel memory of all owners, ceil(slots / n) for each; in the paper twice nnz.
-        serial: slots of the serial memory, likewise; in the paper a tenth of `slots`.
+        slots: parallel slots of all owners' tables together, ceil(slots / n) for each; in the paper twice nnz.
+        serial: places of the serial parts, likewise; in the paper a tenth of `slots`.
         rehashes: slots that an index may try.
         threads: native only: threads that insert at the same time; by default torch's number, and 1 for little work.
 

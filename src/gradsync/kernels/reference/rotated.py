@@ -42,10 +42,11 @@ def mixed_seed(seed: int) -> int:
 
 
 def rotation(q: Tensor, n: int, seed: int) -> Tensor:
-    """Returns the random shift rho(q) in [0, n) of owners for each q, integers of any shape, as int64.
+    """Returns a random shift rho(q) in [0, n) for each q, integers of any shape, as int64.
 
-    A multiply-xorshift mix of q and the seed, scaled to n: murmur3's 32-bit finaliser with the key once more between
-    the multiplications. Without that, evenly spaced q, as in a hot column, are spread less evenly than by chance.
+    Element n q + r goes to owner (r + rho(q)) mod n. The shift is a multiply-xorshift mix of q and a key made of the
+    seed, scaled to n: murmur3's 32-bit finaliser with the key once more between the multiplications. Without that,
+    evenly spaced q, as in a hot column, are spread less evenly than by chance.
     """
     key = rotation_key(seed)
     h = q.long() ^ key
@@ -55,7 +56,7 @@ def rotation(q: Tensor, n: int, seed: int) -> Tensor:
 
 
 class RotatedPartition:
-    """Sorted element indices, split by owner by rotated stripe, in torch; see `gradsync.kernels.RotatedPartition`."""
+    """Sorted element indices, split by owner (the rank that sums them) as `partition_rotated` does, in torch."""
 
     def __init__(self, indices: Tensor, size: int, n: int, seed: int) -> None:
         check_owners(n)
@@ -193,7 +194,8 @@ def join_rotated(positions: Sequence[Tensor], values: Sequence[Tensor], seed: in
 def rotated_index(owner: int, positions: Tensor, n: int, seed: int, out: Tensor) -> None:
     """Writes the index in the whole tensor of each position q in one owner's part: n q + (owner - rho(q)) mod n.
 
-    This is the inverse of the map of `partition_rotated`, which splits a tensor's elements among n owners.
+    This is the inverse of the map of `partition_rotated`, which splits a tensor's elements among n owners; rho is the
+    function `rotation` with this seed.
 
     Args:
         positions: (count,) int32.

@@ -88,8 +88,8 @@ def sum_rows(parts: Sequence[RowsPart], num_rows: int, *, scale: float = 1.0, ou
     """Returns `scale` times the sum of row-sparse parts of one (num_rows, dim) table; a single part is coalesced.
 
     Sums run in the order of the parts, then of occurrence within a part, in float32 (float64 for float64), and are
-    rounded once: the bits depend neither on the implementation (of the reference, on the CPU only) nor on the number
-    of threads. Parts with strided rows are copied first. `unite_rows` does the same in two phases.
+    rounded once: all implementations give the same bits with any number of threads, the reference on the CPU only.
+    Parts with strided rows are copied first. `unite_rows` does the same in two phases.
 
     Args:
         parts: each indices (nnz,) int64 or int32, in any order, duplicates allowed; values (nnz, dim) floating.

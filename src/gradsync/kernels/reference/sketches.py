@@ -33,10 +33,10 @@ def count_sketch(x: Tensor, sections: Sections, columns: Sequence[int], counters
     never), and their signs are independent. For speed, neighbours are hashed together: a section is cut into groups of
     `lanes` elements, the largest power of two up to 32 and the square root of `columns` that divides `columns`. (With
     larger groups, whole groups would collide often: with one window for all, always.) For each group, by the place of
-    its first element in its tensor, a row draws d and s of 32 bits. The group goes to window
-    d * (columns / lanes) >> 32 of `lanes` counters, and the element in lane i to counter j = i ^ (d mod lanes) of this
-    window, negated if bit j of s is 1. (The keys of row r are the seed + 2 r and + 2 r + 1 times 0x9E3779B97F4A7C15.)
-    A counter adds in the order of the elements, from 0, in float32 (float64 for float64).
+    its first element in its tensor, a row draws d and s of 32 bits. The group goes to window d * (columns / lanes) >>
+    32 of `lanes` counters, and the element in lane i to counter j = i ^ (d mod lanes) of this window, negated if bit j
+    of s is 1. (The keys of row r are seed + k (2 r) and seed + k (2 r + 1), k = 0x9E3779B97F4A7C15.) A counter adds in
+    the order of the elements, from 0, in float32 (float64 for float64).
 
     Args:
         x: (numel,) floating.

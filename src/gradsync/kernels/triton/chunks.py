@@ -32,10 +32,10 @@ def _take(
     TO: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One program moves one group of elements of p = x + residual to `payload` or `left`, and zeroes them in `x`.
+    """One program moves some elements of one chunk of p = x + residual to `payload` or `left`; zeroes them in `x`.
 
-    `slots`: each chunk's place in the payload, or -1 if it is not sent. `left`: the next residual, for a sent chunk its
-    rounding errors. `factors`: the scale, and its inverse.
+    `owners`: the chunk of each program. `slots`: each chunk's place in the payload, or -1 if it is not sent. `left`:
+    the next residual, for a sent chunk its rounding errors. `factors`: the factor of sent elements, and its inverse.
     """
     program = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
@@ -68,7 +68,6 @@ def take_chunks(
     chunk: int,
     scale: float = 1.0,
 ) -> None:
-    """See `gradsync.kernels.take_chunks`."""
     check_take(x, residual, chosen, payload, next_residual, norms, chunk, scale)
     device = device_of(x=x, residual=residual, payload=payload, next_residual=next_residual)
     common_device([x, chosen, norms])

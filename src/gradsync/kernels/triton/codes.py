@@ -370,7 +370,6 @@ def quantize(
     residual: Tensor | None = None,
     next_residual: Tensor | None = None,
 ) -> None:
-    """See `gradsync.kernels.quantize`."""
     check_quantize(x, sections, grid, scales, residual, next_residual)
     check_codes(codes, sections, grid)
     check_drawn(sections, grid)
@@ -394,7 +393,6 @@ def quantize(
 def block_scales(
     x: Tensor, sections: Sections, grid: AnyGrid, scales: Tensor, *, residual: Tensor | None = None
 ) -> None:
-    """See `gradsync.kernels.block_scales`."""
     check_quantize(x, sections, grid, scales, residual)
     check_found(grid)
     device_of(x=x, scales=scales, residual=residual)
@@ -404,7 +402,6 @@ def block_scales(
 def dequantize(
     parts: Sequence[tuple[Tensor, Tensor]], sections: Sections, grid: AnyGrid, out: Tensor, *, scale: float = 1.0
 ) -> None:
-    """See `gradsync.kernels.dequantize`."""
     check_dequantize(parts, sections, grid, out)
     tensors = [tensor for part in parts for tensor in part]
     device = device_of(out=out, parts=tensors)
@@ -459,9 +456,10 @@ def _runs(
 ) -> _Runs:
     """Returns a table of the runs (adjacent blocks of one length), for programs that handle `tile` elements of a block.
 
-    With tile = 0 a program handles a power of two of the codes' bytes instead. The columns: first program, first
-    element, elements of a block, bytes of a block's codes, first block, place of the first element in its own tensor,
-    tiles of a block, first byte.
+    With tile = 0 it handles bytes of a block's codes instead: as many as the longest block has, rounded up to a power
+    of two, at most BLOCK. `starts`: the place of each section's first element in its own tensor. The columns: first
+    program, first element, elements of a block, bytes of a block's codes, first block, place of the first element in
+    its own tensor, tiles of a block, first byte.
     """
     found = list(runs(Sections(lengths, starts, tuple(range(len(lengths)))), grid))  # sections' numbers for seeds
     of_bytes, longest = tile == 0, max((run.nbytes for run in found), default=1)

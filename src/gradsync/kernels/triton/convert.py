@@ -44,7 +44,6 @@ def _narrow(
 
 
 def narrow(x: Tensor, out: Tensor, *, scale: float = 1.0) -> None:
-    """See `gradsync.kernels.narrow`."""
     check_narrow(x, out)
     device = device_of(x=x, out=out)
     factor = torch.tensor([scale], dtype=x.dtype, device=device)  # in the type of x: as torch multiplies
@@ -82,7 +81,6 @@ def _sum_parts(
 
 
 def sum_parts(parts: Sequence[Tensor], out: Tensor, *, scale: float = 1.0) -> None:
-    """See `gradsync.kernels.sum_parts`."""
     dtype = check_sum(parts, out)
     device = device_of(out=out, parts=parts)
     if not parts:

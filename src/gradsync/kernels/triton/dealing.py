@@ -38,7 +38,11 @@ def _deal(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """One program copies a block of one owner's items to this owner's outputs; `order`: a permutation of the items."""
+    """One program copies one block of the items (elements or rows) of an owner, the rank that sums them.
+
+    For item i it writes indices[i] // divisor to the owner's address in `places_out`, and values[i] to that in `outs`,
+    of dtypes PLACE and VALUE. `order`: all items' numbers, the first owner's first.
+    """
     owner = tl.program_id(0) % n
     begin = tl.load(begins + owner)
     count = tl.load(begins + owner + 1) - begin
@@ -66,7 +70,10 @@ def narrow_owners(indices: Tensor, n: int) -> Tensor:
 
 
 class OwnerPartition:
-    """Sorted indices split by owner: base of `HashedPartition` and `RotatedPartition`. A place is index // divisor."""
+    """Sorted indices split by owner (the rank that sums an item): base of `HashedPartition` and `RotatedPartition`.
+
+    `write` puts out index // divisor of each item: with divisor n its position in the owner's part, with 1 its index.
+    """
 
     def __init__(self, indices: Tensor, owners: Tensor, n: int, *, divisor: int, places: str) -> None:
         self._indices, self._divisor, self._places = indices, divisor, places

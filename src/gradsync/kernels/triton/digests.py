@@ -49,7 +49,6 @@ def _sum_blocks(
 
 
 def digest(xs: Sequence[Tensor], out: Tensor) -> None:
-    """See `gradsync.kernels.digest`."""
     check_digest(xs, out)
     device = common_device([out, *xs])
     check_contiguous("xs", *xs)

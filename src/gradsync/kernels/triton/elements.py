@@ -100,7 +100,6 @@ def _last(ends: Tensor) -> int:
 
 
 def encode_bitmap(indices: Tensor, size: int, out: Tensor) -> None:
-    """See `gradsync.kernels.encode_bitmap`."""
     check_size("size", size)
     check_indices("indices", indices)
     check_words("out", out)
@@ -113,7 +112,6 @@ def encode_bitmap(indices: Tensor, size: int, out: Tensor) -> None:
 
 
 def decode_bitmap(words: Tensor, out: Tensor) -> None:
-    """See `gradsync.kernels.decode_bitmap`."""
     check_words("words", words)
     device = common_device([words, out])
     check_contiguous("words", words)
@@ -125,15 +123,12 @@ def decode_bitmap(words: Tensor, out: Tensor) -> None:
 
 
 def count_bits(words: Tensor) -> int:
-    """See `gradsync.kernels.count_bits`."""
     check_words("words", words)
     device_of(words=words)
     return _last(_ends(_count_set, words.view(torch.int32), BLOCK))
 
 
 class NonzeroElements:
-    """See `gradsync.kernels.NonzeroElements`."""
-
     def __init__(self, x: Tensor) -> None:
         check_floating("x", x)
         check_flat("x", x)

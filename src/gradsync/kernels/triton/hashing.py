@@ -82,7 +82,6 @@ def _write_owners(indices: Tensor, n: int, seed: int, out: Tensor) -> None:
 
 
 def owners_by_hash(indices: Tensor, n: int, seed: int, out: Tensor) -> None:
-    """See `gradsync.kernels.owners_by_hash`."""
     check_owners(n)
     check_indices("indices", indices)
     check_index_out("out", out, len(indices), n)
@@ -93,8 +92,6 @@ def owners_by_hash(indices: Tensor, n: int, seed: int, out: Tensor) -> None:
 
 
 class HashedPartition(OwnerPartition):
-    """See `gradsync.kernels.HashedPartition`."""
-
     def __init__(self, indices: Tensor, size: int, n: int, seed: int) -> None:
         check_owners(n)
         check_size("size", size)
@@ -117,7 +114,6 @@ partition_hashed = HashedPartition
 
 
 def owned_by_hash(size: int, n: int, seed: int, *, device: torch.device | None = None) -> list[Tensor]:
-    """See `gradsync.kernels.owned_by_hash`."""
     check_owners(n)
     check_size("size", size)
     begins = range(0, max(size, 1), _DEALT_AT_ONCE)
@@ -137,7 +133,6 @@ def _owned_from(begin: int, stop: int, size: int, n: int, seed: int, device: tor
 
 
 def positions_in(owned: Tensor, indices: Tensor, out: Tensor) -> None:
-    """See `gradsync.kernels.positions_in`."""
     check_indices("owned", owned)
     check_indices("indices", indices)
     check_index_out("out", out, len(indices), len(owned))

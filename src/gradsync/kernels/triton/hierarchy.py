@@ -32,11 +32,12 @@ def _insert(
     num_overflow: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One program inserts one block of indices: a slot goes to the lane whose compare-and-swap finds it empty.
+    """One program inserts one block of indices into the owners' hash tables, which lie end to end in `memory`.
 
-    An index that finds no slot goes to a serial place of its owner or, if none is left, to `overflow`; atomic counters
-    give each of these places away once. A compare-and-swap has no mask: a lane without an index, or one that has its
-    slot already, expects -2, which no slot ever holds.
+    An index tries `rehashes` slots of its owner: a slot goes to the lane whose compare-and-swap finds it empty. One
+    that gets none takes the next of `serial` places behind the owner's slots (`asked` counts the requests by owner) or,
+    if none is left, of `overflow`. A compare-and-swap has no mask: a lane without an index, or one that has its slot
+    already, expects -2, which no slot ever holds.
     """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     item = tl.load(indices + at, mask=at < count, other=0)
@@ -59,7 +60,7 @@ def _insert(
 def hierarchical_hash(
     indices: Tensor, n: int, *, slots: int, serial: int, rehashes: int = 3, seed: int, threads: int | None = None
 ) -> HashedIndices:
-    """See `gradsync.kernels.hierarchical_hash`. Ignores `threads`: the device has its own number."""
+    # Ignores `threads`: the device has its own number.
     share = HashMemory.split(n, slots=slots, serial=serial, rehashes=rehashes)
     check_indices("indices", indices)
     device = device_of(indices=indices)

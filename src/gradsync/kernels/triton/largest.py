@@ -114,8 +114,8 @@ def _take_largest(
 def _bound(bits: Tensor, k: int) -> Tensor:
     """Returns the k-th largest magnitude, and how many elements of this magnitude are among the k: (2,) int64.
 
-    `bits`: the elements' bits, (numel,) integers; the result is on their device. While digits are missing, `bound` has
-    the upper digits only, and how many of the magnitudes that begin with them are among the k.
+    `bits`: the elements' bits, (numel,) integers; the result is on their device. The magnitude is found 8 bits (one
+    digit) at a time, from the upper end.
     """
     bound, most = on(bits.device, [0, k]), torch.iinfo(bits.dtype).max
     for shift in range(8 * bits.element_size() - _DIGIT_BITS, -1, -_DIGIT_BITS):
@@ -152,7 +152,7 @@ def top_k(
     residual: Tensor | None = None,
     next_residual: Tensor | None = None,
 ) -> None:
-    """See `gradsync.kernels.top_k`. Selects section by section; torch operations add and write the residuals."""
+    # Selects section by section; torch operations add and write the residuals.
     arguments = SelectionArguments.of(x, indices, values, sections, counts, residual, next_residual)
     device_of(x=x, indices=indices, values=values, residual=residual, next_residual=next_residual)
     p = arguments.elements()

@@ -11,7 +11,6 @@ from gradsync.kernels.triton.boundary import check_contiguous, common_device
 
 
 def squared_norms(x: Tensor, sections: Sections, norms: Tensor, *, block: int) -> None:
-    """See `gradsync.kernels.squared_norms`."""
     check_squared_norms(x, sections, norms, block)
     common_device([x, norms])
     check_contiguous("x", x)

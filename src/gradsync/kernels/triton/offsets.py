@@ -130,7 +130,6 @@ def _read_offsets(
 
 
 def encode_offsets(indices: Tensor, size: int, bits: int, out: Tensor) -> None:
-    """See `gradsync.kernels.encode_offsets`."""
     check_size("size", size)
     check_indices("indices", indices)
     check_message("out", out, len(indices), size, bits)
@@ -149,7 +148,6 @@ def encode_offsets(indices: Tensor, size: int, bits: int, out: Tensor) -> None:
 
 
 def decode_offsets(message: Tensor, size: int, bits: int, out: Tensor) -> None:
-    """See `gradsync.kernels.decode_offsets`."""
     check_size("size", size)
     check_index_out("out", out, len(out), size)
     check_message("message", message, len(out), size, bits)

@@ -31,7 +31,10 @@ def place_after(entries: tl.tensor, count: tl.tensor, key: tl.tensor) -> tl.tens
 def _find_faults(
     indices: tl.tensor, count: tl.tensor, bound: tl.tensor, faults: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
-    """One program sets the flags of `faults_of` for one block of indices; all store the same 1, in any order."""
+    """One program checks one block of indices: it sets three flags in `faults` to 1, or leaves them.
+
+    They stand for an index outside [0, bound), less than the one before, and equal to it, as in `faults_of`.
+    """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     index = tl.load(indices + at, mask=at < count, other=0).to(tl.int64)
     before = tl.load(indices + at - 1, mask=(at > 0) & (at < count), other=-1).to(tl.int64)

@@ -52,7 +52,11 @@ def permuted(numbers: tl.tensor, a: tl.tensor, b: tl.tensor, key: tl.tensor) -> 
 
 @triton.jit
 def _draw_runs(table: tl.tensor, places: tl.tensor, indices: tl.tensor, BLOCK: tl.constexpr) -> None:
-    """One program writes one block of a section's drawn indices; `places` has the section and the first to write."""
+    """One program writes one block of a section's drawn indices: those of runs, adjacent elements drawn together.
+
+    `table`: for each section the fields of its `RunDraw`, and the place of its first drawn index in `indices`.
+    `places`: for each program its section, and how many of the section's drawn indices come before the block.
+    """
     program = tl.program_id(0)
     row = table + tl.load(places + 2 * program) * 10
     at = tl.load(places + 2 * program + 1) + tl.arange(0, BLOCK)
@@ -72,7 +76,6 @@ def _draw_runs(table: tl.tensor, places: tl.tensor, indices: tl.tensor, BLOCK: t
 
 
 def random_k(sections: Sections, counts: Sequence[int], indices: Tensor, *, block: int = 1) -> None:
-    """See `gradsync.kernels.random_k`."""
     found = run_draws(sections, counts, block)
     check_index_out("indices", indices, sum(d.taken * d.run for d in found), sum(sections.lengths))
     device = device_of(indices=indices)
@@ -128,7 +131,6 @@ def _rotate(
 
 
 def hadamard(x: Tensor, sections: Sections, out: Tensor, *, chunk: int, inverse: bool = False) -> None:
-    """See `gradsync.kernels.hadamard`."""
     check_hadamard(x, sections, out, chunk, inverse)
     device = device_of(x=x, out=out)
     by_size: dict[int, list[int]] = {}

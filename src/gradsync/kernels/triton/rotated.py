@@ -57,7 +57,7 @@ def element_of(owner: tl.tensor, q: tl.tensor, n: tl.tensor, key: tl.tensor) -> 
 def _rotated_owners(
     indices: tl.tensor, count: tl.tensor, n: tl.tensor, key: tl.tensor, out: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
-    """One program writes the owner by rotated stripe of each index in one block."""
+    """One program writes the owner (a rank) of each index in a block: (index % n + rotation(index // n)) % n."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     index = tl.load(indices + at, mask=at < count, other=0).to(tl.int64)
     q = index // n
@@ -130,8 +130,6 @@ def _join(
 
 
 class RotatedPartition(OwnerPartition):
-    """See `gradsync.kernels.RotatedPartition`."""
-
     def __init__(self, indices: Tensor, size: int, n: int, seed: int) -> None:
         check_owners(n)
         check_rotated_size(size, n)
@@ -154,7 +152,10 @@ partition_rotated = RotatedPartition
 
 
 def join_rotated(positions: Sequence[Tensor], values: Sequence[Tensor], seed: int, out: Tensor) -> None:
-    """Writes values to `out`, (size,), at the owners' positions, 0 elsewhere, as `reference.rotated.join_rotated`."""
+    """Writes all owners' values to `out`, (size,), 0 elsewhere, as `reference.rotated.join_rotated`.
+
+    The value with position q goes to element q among those of its owner (a rank), which the seed determines.
+    """
     n = check_owned(positions, values, out)
     device = device_of(out=out, positions=positions, values=values)
     counts = [len(position) for position in positions]
@@ -170,7 +171,10 @@ def join_rotated(positions: Sequence[Tensor], values: Sequence[Tensor], seed: in
 
 
 def _refuse_join(positions: Sequence[Tensor], seed: int, size: int) -> None:
-    """Raises ValueError for the first owner that has a position out of range or out of order."""
+    """Raises ValueError for the first owner (rank) with a position that is out of range or less than the one before.
+
+    Positions count the elements of an owner. They, and the indices in the whole tensor, must be in [0, size).
+    """
     for owner, position in enumerate(positions):
         check_range("join_rotated", position, size, "size", owner)
         check_ascending("join_rotated", "positions", position)
@@ -180,7 +184,6 @@ def _refuse_join(positions: Sequence[Tensor], seed: int, size: int) -> None:
 
 
 def rotated_index(owner: int, positions: Tensor, n: int, seed: int, out: Tensor) -> None:
-    """See `gradsync.kernels.rotated_index`."""
     check_owner(owner, n)
     check_positions(positions)
     device = common_device([positions, out])

@@ -121,7 +121,8 @@ def _sum(
     """One program sums one tile of the result: each lane adds the addends of one element, in the order of the parts.
 
     `order`: the items of all parts, sorted by row; `starts`: the first item of each row of the result in it. `parts`
-    has two rows of num_parts numbers: addresses and row strides; `columns` is a `column_table`.
+    has two rows of num_parts numbers: addresses and row strides. `columns`: each column's number in the parts, and the
+    address and row stride at which its sums are written.
     """
     row, column = place_in(width, ROWS, COLUMNS)
     source = tl.load(columns + column, mask=column < width, other=0)
@@ -159,7 +160,10 @@ def _gather(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """One program copies one tile of the chosen `rows` of `dense` to the outputs in `columns`, a `column_table`."""
+    """One program copies one tile of the chosen `rows` of `dense` to the outputs, row i of `rows` to their row i.
+
+    `columns` has for each copied column its number in `dense`, and the address and row stride of its output.
+    """
     at, column = place_in(width, ROWS, COLUMNS)
     row = tl.load(rows + at, mask=at < num_rows, other=0)
     source = tl.load(columns + column, mask=column < width, other=0)
@@ -181,7 +185,10 @@ def _join(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """One program copies one tile of `out` from the columns of a `column_table`, where no column of `out` is twice."""
+    """One program fills one tile of `out` with columns of several parts.
+
+    `columns` has for each column its number in `out` (no two have the same), and its address and row stride in a part.
+    """
     row, column = place_in(width, ROWS, COLUMNS)
     to = tl.load(columns + column, mask=column < width, other=0)
     part = tl.load(columns + width + column, mask=column < width, other=0).to(tl.pointer_type(BITS))
@@ -273,8 +280,6 @@ def _mark_nonzero(
 
 
 class RowUnion:
-    """See `gradsync.kernels.RowUnion`."""
-
     def __init__(self, indices: Sequence[Tensor], num_rows: int) -> None:
         check_some("unite_rows", indices)
         check_size("num_rows", num_rows)
@@ -330,12 +335,10 @@ unite_rows = RowUnion
 
 
 def sum_rows(parts: Sequence[RowsPart], num_rows: int, *, scale: float = 1.0, out: RowsPart | None = None) -> RowsPart:
-    """See `gradsync.kernels.sum_rows`."""
     return in_steps.sum_rows(RowUnion, parts, num_rows, scale, out)
 
 
 def join_columns(parts: Sequence[Tensor], stripes: Stripes, out: Tensor) -> None:
-    """See `gradsync.kernels.join_columns`."""
     check_join(parts, stripes, out)
     device = common_device([out, *parts])
     check_rows("parts", *parts)
@@ -350,7 +353,7 @@ def join_columns(parts: Sequence[Tensor], stripes: Stripes, out: Tensor) -> None
 
 
 def scatter_rows(indices: Tensor, values: Tensor, dense: Tensor, *, accumulate: bool) -> None:
-    """See `gradsync.kernels.scatter_rows`. Sorts the indices, unless they ascend without duplicates."""
+    # Sorts the indices, unless they ascend without duplicates.
     check_scatter(indices, values, dense)
     device = common_device([indices, values, dense])
     check_contiguous("indices", indices)
@@ -373,8 +376,6 @@ def scatter_rows(indices: Tensor, values: Tensor, dense: Tensor, *, accumulate: 
 
 
 class NonzeroRows:
-    """See `gradsync.kernels.NonzeroRows`."""
-
     def __init__(self, dense: Tensor) -> None:
         check_matrix("dense", dense)
         self._device = common_device([dense])

@@ -125,7 +125,6 @@ def pack_signs(
     residual: Tensor | None = None,
     next_residual: Tensor | None = None,
 ) -> None:
-    """See `gradsync.kernels.pack_signs`."""
     check_sections("x", x, sections)
     check_signs(words, scales, sections, block, scale)
     check_residuals(x, residual, next_residual, accumulation_dtype(x.dtype))
@@ -161,7 +160,6 @@ def unpack_signs(
     scale: SignScale,
     factor: float = 1.0,
 ) -> None:
-    """See `gradsync.kernels.unpack_signs`."""
     check_some("unpack_signs", parts)
     check_sections("out", out, sections)
     device = common_device([out, *(tensor for part in parts for tensor in part)])

@@ -27,7 +27,10 @@ _ESTIMATES = 256
 
 @triton.jit
 def drawn_by(row: tl.tensor, group: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Returns random draws for groups of elements, int64: window of counters, mask to xor lanes with, sign bits."""
+    """Returns random draws for groups of elements, int64: window number, mask to xor lanes with, sign bits.
+
+    A window is as many adjacent counters as a group has elements (lanes). `row`: the address of a row of `_rows_of`.
+    """
     start, columns, lanes = tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
     place = start + group * lanes
     lower, upper = place.to(tl.uint32), (place >> 32).to(tl.uint32)
@@ -38,7 +41,10 @@ def drawn_by(row: tl.tensor, group: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl
 
 @triton.jit
 def _place_groups(table: tl.tensor, places: tl.tensor, windows: tl.tensor, BLOCK: tl.constexpr) -> None:
-    """One program writes the window of counters that each group of elements in one block of groups is added to."""
+    """One program writes the number of the window (adjacent counters) for each group in a block of groups of elements.
+
+    Windows are numbered over all rows of `table`. `places` has, for each program, the row and the first group there.
+    """
     program = tl.program_id(0)
     row = table + tl.load(places + 2 * program) * 10
     group = tl.load(places + 2 * program + 1) + tl.arange(0, BLOCK)
@@ -121,8 +127,9 @@ def _estimate(
 def _rows_of(sections: Sections, columns: Sequence[int], rows: int) -> list[tuple[int, ...]]:
     """Returns the rows of the kernels' table, ten numbers for each section and row of counters.
 
-    First element, elements, place of the first element in its own tensor, counters in a row, elements of a group
-    (lanes), first counter, keys of the counters and of the signs, first group, first window.
+    First element, elements, place of the first element in its own tensor, counters in a row, elements of a group that
+    is added as a whole (one per lane), first counter, keys of the counters and of the signs, first group, first window
+    (as many adjacent counters as a group has elements). Firsts are counted over all sections and rows.
     """
     found, begin, counters, groups, windows = [], 0, 0, 0, 0
     for length, start, seed, count in zip(sections.lengths, sections.places, sections.seeds, columns, strict=True):
@@ -144,7 +151,6 @@ def _programs(counts: Sequence[int], entries: int) -> list[int]:
 
 
 def count_sketch(x: Tensor, sections: Sections, columns: Sequence[int], counters: Tensor, *, rows: int) -> None:
-    """See `gradsync.kernels.count_sketch`."""
     check_count_sketch("x", x, sections, columns, counters, rows)
     device = device_of(x=x, counters=counters)
     kinds = {"KIND": kind_of("x", x), "OUT_KIND": kind_of("counters", counters)}
@@ -164,7 +170,6 @@ def count_sketch(x: Tensor, sections: Sections, columns: Sequence[int], counters
 
 
 def sketch_estimates(counters: Tensor, sections: Sections, columns: Sequence[int], out: Tensor, *, rows: int) -> None:
-    """See `gradsync.kernels.sketch_estimates`."""
     check_count_sketch("out", out, sections, columns, counters, rows)
     check_median(rows)
     device = device_of(counters=counters, out=out)
