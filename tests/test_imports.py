@@ -39,7 +39,7 @@ def test_the_check_would_notice() -> None:
 
 def test_attach_loads_no_search() -> None:
     loaded = loaded_by("from gradsync import attach, Plan")
-    searching = {"gradsync.tuning.auto", "gradsync.planner.joint", "gradsync.planner.candidates"}
-    assert "gradsync.planner.default" in loaded
+    searching = {"gradsync.tuning.auto", "gradsync.planner.solver.joint", "gradsync.planner.search.candidates"}
+    assert "gradsync.planner.default.plan" in loaded
     assert not loaded & searching
     assert searching <= loaded_by("from gradsync import AutoPlanner")

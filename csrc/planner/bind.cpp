@@ -1,4 +1,4 @@
-// The planner's native search as a Python module; src/gradsync/planner/joint.py is the interface and checks what it is
+// The planner's native search as a Python module; src/gradsync/planner/solver/joint.py is the interface and checks what it is
 // given. The GIL is free while it runs.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
@@ -60,7 +60,7 @@ double play_in(const Problem &problem, const std::vector<PartTuple> &parts) {
 
 NB_MODULE(_search, m) {
     using namespace search;
-    m.doc() = "The native search for plans; gradsync.planner.joint is the interface.";
+    m.doc() = "The native search for plans; gradsync.planner.solver.joint is the interface.";
     using Unlocked = nb::call_guard<nb::gil_scoped_release>;
     nb::class_<Problem>(m, "Problem").def("__init__", &make_problem);
     m.def("find", &find_in, Unlocked());

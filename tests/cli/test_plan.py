@@ -12,9 +12,9 @@ from typer.testing import CliRunner, Result
 from gradsync import Plan
 from gradsync.cli import app
 from gradsync.cli import plan as command
-from gradsync.planner.candidates import Searched, searched
-from gradsync.planner.job import Job
-from gradsync.planner.ways import Constraints
+from gradsync.planner.search.candidates import Searched, searched
+from gradsync.planner.search.job import Job
+from gradsync.planner.search.ways import Constraints
 from gradsync.schemes import LeafConstraints
 from tests.profiles import SPECS, make_profile
 

@@ -9,7 +9,7 @@ from gradsync.compressors import ErrorFeedback, TopK
 from gradsync.compressors import names as compressors
 from gradsync.compressors.names import named, usual_names
 from gradsync.planner import default_plan
-from gradsync.planner.named import fit_optimizer, lossy_planner
+from gradsync.planner.default.named import fit_optimizer, lossy_planner
 from gradsync.schemes import AllReduce, HalfPrecision
 from gradsync.tensors.bucket import TensorSpec
 from gradsync.tensors.density import ParameterProfile

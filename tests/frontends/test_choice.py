@@ -16,8 +16,8 @@ from gradsync.comm.shuffle import GroupSchedule, Round, grid, together
 from gradsync.compressors import ErrorFeedback, TopK
 from gradsync.frontends import choosing
 from gradsync.planner import AveragingPlanner
-from gradsync.planner.job import Job
-from gradsync.planner.ways import Constraints
+from gradsync.planner.search.job import Job
+from gradsync.planner.search.ways import Constraints
 from gradsync.plans.plan import What
 from gradsync.tuning.auto import AutoPlanner
 from tests.frontends.models import Perceptron

@@ -16,8 +16,8 @@ from gradsync.costs.cost_model import CostModel
 from gradsync.engine import plan_control
 from gradsync.engine.bucket_run import BucketStatistics
 from gradsync.engine.engine import Engine
-from gradsync.planner.flat import is_dense
-from gradsync.planner.network import Network
+from gradsync.planner.default.flat import is_dense
+from gradsync.planner.default.network import Network
 from gradsync.schemes import AllReduce, BalancedElements, Hierarchical, ReduceScatter, Scheme, SparseReduceScatter
 from gradsync.tensors.density import DensityProfile, ParameterProfile
 from gradsync.tuning.default import MeasuringPlanner

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsync
-from gradsync.planner.default import BUCKET_BYTES
+from gradsync.planner.default.plan import BUCKET_BYTES
 from tests.world import World
 
 

@@ -24,8 +24,8 @@ from gradsync.costs.cluster import Cluster, Link
 from gradsync.frontends import regrouping
 from gradsync.frontends.regrouping import Regrouping
 from gradsync.planner import AveragingPlanner
-from gradsync.planner.averaging import schedule_of
-from gradsync.planner.regroup import FIGURES, LEAST_ROUNDS
+from gradsync.planner.averaging.plan import schedule_of
+from gradsync.planner.averaging.regroup import FIGURES, LEAST_ROUNDS
 from gradsync.tuning import rates
 from gradsync.tuning.rates import Rates
 from tests.frontends.models import Perceptron

@@ -13,7 +13,7 @@ import gradsync
 from gradsync.costs.cluster import Placement
 from gradsync.costs.cost_model import CostModel
 from gradsync.engine import plan_control
-from gradsync.planner.network import Network
+from gradsync.planner.default.network import Network
 from gradsync.plans.plan import Plan
 from gradsync.schemes import AGSparse, AllReduce
 from gradsync.tensors.bucket import Layout, TensorSpec

@@ -22,7 +22,7 @@ from gradsync.comm.shuffle import grid, together
 from gradsync.compressors import BlockInt, Compressor
 from gradsync.costs.cluster import Placement
 from gradsync.planner import AveragingPlanner
-from gradsync.planner.averaging import schedule_of
+from gradsync.planner.averaging.plan import schedule_of
 from gradsync.tuning.auto import AutoPlanner
 from tests.frontends.models import Perceptron
 from tests.frontends.test_averaging_edges import both_ways, error_of

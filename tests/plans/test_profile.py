@@ -15,7 +15,7 @@ from gradsync.costs.cluster import Link
 from gradsync.costs.cost_model import KernelCost
 from gradsync.costs.steps import Compute
 from gradsync.planner import default_plans
-from gradsync.planner.network import Network
+from gradsync.planner.default.network import Network
 from gradsync.plans.profile import Interval, Profile, Span, describe_profile
 from gradsync.tensors.bucket import TensorSpec
 from tests.profiles import READY_S, ROWS, SPECS, make_profile

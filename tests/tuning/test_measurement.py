@@ -16,7 +16,7 @@ from gradsync.characterization.recording import Recorder
 from gradsync.engine.plan_control import MAX_OBSERVATIONS
 from gradsync.engine.step_listener import recording
 from gradsync.planner import default_plan
-from gradsync.planner.network import Network
+from gradsync.planner.default.network import Network
 from gradsync.plans.profile import Profile, Span
 from gradsync.tensors.bucket import TensorSpec, trainable_parameters
 from gradsync.tuning.default import MeasuringPlanner

@@ -10,8 +10,8 @@ import torch
 
 from gradsync.compressors import Cast, ErrorFeedback, MomentumCorrection, SharedBlockInt, TopK
 from gradsync.planner import candidate_plans
-from gradsync.planner.named import fit_optimizer
-from gradsync.planner.ways import Constraints
+from gradsync.planner.default.named import fit_optimizer
+from gradsync.planner.search.ways import Constraints
 from gradsync.schemes import CoarseGrained, HalfPrecision
 from gradsync.schemes.coarse_names import MOMENTUM, coarse
 from gradsync_lab.bench.automatic import AUTOMATIC, Parted, automatic, parted

@@ -87,8 +87,8 @@ REMAPPED = """
 import sys, torch, torch.distributed as dist
 import gradsync
 from gradsync.planner import AveragingPlanner
-from gradsync.planner.averaging import schedule_of
-from gradsync.planner.regroup import FIGURES, LEAST_ROUNDS
+from gradsync.planner.averaging.plan import schedule_of
+from gradsync.planner.averaging.regroup import FIGURES, LEAST_ROUNDS
 dist.init_process_group("gloo")
 model = torch.nn.Linear(512, 512, bias=False)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from gradsync.planner.problem import Resource
+from gradsync.planner.solver.problem import Resource
 from gradsync_lab.papers.bytecomp import (
     JOBS,
     SYSTEMS,

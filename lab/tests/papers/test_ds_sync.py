@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gradsync.comm.shuffle import GroupSchedule, Round, grid, sitting_out, together
 from gradsync.costs.cluster import Cluster, Link
-from gradsync.planner.grouping import step_s
+from gradsync.planner.averaging.grouping import step_s
 from gradsync_lab.papers import ds_sync
 from gradsync_lab.papers.ds_sync import (
     COMPUTE_S,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gradsync.planner.machine import step_s
-from gradsync.planner.problem import Resource
+from gradsync.planner.solver.machine import step_s
+from gradsync.planner.solver.problem import Resource
 from gradsync_lab.papers import gradientflow
 from gradsync_lab.papers.gradientflow import (
     ALEXNET,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradsync.planner.problem import Resource
+from gradsync.planner.solver.problem import Resource
 from gradsync_lab.papers import mergecomp
 from gradsync_lab.papers.mergecomp import (
     BARS,

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from gradsync.planner.machine import deferred_s, step_s
-from gradsync.planner.problem import Curve, Demand, Option, Part, Problem, Resource
+from gradsync.planner.solver.machine import deferred_s, step_s
+from gradsync.planner.solver.problem import Curve, Demand, Option, Part, Problem, Resource
 from gradsync_lab.papers.reference import mergecomp_problem
 from gradsync_lab.rivals.cuts import best_cuts, curve
-from tests.planner.random_problems import coded
+from tests.planner.solver.random_problems import coded
 
 
 def partitions(problem: Problem, option: int = 0) -> list[tuple[Part, ...]]:

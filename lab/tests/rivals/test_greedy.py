@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 
 from gradsync.costs.timeline import Activity, schedule
-from gradsync.planner.machine import Level, play, recurrence_s, step_s
-from gradsync.planner.problem import Curve, Demand, Option, Part, Problem, Resource, layerwise
+from gradsync.planner.solver.machine import Level, play, recurrence_s, step_s
+from gradsync.planner.solver.problem import Curve, Demand, Option, Part, Problem, Resource, layerwise
 from gradsync_lab.papers.reference import DENSE, DEVICE, HOST, OFFLOADED, bytecomp_problem
 from gradsync_lab.rivals.greedy import bytecomp, bytecomp_device, bytecomp_offload
-from tests.planner.random_problems import any_chains, one_channel
+from tests.planner.solver.random_problems import any_chains, one_channel
 
 TABLE = [  # worked out by other code, ms: none, all on device, algorithm 1, algorithms 1 and 2
     ("vgg16", "A", 397.00, 97.56, 89.46, 89.46),

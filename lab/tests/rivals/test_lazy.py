@@ -16,9 +16,9 @@ import gradsync
 from gradsync import Plan
 from gradsync.costs.cluster import Placement
 from gradsync.costs.cost_model import CostModel
-from gradsync.planner.job import Job
-from gradsync.planner.network import Network
-from gradsync.planner.ways import Constraints
+from gradsync.planner.default.network import Network
+from gradsync.planner.search.job import Job
+from gradsync.planner.search.ways import Constraints
 from gradsync.schemes import HalfPrecision
 from gradsync.tensors.bucket import TensorSpec, trainable_parameters
 from gradsync.tensors.density import ParameterProfile

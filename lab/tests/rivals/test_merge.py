@@ -9,8 +9,8 @@ from math import inf
 
 import pytest
 
-from gradsync.planner.machine import deferred_s, step_s
-from gradsync.planner.problem import Curve, Demand, Option, Part, Problem, Resource, check_parts, layerwise
+from gradsync.planner.solver.machine import deferred_s, step_s
+from gradsync.planner.solver.problem import Curve, Demand, Option, Part, Problem, Resource, check_parts, layerwise
 from gradsync_lab.papers.reference import DENSE, bytecomp_problem, mergecomp_problem
 from gradsync_lab.rivals.cuts import best_cuts, curve
 from gradsync_lab.rivals.merge import (
@@ -24,7 +24,7 @@ from gradsync_lab.rivals.merge import (
     two_buckets,
     whole,
 )
-from tests.planner.random_problems import coded
+from tests.planner.solver.random_problems import coded
 
 MODEL_L = [  # by other code, ms: 1, 2, 3 buckets, best and its number, layer-wise, 25 MiB and its number, 2 equal
     ("vgg16", 187.3, 105.4, 101.5, 101.2, 4, 113.4, 102.4, 5, 123.4),

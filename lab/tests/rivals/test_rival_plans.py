@@ -13,11 +13,11 @@ import torch
 from gradsync.compressors import BlockInt, Compressor, ErrorFeedback, SharedBlockInt, TopK, dgc
 from gradsync.costs.cluster import Placement
 from gradsync.costs.cost_model import CostModel, KernelCost
-from gradsync.planner.candidates import Search
-from gradsync.planner.job import Job
-from gradsync.planner.network import Network
-from gradsync.planner.predict import predict
-from gradsync.planner.ways import Constraints
+from gradsync.planner.default.network import Network
+from gradsync.planner.search.candidates import Search
+from gradsync.planner.search.job import Job
+from gradsync.planner.search.predict import predict
+from gradsync.planner.search.ways import Constraints
 from gradsync.plans.plan import Plan
 from gradsync.schemes import AllReduce, CoarseGrained, HalfPrecision, PowerSGD, Route, Scheme
 from gradsync.tensors.bucket import TensorSpec

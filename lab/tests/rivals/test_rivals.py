@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from gradsync.planner.machine import step_s
-from gradsync.planner.problem import Curve, Part, check_parts, layerwise
+from gradsync.planner.solver.machine import step_s
+from gradsync.planner.solver.problem import Curve, Part, check_parts, layerwise
 from gradsync_lab.papers.reference import DENSE, DEVICE, HOST, bytecomp_problem
 from gradsync_lab.rivals.rivals import SeCoPa, byteps_compress
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ..compressors.names import NAMES_IN_WORDS
-from ..planner.named import lossy_of
+from ..planner.default.named import lossy_of
 from ..plans.profile import Profile, describe_profile
 from ..tuning.kernels import CANDIDATES
 from ..tuning.measurement import Measurement

@@ -10,12 +10,12 @@ import typer
 
 from ..compressors import names as compressors
 from ..costs.cluster import Cluster
-from ..planner.candidates import searched
-from ..planner.job import Job
-from ..planner.named import SCHEMES_IN_WORDS, lossy_of
-from ..planner.reasons import describe
-from ..planner.reasons import explain as explained
-from ..planner.ways import Constraints, ways_of
+from ..planner.default.named import SCHEMES_IN_WORDS, lossy_of
+from ..planner.search.candidates import searched
+from ..planner.search.job import Job
+from ..planner.search.reasons import describe
+from ..planner.search.reasons import explain as explained
+from ..planner.search.ways import Constraints, ways_of
 from ..plans.plan import Plan
 from ..plans.profile import Profile
 from ..schemes import LeafConstraints

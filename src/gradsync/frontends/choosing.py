@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from ..engine.engine import Engine
 from ..planner import default_plan
-from ..planner.regroup import CLEARLY
+from ..planner.averaging.regroup import CLEARLY
 from .torch_hooks import ModelHook, OptimizerStep, after_optimizer_steps, is_backward, uncompiled
 
 logger = logging.getLogger(__name__)

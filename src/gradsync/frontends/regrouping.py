@@ -21,8 +21,8 @@ from ..comm import Group, gather_bytes
 from ..costs.cluster import Cluster
 from ..engine.engine import Engine
 from ..planner import AveragingPlanner
-from ..planner.averaging import schedule_of
-from ..planner.regroup import LEAST_ROUNDS, Rounds, links_changed, share_removed
+from ..planner.averaging.plan import schedule_of
+from ..planner.averaging.regroup import LEAST_ROUNDS, Rounds, links_changed, share_removed
 from ..plans.plan import Plan
 from ..tuning.rates import measured_cluster
 from .averaging import Averaging

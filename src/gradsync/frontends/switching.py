@@ -24,7 +24,7 @@ from ..engine.engine import Engine
 from ..engine.guard import Verification
 from ..optim.early_steps import why_not_in_parts
 from ..planner import AveragingPlanner, default_plan
-from ..planner.averaging import schedule_of
+from ..planner.averaging.plan import schedule_of
 from ..plans.plan import Plan, What
 from ..tensors.bucket import matches
 from ..tuning.rates import measured_cluster

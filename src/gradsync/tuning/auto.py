@@ -23,10 +23,10 @@ from ..engine.engine import Engine
 from ..engine.plan_control import Follows
 from ..engine.step_listener import active
 from ..planner import AveragingPlanner, default_plan
-from ..planner.candidates import Search, candidate_plans
-from ..planner.errors import alone
-from ..planner.job import Job
-from ..planner.ways import Constraints
+from ..planner.search.candidates import Search, candidate_plans
+from ..planner.search.errors import alone
+from ..planner.search.job import Job
+from ..planner.search.ways import Constraints
 from ..plans.plan import Plan
 from ..plans.profile import Profile
 from ..schemes import SchemeOrCompressor

@@ -13,9 +13,9 @@ from ..comm.links import highest_over
 from ..comm.network_cost import network_cost
 from ..costs.cost_model import CostModel
 from ..engine.plan_control import Planner
-from ..planner.default import default_plan, default_plans
-from ..planner.network import Network, planned_schemes
-from ..planner.revise import revised
+from ..planner.default.network import Network, planned_schemes
+from ..planner.default.plan import default_plan, default_plans
+from ..planner.default.revise import revised
 from ..plans.plan import Plan
 from ..tensors.density import ParameterProfile
 from .kernels import kernel_costs

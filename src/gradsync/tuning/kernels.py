@@ -17,7 +17,7 @@ from ..comm.links import Highest
 from ..compressors import BlockInt, Cast, Compressor, ErrorFeedback, ScaledSign, Summand, TopK
 from ..costs.cluster import Placement
 from ..costs.cost_model import KernelCost
-from ..planner.network import planned_schemes
+from ..planner.default.network import planned_schemes
 from ..plans.profile import KernelEstimate
 from ..schemes import (
     AllReduce,

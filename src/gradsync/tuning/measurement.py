@@ -29,7 +29,7 @@ from ..engine.engine import Engine
 from ..engine.observation import Observer
 from ..engine.plan_control import MAX_OBSERVATIONS
 from ..engine.step_listener import RecordingDone, StepListener, recording
-from ..planner.errors import highest, relative_errors
+from ..planner.search.errors import highest, relative_errors
 from ..plans.profile import (
     Density,
     Interval,

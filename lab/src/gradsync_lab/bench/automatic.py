@@ -13,8 +13,8 @@ from functools import partial
 from gradsync.compressors import BlockInt, ErrorFeedback, TopK
 from gradsync.compressors import names as compressors
 from gradsync.planner import AveragingPlanner, Search, candidate_plans
-from gradsync.planner.named import VOTES, is_lossy, lossy_of
-from gradsync.planner.ways import Constraints
+from gradsync.planner.default.named import VOTES, is_lossy, lossy_of
+from gradsync.planner.search.ways import Constraints
 from gradsync.schemes import HalfPrecision, PowerSGD
 from gradsync.schemes import coarse_names as coarse
 from gradsync.tuning.auto import AutoPlanner

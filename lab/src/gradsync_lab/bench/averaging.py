@@ -13,7 +13,7 @@ from torch import nn
 from gradsync.comm.shuffle import resting, together
 from gradsync.compressors import BlockInt, Cast, Compressor
 from gradsync.planner import AveragingPlanner
-from gradsync.planner.averaging import filled
+from gradsync.planner.averaging.plan import filled
 from gradsync.plans.plan import Plan, What
 from gradsync.schemes import Scheme
 from gradsync.tensors.bucket import TensorSpec, trainable_parameters

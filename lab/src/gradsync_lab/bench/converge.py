@@ -27,7 +27,14 @@ from gradsync.compressors import names as compressors
 from gradsync.optim.freezing import Freezing
 from gradsync.optim.lars import LARS
 from gradsync.planner import default_plan
-from gradsync.planner.named import DENSE_SCHEMES, SCHEMES_IN_WORDS, PlanMaker, fit_optimizer, is_lossy, lossy_planner
+from gradsync.planner.default.named import (
+    DENSE_SCHEMES,
+    SCHEMES_IN_WORDS,
+    PlanMaker,
+    fit_optimizer,
+    is_lossy,
+    lossy_planner,
+)
 from gradsync.plans.plan import Plan
 from gradsync.schemes import Scheme
 from gradsync.schemes import coarse_names as coarse

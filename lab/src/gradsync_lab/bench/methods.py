@@ -28,7 +28,7 @@ from gradsync.compressors import names as compressors
 from gradsync.frontends.attach import Attachment, attach
 from gradsync.planner import SPARSE_SCHEMES as PLANNED_SCHEMES
 from gradsync.planner import CompressingPlanner
-from gradsync.planner.named import DENSE_SCHEMES, SCHEMES_IN_WORDS, is_lossy, lossy_planner, planned
+from gradsync.planner.default.named import DENSE_SCHEMES, SCHEMES_IN_WORDS, is_lossy, lossy_planner, planned
 from gradsync.schemes import AllReduce, Hierarchical, ReduceScatter, Scheme
 from gradsync.schemes import coarse_names as coarse
 from gradsync.tuning.auto import AutoPlanner

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from gradsync.planner.joint import certify, search
-from gradsync.planner.problem import Problem, Solution
+from gradsync.planner.solver.joint import certify, search
+from gradsync.planner.solver.problem import Problem, Solution
 
 from ..papers.models import PAPER_MODELS
 from ..papers.reference import CASES, bytecomp_problem

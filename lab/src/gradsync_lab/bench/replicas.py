@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from gradsync.comm.shuffle import Matrix, one_of
 from gradsync.compressors import Cast, Compressor
 from gradsync.costs.cluster import Cluster, Link, Placement
-from gradsync.planner.averaging import STATES
+from gradsync.planner.averaging.plan import STATES
 from gradsync.plans.plan import Plan
 from gradsync.schemes import CompressedAllGather, HalfPrecision, Hierarchical, Scheme, Shuffled
 from gradsync.tensors.bucket import FlatSpec

@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 from gradsync.frontends.attach import Attachment
 from gradsync.optim.lars import LARS
 from gradsync.planner import Job
-from gradsync.planner.named import fit_optimizer
-from gradsync.planner.predict import predict, unmeasured
+from gradsync.planner.default.named import fit_optimizer
+from gradsync.planner.search.predict import predict, unmeasured
 from gradsync.plans.plan import What
 from gradsync.schemes import Scheme, to_expression
 

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from gradsync.planner.joint import certify, search, split_items
-from gradsync.planner.machine import step_s
-from gradsync.planner.problem import Option, Part, Problem, Resource, Solution, layerwise
+from gradsync.planner.solver.joint import certify, search, split_items
+from gradsync.planner.solver.machine import step_s
+from gradsync.planner.solver.problem import Option, Part, Problem, Resource, Solution, layerwise
 
 from ..rivals.greedy import bytecomp_device, bytecomp_offload
 from ..rivals.merge import DDP_BYTES

@@ -24,7 +24,7 @@ from gradsync.costs.cluster import Cluster, Link, Placement
 from gradsync.costs.cost_model import CostModel
 from gradsync.costs.steps import Step, Transfer, busiest, transfers
 from gradsync.costs.transport import DEFAULT_TRANSPORT
-from gradsync.planner.grouping import groupings
+from gradsync.planner.averaging.grouping import groupings
 from gradsync.schemes import AllReduce, Hierarchical, ReduceScatter
 from gradsync.tensors.bucket import TensorSpec
 

@@ -13,7 +13,7 @@ from functools import cached_property
 from gradsync.costs.cluster import Link, Placement
 from gradsync.costs.cost_model import CostModel
 from gradsync.costs.steps import Pattern, Transfer
-from gradsync.planner.problem import Curve, Demand, Option, Resource
+from gradsync.planner.solver.problem import Curve, Demand, Option, Resource
 
 from ..rivals.rivals import SeCoPa
 

@@ -19,9 +19,9 @@ from gradsync.costs.cluster import Link, Placement
 from gradsync.costs.cost_model import CostModel
 from gradsync.costs.steps import Compute, transfers
 from gradsync.costs.transport import DEFAULT_TRANSPORT
-from gradsync.planner.joint import search
-from gradsync.planner.machine import step_s
-from gradsync.planner.problem import Curve, Demand, Option, Part, Problem, Resource, layerwise
+from gradsync.planner.solver.joint import search
+from gradsync.planner.solver.machine import step_s
+from gradsync.planner.solver.problem import Curve, Demand, Option, Part, Problem, Resource, layerwise
 from gradsync.schemes import AllReduce, CoarseGrained, HalfPrecision, Hierarchical, ReduceScatter, Scheme
 from gradsync.tensors.bucket import TensorSpec
 

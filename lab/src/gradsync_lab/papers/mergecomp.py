@@ -17,9 +17,9 @@ from itertools import accumulate
 
 from gradsync.costs.cost_model import CostModel
 from gradsync.costs.steps import Pattern, Transfer
-from gradsync.planner.joint import search
-from gradsync.planner.machine import step_s
-from gradsync.planner.problem import Curve, Demand, Option, Part, Problem, Resource, layerwise
+from gradsync.planner.solver.joint import search
+from gradsync.planner.solver.machine import step_s
+from gradsync.planner.solver.problem import Curve, Demand, Option, Part, Problem, Resource, layerwise
 
 from ..rivals.merge import released_cut
 from .exchanges import DGC, EF_SIGN_SGD, HALF_US, KNEE_ELEMENTS, ONE_BIT, RANDOM_K

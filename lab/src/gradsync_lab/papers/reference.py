@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gradsync.planner.joint import certify, search
-from gradsync.planner.machine import deferred_s, step_s
-from gradsync.planner.problem import Curve, Demand, Option, Part, Problem, Resource, layerwise
+from gradsync.planner.solver.joint import certify, search
+from gradsync.planner.solver.machine import deferred_s, step_s
+from gradsync.planner.solver.problem import Curve, Demand, Option, Part, Problem, Resource, layerwise
 
 from ..rivals.cuts import best_cuts, curve
 from ..rivals.greedy import bytecomp_device, bytecomp_offload

@@ -15,8 +15,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from gradsync.planner.machine import END, ROWS, Level, advance, deferred_s, finish, follows, step_s
-from gradsync.planner.problem import Curve, Part, Problem, Resource, Solution
+from gradsync.planner.solver.machine import END, ROWS, Level, advance, deferred_s, finish, follows, step_s
+from gradsync.planner.solver.problem import Curve, Part, Problem, Resource, Solution
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.intp]

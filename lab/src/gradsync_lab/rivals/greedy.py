@@ -14,9 +14,9 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
-from gradsync.planner.machine import ROWS, Level, finish, matrix, step_s
-from gradsync.planner.maxplus import Matrix, Product, Vector, apply, identity, multiply
-from gradsync.planner.problem import Part, Problem, Resource, Solution
+from gradsync.planner.solver.machine import ROWS, Level, finish, matrix, step_s
+from gradsync.planner.solver.maxplus import Matrix, Product, Vector, apply, identity, multiply
+from gradsync.planner.solver.problem import Part, Problem, Resource, Solution
 
 ROUNDING = 1e-12  # products of the same steps in another order differ by less
 MOST_COMBINATIONS = 1 << 22  # that Algorithm 2 tries; takes some seconds
@@ -94,7 +94,7 @@ def bytecomp_offload(
     if prod(sizes) > most_combinations:
         raise ValueError(
             f"Algorithm 2 would try {prod(sizes)} combinations of {len(groups)} groups, at most {most_combinations} "
-            "are allowed: raise most_combinations, or search with gradsync.planner.joint"
+            "are allowed: raise most_combinations, or search with gradsync.planner.solver.joint"
         )
     if groups:
         counts = _best_counts(problem, chosen, list(groups.values()), offloaded)

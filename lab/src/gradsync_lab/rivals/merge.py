@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf, sqrt
 
-from gradsync.planner.machine import ROWS, Level, advance, deferred_s, follows, step_s
-from gradsync.planner.problem import Part, Problem, Resource, Solution
+from gradsync.planner.solver.machine import ROWS, Level, advance, deferred_s, follows, step_s
+from gradsync.planner.solver.problem import Part, Problem, Resource, Solution
 
 from .cuts import ROUNDING, by_count, cut_at, item_options, may_join
 

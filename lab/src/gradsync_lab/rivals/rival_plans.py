@@ -23,13 +23,13 @@ import torch
 from gradsync.compressors import Compressor
 from gradsync.costs.cluster import Placement
 from gradsync.costs.steps import COMPUTE, OFFLOAD, Compute
-from gradsync.planner.compressing import LATE
-from gradsync.planner.job import Job
-from gradsync.planner.options import KNOTS_BYTES, Formulation, Way, formulate
-from gradsync.planner.predict import predict
-from gradsync.planner.problem import Curve, Part, Problem
-from gradsync.planner.turns import with_best_turns
-from gradsync.planner.ways import Constraints, exact_ways, ways_of
+from gradsync.planner.default.compressing import LATE
+from gradsync.planner.search.job import Job
+from gradsync.planner.search.options import KNOTS_BYTES, Formulation, Way, formulate
+from gradsync.planner.search.predict import predict
+from gradsync.planner.search.turns import with_best_turns
+from gradsync.planner.search.ways import Constraints, exact_ways, ways_of
+from gradsync.planner.solver.problem import Curve, Part, Problem
 from gradsync.plans.plan import Plan
 from gradsync.schemes import AllReduce, CoarseGrained, CompressedAllGather, CompressedAllReduce, Route, routes
 from gradsync.schemes.compressed import parted

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradsync.planner.problem import Curve, Part, Problem
+from gradsync.planner.solver.problem import Curve, Part, Problem
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from gradsync.planner.joint import best_of_all, certify, search
-from gradsync.planner.problem import Curve, Demand, Option, Problem, Resource
+from gradsync.planner.solver.joint import best_of_all, certify, search
+from gradsync.planner.solver.problem import Curve, Demand, Option, Problem, Resource
 
 COMPUTE, OFFLOAD, INTRA, INTER = Resource
 

@@ -1,0 +1,307 @@
+"""Plans that average parameters in changing groups of ranks (after DS-Sync), made for a model and a network."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RAdam
+
+from ...comm.shuffle import GroupSchedule, thinned, together
+from ...compressors import Cast, Compressor
+from ...costs.cluster import Cluster, Placement
+from ...optim.momentum import momentum_of
+from ...plans.plan import Plan, What, state_name
+from ...schemes import AllReduce, CompressedAllGather, HalfPrecision, Hierarchical, ReduceScatter, Scheme, Shuffled
+from ...tensors.bucket import TensorSpec, matches, trainable_parameters
+from .grouping import Grouping, groupings, judge, step_s
+from .regroup import CLEARLY, ROOM, is_better, spread_for
+
+ABOUT = 1.02  # steps up to so many times the shortest count as equal
+BUCKET_BYTES = 4 << 20  # a module's forward waits for whole buckets, so these are small; one tensor may be larger
+STATES: dict[type[Optimizer], tuple[str, ...]] = {
+    SGD: ("momentum_buffer",),
+    **dict.fromkeys((Adam, AdamW, NAdam, RAdam), ("exp_avg", "exp_avg_sq")),
+}
+
+
+@dataclass(frozen=True)
+class AveragingPlanner:
+    """A planner for `attach(model, optimizer, AveragingPlanner())`, to average parameters in groups of nodes.
+
+    A schedule says which nodes average in which round. The planner takes the one with the shortest expected step by the
+    rates of links, within the limits below; among schedules that are about as quick, the one that keeps nodes closest
+    together. Ranks of a node are averaged in every round, and each rank exchanges a part of that average between nodes.
+
+    Args:
+        cluster: links of the nodes; None: rates between all nodes are measured when attached, with a few MiB each.
+        schedule: the schedule, of nodes or of ranks, to be used; None: the planner chooses one.
+        largest: most nodes of a group, except a group of all; None: the square root of all, or all but slow nodes,
+            which then average in few rounds.
+        budget: most groups that may cross a rack's uplink in the same round; None: any number.
+        most_spread: how far apart nodes may stay: their mean squared distance to their mean, in variances of a step's
+            noise. It is up to 1.5 if all average after each fourth step, up to 1 in pairs with changing partners (as in
+            a hypercube) after each step.
+        most_left: largest share of the squared distances to the mean that a cycle of rounds may leave.
+        most_local_steps: most steps per average, on all nodes; 1 averages after each step. The number within this limit
+            follows from the links and `most_spread`.
+        momentum_every: average the optimiser's momenta, too, in one of so many rounds with averages, in 16 bits; 0:
+            each rank keeps its own. Ranks are 5 to 12 times as far apart with momenta of their own (momentum 0.9).
+        compressor: compresses differences to the parameters of the last consensus point (where all ranks had the same
+            ones); None: parameters are sent as they are. A rank keeps what is left out: no error feedback is needed.
+        early: parameters are stepped inside backward, where their exchange begins. Not for clipped gradients.
+        compute_s: seconds of a step without the exchange; it decides between schedules where nodes are slow, and how
+            many local steps pay. With 0, nodes make as many as `most_spread` lets them. `AutoPlanner` measures it.
+        remap: where rates were measured, measure them again at a consensus point if rounds have come to take clearly
+            more or less time, and change groups if others are expected to be clearly better.
+        most_apart: how far ranks may be apart after a round, as a share of the norm of their parameters: the root mean
+            square distance to their mean. At each consensus point groups become larger, up to all together, if the
+            distances that averages removed since the last such point predict a larger share, and smaller if a clearly
+            smaller one; None: groups stay. It takes a pass over the parameters in each round. Distances shrink with the
+            learning rate and the norm hardly does, so ranks are held together most in the first phase of training,
+            where it matters (Kong et al., 2021, "Consensus Control for Decentralized Deep Learning").
+        survives: where a rank dies or stops answering, the others go on without an error. They finish the step in their
+            groups, keep their own values of what did not arrive, and agree on who is left; then they make their models
+            one, and go on by a new plan: `cluster` and `schedule` no longer fit, so links are measured. Optimisers keep
+            their state, rounds are counted anew, and samples of the lost rank are dropped. Silence is detected after 15
+            s, or half of the timeout. A rank that is alive but late beyond the timeout is left behind, and raises. It
+            costs a thread that tells the store of torch.distributed once a second that the rank is alive; if that store
+            ends with its host, all raise. Not with NCCL, which ends such jobs itself. Nodes with different numbers of
+            ranks are averaged all together.
+    """
+
+    cluster: Cluster | None = None
+    schedule: GroupSchedule | None = None
+    largest: int | None = None
+    budget: int | None = 1
+    most_spread: float = 1.5
+    most_left: float = 0.5
+    most_local_steps: int = 4
+    momentum_every: int = 0
+    compressor: Compressor[Any] | None = None
+    early: bool = False
+    compute_s: float = 0.0
+    remap: bool = True
+    most_apart: float | None = None
+    survives: bool = False
+
+    def __post_init__(self) -> None:
+        if self.momentum_every < 0 or type(self.momentum_every) is not int:
+            raise ValueError(f"momentum_every must be a whole number from 0 on, got {self.momentum_every!r}")
+        if type(self.most_local_steps) is not int or self.most_local_steps < 1:
+            raise ValueError(f"most_local_steps must be a whole number from 1 on, got {self.most_local_steps!r}")
+        if self.compressor is not None and not isinstance(self.compressor, Compressor):
+            raise ValueError(f"compressor must be a compressor or None, got {self.compressor!r}")
+        if self.most_apart is not None and not self.most_apart > 0:
+            raise ValueError(f"most_apart must be a share above 0, or None, got {self.most_apart!r}")
+        if self.most_apart is not None and self.schedule is not None:
+            raise ValueError("most_apart lets groups change, and a schedule was given: give one of the two")
+
+    def measures(self, placement: Placement) -> bool:
+        """Whether link rates between nodes must be measured: nodes are several, no links or schedule were given."""
+        given = self.cluster is not None or self.schedule is not None or self._must_sum(placement)
+        return not given and placement.num_nodes > 1
+
+    def remaps(self, placement: Placement) -> bool:
+        """Whether groups are chosen anew during training when the rates of links have changed."""
+        return self.remap and self.measures(placement)
+
+    def regroups(self, placement: Placement) -> bool:
+        """Whether groups may change during training, at steps where all ranks have the same parameters."""
+        return self.remaps(placement) or (self.most_apart is not None and placement.num_nodes > 1)
+
+    def plan(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        placement: Placement,
+        cluster: Cluster | None = None,
+        exclude: Sequence[str] = (),
+    ) -> Plan:
+        """Returns the plan for a model and its optimiser; `cluster` is used if the planner was given none.
+
+        Raises:
+            ValueError: for a cluster or schedule of other nodes, nodes with different numbers of ranks, or momenta of
+                an optimiser that is not known.
+        """
+        parameters = _parameters(model, exclude)
+        specs = {name: TensorSpec.of(p) for name, p in parameters.items()}
+        schedule = self._schedule(placement, self.cluster or cluster, _total_bytes(parameters))
+        by_node = schedule.size != placement.size
+        ordered = list(reversed(specs)) if self.early else list(specs)
+        scheme = _of_ranks(Shuffled.by(schedule, self._exchange(schedule)), placement, by_node)
+        buckets = [(names, scheme) for names in filled(ordered, specs)]
+        buffers = {n: TensorSpec.of(b) for n, b in model.named_buffers() if _is_averaged(n, b, exclude)}
+        exact = _of_ranks(Shuffled.by(schedule), placement, by_node)
+        buckets += [(names, exact) for names in filled(list(buffers), buffers)]
+        beside = dict(buffers)
+        if self.momentum_every:
+            names = [n for n in ordered if id(parameters[n]) in _with_momentum(optimizer)]
+            states = {state_name(n, key): specs[n] for n in names for key in _states_of(optimizer)}
+            seldom = thinned(schedule, self.momentum_every)
+            rounded = _of_ranks(Shuffled.by(seldom, HalfPrecision()), placement, by_node)
+            buckets += [(names, rounded) for names in filled(list(states), states)]
+            beside |= states
+        what = What.EARLY_PARAMETER if self.early else What.PARAMETER
+        return Plan.make(specs | dict(sorted(beside.items())), placement.size, buckets, what=what)
+
+    def of_others(self) -> AveragingPlanner:
+        """Returns a planner with the same settings for other ranks, without `cluster` and `schedule`."""
+        return replace(self, cluster=None, schedule=None)
+
+    def grouping(self, cluster: Cluster, nbytes: float) -> Grouping:
+        """Returns the schedule of nodes to use on the cluster's links, with its seconds per step, and nodes' distances.
+
+        Of the schedules that are about as quick as the quickest, it is the one in which nodes stay closest together.
+
+        Args:
+            nbytes: bytes that each node averages in a step.
+        """
+        found = groupings(
+            cluster,
+            nbytes,
+            self.compute_s,
+            largest=self.largest,
+            budget=self.budget,
+            most_spread=self.most_spread,
+            most_left=self.most_left,
+            most_local_steps=self.most_local_steps,
+        )
+        quick = (each for each in found if each.step_s <= ABOUT * found[0].step_s)
+        return min(quick, key=lambda grouping: round(grouping.spread, 9))  # as processors round differently
+
+    def regrouped(
+        self,
+        present: GroupSchedule,
+        model: nn.Module,
+        optimizer: Optimizer,
+        placement: Placement,
+        cluster: Cluster,
+        exclude: Sequence[str] = (),
+        *,
+        removed: float | None = None,
+    ) -> Plan | None:
+        """Returns a plan with better groups than `present`; None if no groups are expected to be clearly better.
+
+        Args:
+            removed: how much of the ranks' squared distances a round removed, see `regroup.share_removed`; None: not
+                known.
+        """
+        nbytes = _total_bytes(_parameters(model, exclude))
+        judged = judge("present", present, cluster, nbytes, self.compute_s)
+        most_spread, too_far = self.most_spread, False
+        if self.most_apart is not None and removed is not None:
+            nodes = placement.num_nodes
+            allowed = spread_for(self.most_apart, removed, nodes, placement.size // nodes)
+            too_far = CLEARLY * judged.spread > allowed
+            most_spread = min(most_spread, allowed if too_far else ROOM * allowed)
+        found = replace(self, most_spread=most_spread).grouping(cluster, nbytes)
+        if found.schedule == present or not (too_far or is_better(found, judged, self.budget)):
+            return None
+        settled = replace(self, schedule=found.schedule, most_apart=None)
+        return settled.plan(model, optimizer, placement, None, exclude)
+
+    def expected_s(
+        self, schedule: GroupSchedule, model: nn.Module, cluster: Cluster, exclude: Sequence[str] = ()
+    ) -> float:
+        """Returns the expected seconds of a step with a schedule of nodes on these links, computation included."""
+        nbytes = _total_bytes(_parameters(model, exclude))
+        return step_s(schedule, cluster, nbytes, self.compute_s)
+
+    def cycle(self, schedule: GroupSchedule) -> int:
+        """Returns the number of rounds of averaging after which a plan with this schedule repeats."""
+        return len(schedule.rounds) * max(self.momentum_every, 1)
+
+    def _schedule(self, placement: Placement, cluster: Cluster | None, nbytes: float) -> GroupSchedule:
+        nodes, schedule = placement.num_nodes, self.schedule
+        if schedule is None:
+            if nodes == 1 or self._must_sum(placement):
+                return together(placement.size)
+            assert cluster is not None, "a cluster is given, or its links were measured"
+            schedule = self.grouping(cluster, nbytes).schedule
+        if schedule.size not in (nodes, placement.size):
+            raise ValueError(
+                f"the schedule is for {schedule.size}, the job has {placement.size} ranks on {nodes} nodes: expected "
+                "one of as many ranks, or nodes"
+            )
+        return schedule
+
+    def _must_sum(self, placement: Placement) -> bool:
+        """Whether all ranks must average together, as lost ranks left the nodes with different numbers of ranks."""
+        return self.survives and self.cluster is None and placement.ranks_per_node is None
+
+    def _exchange(self, schedule: GroupSchedule) -> Scheme[Any]:
+        """Returns the scheme that averages in a group: it gathers compressed values, or all-reduces without compressor.
+
+        A `Cast` (compressor to 16 bits) is replaced by an all-reduce of 16-bit values where groups exceed two.
+        """
+        if self.compressor is None:
+            return AllReduce()
+        if isinstance(self.compressor, Cast) and max(map(len, schedule.distinct), default=1) > 2:
+            return HalfPrecision(values=self.compressor.dtype)
+        return CompressedAllGather(self.compressor)
+
+
+def schedule_of(plan: Plan) -> GroupSchedule:
+    """Returns the schedule, of nodes or ranks, by which a plan of `AveragingPlanner` averages parameters."""
+    scheme = plan.buckets[0].scheme
+    between = scheme.inter if isinstance(scheme, Hierarchical) else scheme
+    assert isinstance(between, Shuffled)
+    return between.schedule
+
+
+def filled(names: Sequence[str], specs: Mapping[str, TensorSpec]) -> list[list[str]]:
+    """Splits the names, in order, into buckets of one dtype and up to `BUCKET_BYTES` each; larger tensors are alone."""
+    buckets: list[list[str]] = []
+    for dtype in dict.fromkeys(specs[name].dtype for name in names):
+        filled_bytes = math.inf
+        for name in (name for name in names if specs[name].dtype is dtype):
+            if filled_bytes + specs[name].nbytes > BUCKET_BYTES:
+                buckets.append([])
+                filled_bytes = 0
+            buckets[-1].append(name)
+            filled_bytes += specs[name].nbytes
+    return buckets
+
+
+def _is_averaged(name: str, buffer: Tensor, exclude: Sequence[str]) -> bool:
+    return buffer.is_floating_point() and buffer.numel() > 0 and not matches(name, exclude)
+
+
+def _parameters(model: nn.Module, exclude: Sequence[str]) -> dict[str, nn.Parameter]:
+    return {n: p for n, p in trainable_parameters(model).items() if not matches(n, exclude)}
+
+
+def _total_bytes(parameters: Mapping[str, Tensor]) -> float:
+    return float(sum(TensorSpec.of(p).nbytes for p in parameters.values()))
+
+
+def _of_ranks(between: Scheme[Any], placement: Placement, by_node: bool) -> Scheme[Any]:
+    """Returns `between`, a scheme that averages among ranks, or, if it does among nodes (`by_node`), a two-level one.
+
+    In the two-level scheme the ranks of a node sum first, and each exchanges a part of the sum between nodes.
+    """
+    if not by_node:
+        return between
+    per_node = placement.ranks_per_node
+    if per_node is None:
+        raise ValueError("groups of nodes need as many ranks on each node, and here they differ")
+    return Hierarchical(ReduceScatter(), between, per_node)
+
+
+def _states_of(optimizer: Optimizer) -> tuple[str, ...]:
+    found = next((keys for kind, keys in STATES.items() if type(optimizer) is kind), None)
+    if found is None:
+        known = ", ".join(kind.__name__ for kind in STATES)
+        raise ValueError(
+            f"momentum_every averages the momenta of {known}; what {type(optimizer).__name__} keeps is not known: use 0"
+        )
+    return found
+
+
+def _with_momentum(optimizer: Optimizer) -> set[int]:
+    """Returns the `id` of each parameter to which the optimiser applies momentum."""
+    return {id(p) for group in optimizer.param_groups if momentum_of(group) for p in group["params"]}

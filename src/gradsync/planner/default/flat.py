@@ -1,0 +1,92 @@
+"""Schemes that default plans choose from for flat buckets: dense ones, and ones with mostly zero elements.
+
+Zen (OSDI 2025) sends data in two stages, inside nodes and then across nodes, with a dense first stage. Here costs of
+the network decide on whether there are two stages, and which. gloo's all-reduce ignores nodes. NCCL's does not, so it
+keeps dense buckets: nothing is measured with NCCL, and no plan is made by costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from ...costs.cluster import Placement
+from ...plans.plan import Plan
+from ...schemes import (
+    AllReduce,
+    BalancedElements,
+    Hierarchical,
+    Partitioned,
+    ReduceScatter,
+    Scheme,
+    SparseReduceScatter,
+    select,
+)
+from ...tensors.bucket import TensorSpec
+from ...tensors.density import DensityProfile, ParameterProfile
+from .network import Network
+
+
+def dense_schemes(placement: Placement) -> tuple[Scheme[Any], ...]:
+    """Returns the schemes for dense buckets, the backend's own all-reduce first."""
+    return (AllReduce(), *over_nodes([(ReduceScatter(), AllReduce())], placement))
+
+
+def element_schemes(placement: Placement) -> tuple[Scheme[Any], ...]:
+    """Returns the schemes for buckets with mostly zero elements; in two-level ones either level may be dense."""
+    stages: list[tuple[Partitioned[Any, Any], Scheme[Any]]] = [
+        (SparseReduceScatter(), BalancedElements()),
+        (ReduceScatter(), BalancedElements()),
+        (SparseReduceScatter(), AllReduce()),
+    ]
+    return (BalancedElements(), *over_nodes(stages, placement))
+
+
+def over_nodes(
+    stages: Sequence[tuple[Partitioned[Any, Any], Scheme[Any]]], placement: Placement
+) -> Iterator[Scheme[Any]]:
+    """Yields a two-level scheme for each (inside nodes, across nodes) pair; none unless `placement.is_hierarchy`."""
+    if placement.is_hierarchy and placement.ranks_per_node is not None:
+        for inside, across in stages:
+            yield Hierarchical(inside, across, placement.ranks_per_node)
+
+
+def is_dense(scheme: Scheme[Any]) -> bool:
+    """Whether the scheme is all-reduce, or reduce-scatter inside nodes with all-reduce across them."""
+    over_nodes = isinstance(scheme, Hierarchical) and scheme.intra == ReduceScatter() and scheme.inter == AllReduce()
+    return over_nodes or scheme == AllReduce()
+
+
+def flat_spec(members: Sequence[ParameterProfile]) -> TensorSpec:
+    """Returns the spec of these parameters concatenated to one flat tensor."""
+    return TensorSpec((sum(p.tensor.numel for p in members),), members[0].tensor.dtype)
+
+
+def flat_scheme(
+    schemes: Sequence[Scheme[Any]], flat: TensorSpec, profiles: tuple[DensityProfile, ...], network: Network | None
+) -> Scheme[Any]:
+    """Returns the first scheme, unless another one is expected to be faster by enough to justify a change."""
+    first, *others = (scheme.planned_for(profiles) for scheme in schemes)
+    if network is None or not others:
+        return first
+    found = select([first, *others], (flat,), profiles, network.placement, network.cost, current=first)
+    return found.chosen.scheme
+
+
+def across_at_once(order: Iterable[tuple[str, str]], plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yields turns, (bucket id, stage), as in `order`, but with the middle stages of two-level dense buckets moved up.
+
+    They come right after the bucket's first stage; a turn is one stage (collective) of one bucket. Such a bucket
+    travels between nodes as soon as it is ready, like an all-reduce. The last stage, back into the nodes, comes after
+    the next bucket has been sent, as links between nodes are the slow ones.
+    """
+    stages = {b.id: b.scheme.stages(plan.world) for b in plan.buckets if is_dense(b.scheme)}
+    back: list[tuple[str, str]] = []
+    for bucket, stage in order:
+        *turns, last = stages.get(bucket, (stage,))
+        if turns and stage != turns[0]:
+            continue  # moved
+        yield from ((bucket, each) for each in turns or [last])
+        yield from back
+        back = [(bucket, last)] if turns else []
+    yield from back

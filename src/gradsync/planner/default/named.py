@@ -1,0 +1,119 @@
+"""Plans made from names, as on command lines: a lossy scheme or compressor for dense buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch.optim import SGD, Optimizer
+
+from ...compressors import Compressor, Sign, Signum
+from ...compressors import names as compressors
+from ...optim.momentum import take_momentum
+from ...plans.plan import Plan
+from ...schemes import CoarseGrained, HalfPrecision, MajorityVote, PowerSGD, Scheme, SchemeOrCompressor
+from ...schemes import coarse_names as coarse
+from ...tensors.density import ParameterProfile
+from .. import CompressingPlanner, default_plan
+
+PlanMaker = Callable[[Sequence[ParameterProfile], int], Plan]
+
+VOTES = ("sign", "signum")  # ranks send signs to vote with, not gradients
+RATE_OF_VOTES = 0.01
+
+# Lossy schemes of dense buckets that take no compressor of the user's choice, by name.
+DENSE_SCHEMES: dict[str, Scheme[Any]] = {
+    "bf16": HalfPrecision(values="bfloat16"),
+    "fp16": HalfPrecision(values="float16"),
+    "sign": MajorityVote(Sign()),
+    "signum": MajorityVote(Signum()),
+    **{f"powersgd{rank}": PowerSGD(rank) for rank in (1, 2, 4)},
+}
+SCHEMES_IN_WORDS = f"{', '.join(DENSE_SCHEMES)}, {coarse.NAMES_IN_WORDS}"
+
+
+def dense_scheme(name: str, momentum: float = 0.0) -> Scheme[Any] | None:
+    """Returns the lossy scheme of dense buckets with this name, such as `powersgd2`; None for other names.
+
+    Raises:
+        ValueError: for a name with a ratio out of its range.
+    """
+    return DENSE_SCHEMES.get(name) or coarse.coarse(name, momentum)
+
+
+def is_lossy(name: str) -> bool:
+    """Whether the name is that of a lossy scheme of dense buckets or a compressor."""
+    return dense_scheme(name) is not None or compressors.is_known(name)
+
+
+def fewest_elements(name: str) -> int:
+    """Returns the least number of elements of tensors that take the scheme of this name; smaller ones stay exact."""
+    scheme = dense_scheme(name)
+    return scheme.chunk if isinstance(scheme, CoarseGrained) else 0
+
+
+def lossy_planner(name: str, momentum: float = 0.0) -> CompressingPlanner:
+    """Returns a planner for the scheme of dense buckets, or the compressor (`compressors.named`), with this name.
+
+    Raises:
+        ValueError: for an unknown name, or a number that the compressor does not take.
+    """
+    if (scheme := dense_scheme(name, momentum)) is not None:
+        return CompressingPlanner(scheme, fewest_elements=fewest_elements(name))
+    matrices_only = compressors.named(name).family.matrices_only
+    return CompressingPlanner(partial(_among, name, momentum), matrices_only=matrices_only)
+
+
+def lossy_of(name: str, world_size: int, momentum: float = 0.0) -> SchemeOrCompressor:
+    """Returns the scheme or compressor of this name as it is used in training on `world_size` ranks.
+
+    Raises:
+        ValueError: for an unknown name, or a number that the compressor does not take.
+    """
+    return dense_scheme(name, momentum) or _among(name, momentum, world_size)
+
+
+def _among(name: str, momentum: float, world_size: int) -> Compressor[Any]:
+    return compressors.named(name, momentum=momentum, summands=world_size).trained
+
+
+def fit_optimizer(name: str, optimizer: Optimizer) -> float:
+    """Adapts an optimiser in place to a scheme or compressor; returns the momentum that the scheme must apply.
+
+    A scheme that applies momentum itself gets SGD's momentum of the parameters that it compresses, and the optimiser no
+    longer applies it to these; parameters that stay exact keep theirs. Signs that ranks vote with are no gradients: SGD
+    would move every element by the whole learning rate, so the rate is multiplied by `RATE_OF_VOTES`. Signum has its
+    own momentum, so optimisers keep none.
+    """
+    if name in VOTES:
+        for group in optimizer.param_groups if isinstance(optimizer, SGD) else ():
+            group["lr"] *= RATE_OF_VOTES
+    for group in optimizer.param_groups if name == "signum" else ():
+        if "momentum" in group:
+            group["momentum"] = 0.0
+        if "betas" in group:
+            group["betas"] = (0.0, *group["betas"][1:])
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if (scheme := dense_scheme(name, coarse.MOMENTUM)) is not None:
+        does = isinstance(scheme, CoarseGrained) and scheme.momentum > 0
+        return take_momentum(optimizer, [p for p in parameters if p.numel() >= fewest_elements(name)]) if does else 0.0
+    if not compressors.is_known(name) or "momentum" not in (family := compressors.named(name).family).asks:
+        return 0.0
+    return take_momentum(optimizer, [p for p in parameters if p.dim() > 1 or not family.matrices_only])
+
+
+def planned(scheme: Scheme[Any], profiles: Sequence[ParameterProfile], world_size: int) -> Plan:
+    """Returns the default plan with `scheme` for sparse tables, whatever their densities."""
+    plan = default_plan(profiles, world_size)
+    specs = {p.name: p.tensor for p in profiles}
+    sparse = {p.name: p.density for p in profiles if p.sparse}
+    buckets: list[tuple[list[str], Scheme[Any]]] = []
+    for bucket in plan.buckets:
+        if set(bucket.names) <= sparse.keys():
+            known = [density for name in bucket.names if (density := sparse[name]) is not None]
+            measured = len(known) == len(bucket.names)
+            buckets.append((bucket.names, scheme.planned_for(known) if measured else scheme))
+        else:
+            buckets.append((bucket.names, bucket.scheme))
+    return Plan.make(specs, world_size, buckets)

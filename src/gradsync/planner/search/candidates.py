@@ -1,0 +1,124 @@
+"""Finds the plans for a measured job that are worth a trial: plans of the search, and plans to compare them with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from ...plans.plan import Plan
+from ...schemes import HalfPrecision
+from ..default.plan import default_plans
+from ..solver.joint import Certificate, certify, search
+from ..solver.problem import Solution
+from .job import Job
+from .options import Formulation, Way, formulate
+from .polish import coarse, merged, polished
+from .predict import predict
+from .reasons import WORTH_IT
+from .simplify import simplified
+from .turns import with_best_turns
+from .ways import Constraints, exact_ways, ways_of
+
+MOST_TRIED = 5
+UNSURE = 0.05  # relative error of predicted steps
+FAR_LONGER = 1.5  # a plan predicted to take so many times as long is hardly worth a trial
+SMALLEST_PIECE_BYTES, MOST_PIECES = 1 << 18, 64  # large gradients are cut into such pieces, about so many per job
+
+Search = Callable[[Job, Constraints], Sequence[Plan]]  # returns at least one plan to be tried on the job
+
+
+@dataclass(frozen=True)
+class Searched:
+    """The result of a search: the ways (schemes) to choose from, the problem in numbers, its solution, and the plan.
+
+    `hiding` means that the search halved latencies, as one transfer's latency is hidden by another transfer.
+    """
+
+    ways: tuple[Way, ...]
+    formulation: Formulation
+    found: Solution
+    plan: Plan
+    hiding: bool = False
+
+    def certificate(self) -> Certificate:
+        """Returns the solution's seconds and a lower bound on any solution's, in the machine model of `problem`."""
+        return certify(self.formulation.problem, self.found)
+
+
+def searched(job: Job, constraints: Constraints | None = None) -> Searched:
+    """Returns the best plan found with the schemes that the constraints allow, and the data of the search.
+
+    The plan is the simplest of the solutions with about equal time. Then buckets get another scheme, or are merged,
+    where that shortens the step by `predict`, which simulates more than the search. If the constraints have no errors
+    of lossy schemes and compressors on the gradients, the job's measured ones are used.
+
+    Raises:
+        ValueError: for constraints that leave no way for a gradient.
+    """
+    constraints = constraints or Constraints()
+    return _searched(job, ways_of(job, constraints if constraints.errors else replace(constraints, errors=job.errors)))
+
+
+def _searched(job: Job, ways: Sequence[Way]) -> Searched:
+    """Returns the best of up to three searches for a plan: as is, with halved latencies, and with large gradients cut.
+
+    A later search's plan replaces that of an earlier one only if its predicted step is clearly shorter. At the end
+    neighbouring buckets are merged where this shortens the predicted step, as the search does not contain all latencies
+    and threads that they share.
+    """
+    best = _solved(job, ways, formulate(job, ways))
+    best = _better(best, _solved(job, ways, formulate(job.with_hidden_latencies(), ways), hiding=True), job)
+    formulation = best.formulation
+    cut = formulation.in_pieces(max(SMALLEST_PIECE_BYTES, sum(formulation.problem.nbytes) / MOST_PIECES))
+    if cut.problem.size != formulation.problem.size:
+        best = _better(best, _solved(job, ways, cut, best.hiding), job)
+    return replace(best, plan=merged(best.plan, job, ways))
+
+
+def _better(usual: Searched, other: Searched, job: Job) -> Searched:
+    seconds = [predict(each.plan, job).seconds for each in (usual, other)]
+    return other if seconds[1] < (1 - WORTH_IT) * seconds[0] else usual
+
+
+def _solved(job: Job, ways: Sequence[Way], formulation: Formulation, hiding: bool = False) -> Searched:
+    found = search(formulation.problem)
+    ranks = [
+        0 if scheme.traits.exact else 1 if isinstance(scheme, HalfPrecision) else 2 for scheme in formulation.schemes
+    ]
+    simple = simplified(formulation.problem, found, ranks)
+    plan = with_best_turns(formulation.plan(simple.parts), job)
+    return Searched(tuple(ways), formulation, found, with_best_turns(polished(plan, job, ways), job), hiding)
+
+
+def candidate_plans(job: Job, constraints: Constraints | None = None) -> list[Plan]:
+    """Returns plans worth a trial on real steps, the one with the shortest predicted step first.
+
+    Candidates are the best two among the search's plan and its plans with only one of the lossy schemes or compressors
+    allowed; the best plan in fewer buckets, as predictions are least certain about costs of calls and gains of overlap;
+    and unless plans must be lossy, the best exact plan, and the best plans made without a search. Of plans with a far
+    longer predicted step at most one is tried, as a second plan: predictions are only as good as the measurements.
+    """
+    if job.world_size == 1:
+        return default_plans(job.profiles, 1)
+    constraints = constraints or Constraints()
+    alone = [replace(constraints, lossy=(lossy,), always=True) for lossy in constraints.lossy]
+    found = [searched(job, each) for each in (constraints, *alone)]
+    usual: list[Plan] = []
+    if not constraints.always:
+        found.append(_searched(job, exact_ways(job)))
+        usual = default_plans(job.profiles, job.world_size, job.network)
+    by_search = [each.plan for each in found]
+    seconds = {plan.digest: predict(plan, job).seconds for plan in (*by_search, *usual)}
+
+    def best(plans: Sequence[Plan], count: int) -> list[Plan]:
+        return sorted({p.digest: p for p in plans}.values(), key=lambda plan: seconds[plan.digest])[:count]
+
+    quickest = min(found, key=lambda each: seconds[each.plan.digest])
+    step_s = job.beside_s + seconds[quickest.plan.digest]
+    fewer = coarse(quickest.plan, job, quickest.ways, (1 + UNSURE) * step_s - job.beside_s)
+    seconds[fewer.digest] = predict(fewer, job).seconds
+    last = [] if constraints.always else by_search[-1:]
+    all_of_them = {p.digest: p for p in (*best(by_search, 2), fewer, *last, *best(usual, MOST_TRIED))}
+    tried = best(list(all_of_them.values())[:MOST_TRIED], MOST_TRIED)
+    far = [plan for plan in tried if job.beside_s + seconds[plan.digest] > FAR_LONGER * step_s]
+    return tried[: max(len(tried) - len(far), 2)]

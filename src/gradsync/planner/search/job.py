@@ -1,0 +1,104 @@
+"""A training job as planners see it: gradients, the times when they become ready, and the costs of its network."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+
+from ...costs.cluster import Cluster
+from ...plans.profile import Overlap, Profile
+from ...tensors.density import ParameterProfile
+from ..default.network import Network
+
+
+@dataclass(frozen=True)
+class Slowdown:
+    """Factors by which backward, transfers and kernels take longer while another of the three runs."""
+
+    backward_by_transfer: float = 1.0  # of backward, while a transfer is in flight
+    backward_by_kernel: float = 1.0  # of backward, while the communication thread computes
+    transfer_by_backward: float = 1.0
+    kernel_by_backward: float = 1.0
+    transfer_by_kernel: float = 1.0
+    kernel_by_transfer: float = 1.0
+
+    def __post_init__(self) -> None:
+        for field_ in fields(self):
+            if not getattr(self, field_.name) >= 1.0:
+                raise ValueError(f"Slowdown.{field_.name} must be at least 1, got {getattr(self, field_.name)}")
+
+    @classmethod
+    def of(cls, overlap: Overlap) -> Slowdown:
+        """Returns the measured factors; a factor below 1 is chance and counts as 1."""
+        measured = {field_.name: getattr(overlap, field_.name) for field_ in fields(cls)}
+        return cls(**{name: max(factor.value, 1.0) for name, factor in measured.items() if factor is not None})
+
+    @property
+    def matters(self) -> bool:
+        """Whether any factor is above 1."""
+        return self != NO_SLOWDOWN
+
+
+NO_SLOWDOWN = Slowdown()
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training job: gradients, when they become ready, and costs of kernels and links."""
+
+    profiles: tuple[ParameterProfile, ...]
+    ready_s: Mapping[str, float]  # by parameter, from the begin of backward
+    backward_s: float
+    network: Network
+    slowdown: Slowdown = NO_SLOWDOWN
+    beside_s: float = 0.0  # seconds of a step without backward and exchange: forward, optimiser, data
+    errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by parameter, by `errors.name_of`
+
+    def __post_init__(self) -> None:
+        unknown = [p.name for p in self.profiles if p.name not in self.ready_s]
+        if unknown:
+            raise ValueError(f"Job.ready_s has no time for {len(unknown)} parameters, the first is {unknown[0]!r}")
+
+    @classmethod
+    def of(cls, profile: Profile, cluster: Cluster | None = None) -> Job:
+        """Returns the job of a measured profile; with `cluster`, its links replace the measured ones, kernels stay.
+
+        Raises:
+            ValueError: for a profile of one rank, which has no measured links, without a cluster.
+        """
+        if cluster is None and profile.world == 1:
+            raise ValueError("the profile is of one rank, which exchanges nothing: name a cluster to plan for")
+        network = Network.of(profile)
+        if cluster is not None:
+            slowest = min([cluster.link, *cluster.slow.values()], key=lambda link: link.bandwidth_bytes_per_s)
+            placement = cluster.placement()
+            cost = replace(
+                network.cost,
+                alpha_s=slowest.latency_s,
+                bandwidth_bytes_per_s=slowest.bandwidth_bytes_per_s,
+                intra=cluster.intra if placement.is_hierarchy else None,
+            )
+            network = Network(cost, placement)
+        return cls(
+            profiles=tuple(profile.parameter_profiles()),
+            ready_s={p.name: p.ready.median_s for p in profile.parameters},
+            backward_s=profile.parts.backward.median_s,
+            network=network,
+            slowdown=Slowdown.of(profile.overlap),
+            beside_s=profile.parts.beside.median_s,
+            errors={p.name: p.errors for p in profile.parameters},
+        )
+
+    def with_hidden_latencies(self) -> Job:
+        """Returns the job with half of its links' latencies, as two transfers in flight hide each other's.
+
+        The search takes transfers one after another; predictions let them overlap (`costs/forecast.py`).
+        """
+        cost = self.network.cost
+        intra = cost.intra and replace(cost.intra, latency_s=cost.intra.latency_s / 2)
+        cost = replace(cost, alpha_s=cost.alpha_s / 2, stage_s=cost.stage_s / 2, intra=intra)
+        return replace(self, network=replace(self.network, cost=cost))
+
+    @property
+    def world_size(self) -> int:
+        return self.network.placement.size

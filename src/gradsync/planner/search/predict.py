@@ -1,0 +1,208 @@
+"""Predicts a training step: simulates a plan's turns as the engine takes them, with backward slowed by the exchange.
+
+Beside the machine model of `problem`, which a search simulates thousands of times, the prediction contains the
+engine's one communication thread, the order of turns, and shared cores and memory.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import inf
+from typing import Any
+
+from ...costs.forecast import forecast
+from ...costs.steps import COMPUTE, OFFLOAD, Compute, Step
+from ...costs.timeline import Task, covered_s
+from ...plans.plan import BucketPlan, Plan
+from ...schemes import Scheme
+from ...tensors.bucket import Bucket, Layout, Segment
+from ...tensors.density import DensityProfile, joined
+from ..default.compressing import LATE
+from .job import Job, Slowdown
+
+ROUNDS = 4  # iterations until ready times and exchanges, which delay each other, have settled
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The predicted timeline of a step, in seconds from the begin of backward.
+
+    Streams are "compute" (backward), and "kernel" and "link" (the exchange).
+    """
+
+    tasks: tuple[Task, ...]
+    backward_s: float  # seconds of backward, slowdown by the exchange included
+
+    @property
+    def seconds(self) -> float:
+        """The seconds from the begin of backward until backward has ended and all gradients are synchronised."""
+        return max((task.end_s for task in self.tasks), default=0.0)
+
+
+def predict(plan: Plan, job: Job) -> Prediction:
+    """Returns the predicted step of a plan.
+
+    Raises:
+        ValueError: for a plan that does not fit the job.
+    """
+    plan.check({p.name: p.tensor for p in job.profiles}, job.world_size)
+    return played(plan, job, {bucket.id: steps_of(bucket, bucket.scheme, job) for bucket in plan.buckets})
+
+
+def played(plan: Plan, job: Job, steps: Mapping[str, Sequence[Step]]) -> Prediction:
+    """Returns the predicted step of a plan that fits the job; `steps` has the steps of the schemes, by bucket id."""
+    exchange: list[Task] = []
+    reached_s: dict[float, float] = {}
+    own_s = {bucket.id: max(job.ready_s[name] for name in bucket.names) for bucket in plan.buckets}
+    delayed = any(_delays(step) for todo in steps.values() for step in todo)
+    for _ in range(ROUNDS if job.slowdown.matters or delayed else 1):
+        delays = _delays_of(exchange, own_s, reached_s)
+        reached_s = {at_s: _stretched(at_s, exchange, delays, job) for at_s in {*job.ready_s.values(), job.backward_s}}
+        backward_s = reached_s[job.backward_s]
+        ready_s = {bucket: reached_s[at_s] for bucket, at_s in own_s.items()}
+        lasting = partial(_lasting, job.slowdown, backward_s, *_when_busy(exchange))
+        network = job.network
+        exchange = forecast(plan.order, steps, ready_s, network.cost, network.placement, lasting, backward_s=backward_s)
+    backward_s = _stretched(job.backward_s, exchange, _delays_of(exchange, own_s, reached_s), job)
+    return Prediction((Task("backward", "compute", 0.0, backward_s), *exchange), backward_s)
+
+
+def _delays(step: Step) -> bool:
+    return isinstance(step, Compute) and step.awaited and step.device == COMPUTE
+
+
+def _delays_of(
+    exchange: Sequence[Task], ready_s: Mapping[str, float], reached_s: Mapping[float, float]
+) -> list[tuple[float, float]]:
+    """Returns the interruptions of backward by the exchange's work on its thread: (backward's own time, seconds).
+
+    A bucket's first work is done when it is ready, other work when another bucket is, or after backward.
+
+    Args:
+        ready_s: ready time of each bucket, in backward's own time, that is, without interruptions.
+        reached_s: backward's own time -> the time at which it was reached in the simulated exchange.
+    """
+    own_s = sorted(reached_s)
+    at_s = [reached_s[own] for own in own_s]
+    found, seen = [], set()
+    for task in exchange:
+        bucket = task.name.rpartition(":")[0]
+        if task.stream == COMPUTE:
+            place = max(bisect_right(at_s, task.start_s) - 1, 0)
+            found.append((own_s[place] if bucket in seen else ready_s[bucket], task.end_s - task.start_s))
+        seen.add(bucket)
+    return found
+
+
+def _stretched(at_s: float, exchange: Sequence[Task], delays: Sequence[tuple[float, float]], job: Job) -> float:
+    """Returns the time when backward, slowed by the exchange, reaches the point that it would reach at `at_s` alone.
+
+    `delays`: the interruptions of backward that `_delays_of` returns: (backward's own time, seconds).
+    """
+    slowdown, reached_s = job.slowdown, at_s
+    delayed_s = sum(seconds for own_s, seconds in delays if own_s < at_s)
+    if not slowdown.matters:
+        return at_s + delayed_s
+    links = [task for task in exchange if task.stream == "link"]
+    kernels = [task for task in exchange if task.stream in ("kernel", OFFLOAD)]
+    lost_by_link, lost_by_kernel = 1 - 1 / slowdown.backward_by_transfer, 1 - 1 / slowdown.backward_by_kernel
+    for _ in range(ROUNDS):
+        by_link, by_kernel = covered_s(links, 0.0, reached_s), covered_s(kernels, 0.0, reached_s)
+        by_both = by_link + by_kernel - covered_s([*links, *kernels], 0.0, reached_s)
+        lost_s = by_link * lost_by_link + by_kernel * lost_by_kernel - by_both * lost_by_link * lost_by_kernel
+        reached_s = at_s + delayed_s + lost_s
+    return reached_s
+
+
+@dataclass(frozen=True)
+class _Busy:
+    """The times at which a link or thread is busy: idle before the first edge, then busy and idle alternately."""
+
+    edges_s: tuple[float, ...]
+
+    @classmethod
+    def of(cls, tasks: Iterable[Task]) -> _Busy:
+        edges_s: list[float] = []
+        for task in sorted(tasks, key=lambda task: task.start_s):
+            if edges_s and task.start_s <= edges_s[-1]:
+                edges_s[-1] = max(edges_s[-1], task.end_s)
+            elif task.end_s > task.start_s:
+                edges_s += [task.start_s, task.end_s]
+        return cls(tuple(edges_s))
+
+    def at(self, now_s: float) -> tuple[bool, float]:
+        """Returns whether the link or thread is busy at `now_s`, and the time until which this stays so."""
+        place = bisect_right(self.edges_s, now_s)
+        return place % 2 == 1, self.edges_s[place] if place < len(self.edges_s) else inf
+
+
+def _when_busy(exchange: Sequence[Task]) -> tuple[_Busy, _Busy]:
+    """Returns the times at which the link is busy, and at which threads other than backward's compute."""
+    return (
+        _Busy.of(task for task in exchange if task.stream == "link"),
+        _Busy.of(task for task in exchange if task.stream in ("kernel", OFFLOAD)),
+    )
+
+
+def _lasting(
+    slowdown: Slowdown, backward_s: float, link: _Busy, kernels: _Busy, stream: str, began_s: float, seconds: float
+) -> float:
+    """Returns how long work of `seconds` takes from `began_s` on, slowed by backward and the rest of the exchange.
+
+    Work on backward's own thread is not slowed.
+    """
+    if stream == COMPUTE:
+        return seconds
+    if stream == "link":
+        by_backward, by_other, other = slowdown.transfer_by_backward, slowdown.transfer_by_kernel, kernels
+    else:
+        by_backward, by_other, other = slowdown.kernel_by_backward, slowdown.kernel_by_transfer, link
+    now_s, left_s = began_s, seconds
+    while True:
+        beside_other, until_s = other.at(now_s)
+        beside_backward = now_s < backward_s
+        if beside_backward:
+            until_s = min(until_s, backward_s)
+        factor = (by_backward if beside_backward else 1.0) * (by_other if beside_other else 1.0)
+        if left_s * factor <= until_s - now_s:
+            return now_s + left_s * factor - began_s
+        left_s -= (until_s - now_s) / factor
+        now_s = until_s
+
+
+def unmeasured(plan: Plan, job: Job) -> list[str]:
+    """Returns the names of the plan's kernels without a measured time, see `CostModel.unmeasured`.
+
+    Raises:
+        ValueError: for a plan that does not fit the job.
+    """
+    plan.check({p.name: p.tensor for p in job.profiles}, job.world_size)
+    steps = (step for bucket in plan.buckets for step in steps_of(bucket, bucket.scheme, job))
+    return job.network.cost.unmeasured(steps)
+
+
+def steps_of(bucket: BucketPlan, scheme: Scheme[Any], job: Job) -> list[Step]:
+    """Returns the computations and transfers of the scheme for this bucket, given the job's densities.
+
+    Raises:
+        ValueError: for tables whose density is not known.
+    """
+    known = {p.name: p for p in job.profiles}
+    segments = tuple(Segment(*segment) for segment in bucket.segments)
+    members = [known[name] for name in bucket.names]
+    seen = Bucket(
+        bucket.id, segments, tuple(p.tensor for p in members), scheme.traits.layout, scheme.traits.carries_flags
+    )
+    of_rows = scheme.traits.layout is Layout.ROWS
+    densities = [p.density if of_rows else p.elements for p in members]
+    found: tuple[DensityProfile, ...] = tuple(density for density in densities if density is not None)
+    if len(found) < len(members):
+        if of_rows:
+            unknown = next(p.name for p in members if p.density is None)
+            raise ValueError(f"the density of {unknown!r} is not known: measure the job with its sparse gradients")
+        found = ()
+    profiles = found if of_rows or not found else (joined(found),)
+    return list(scheme.steps(seen.specs, profiles, job.network.placement, LATE))
