@@ -45,7 +45,7 @@ def column_stripes(dim: int, n: int) -> list[tuple[int, int]]:
 
 
 def sum_rows(g: torch.Generator, *, ranks: int, size: int, density: float, dim: int, dtype: str) -> Work:
-    """Returns the benchmark case of summing the row lists of `ranks` ranks, as an owner does."""
+    """Returns the benchmark case of summing the row lists (indices and values) of `ranks` ranks into one list."""
     lists = [some_of(size, density, g) for _ in range(ranks)]
     parts = [(indices, torch.randn(len(indices), dim, generator=g).to(getattr(torch, dtype))) for indices in lists]
     union = automatic.unite_rows(lists, size).count
@@ -129,7 +129,7 @@ def top_k(g: torch.Generator, *, size: int, density: float, feedback: bool = Fal
 
 
 def select_above(g: torch.Generator, *, size: int, threshold: float, feedback: bool) -> Work:
-    """Returns the benchmark case of selecting normal numbers above a threshold, with room for all of them."""
+    """Returns the benchmark case of selecting all elements above a threshold from normally distributed ones."""
     x = torch.randn(size, generator=g)
     residual = torch.randn(size, generator=g) if feedback else torch.zeros(size)
     count = int(((x + residual).abs() > threshold).sum())
@@ -170,9 +170,9 @@ def digest(g: torch.Generator, *, size: int, tensors: int, dtype: str = "float32
 
 
 def take_chunks(g: torch.Generator, *, size: int, chunk: int, ratio: float, dtype: str = "float32") -> Work:
-    """Returns the benchmark case of taking evenly spread chunks to send and keeping the others.
+    """Returns the benchmark case of copying evenly spread chunks to a payload, the others to the next residual.
 
-    The gradients are zero, as the kernel leaves them.
+    The gradients are zero in every call, as the kernel overwrites them with zeros; the residual is random.
     """
     chunks = -(-size // chunk)
     x, residual = torch.zeros(size), torch.randn(size, generator=g)
@@ -346,12 +346,12 @@ def _elements(g: torch.Generator, size: int, nnz: int) -> Tensor:
 
 
 def partition_rotated(g: torch.Generator, *, nnz: int, size: int, owners: int) -> Work:
-    """Returns the benchmark case of spreading sorted elements over their owners by rotated stripe."""
+    """Returns the benchmark case of splitting elements among `owners` ranks, neighbours to different ones in turn."""
     return _partition(g, nnz, size, lambda module, indices: module.partition_rotated(indices, size, owners, 1))
 
 
 def partition_hashed(g: torch.Generator, *, nnz: int, size: int, owners: int) -> Work:
-    """Returns the benchmark case of spreading sorted elements over their owners by hash."""
+    """Returns the benchmark case of splitting sorted elements among `owners` ranks by a hash of their indices."""
     return _partition(g, nnz, size, lambda module, indices: module.partition_hashed(indices, size, owners, 1))
 
 
@@ -369,14 +369,14 @@ def _partition(g: torch.Generator, nnz: int, size: int, split: Callable[[Any, Te
 
 
 def owners_by_hash(g: torch.Generator, *, nnz: int, size: int, owners: int) -> Work:
-    """Returns the benchmark case of computing the owner of each element."""
+    """Returns the benchmark case of computing which of `owners` ranks each element is hashed to."""
     indices = _elements(g, size, nnz)
     out = torch.zeros_like(indices)
     return Work(lambda module: module.owners_by_hash(indices, owners, 1, out), [out], tensor_bytes(indices, out))
 
 
 def owned_by_hash(g: torch.Generator, *, size: int, owners: int) -> Work:
-    """Returns the benchmark case of listing each owner's elements for hash bitmaps, allocated anew as at setup."""
+    """Returns the benchmark case of listing the elements that hash to each of `owners` ranks, in new memory."""
     out = torch.zeros(size, dtype=torch.int32)
 
     def run(module: ModuleType) -> None:
@@ -386,7 +386,7 @@ def owned_by_hash(g: torch.Generator, *, size: int, owners: int) -> Work:
 
 
 def hierarchical_hash(g: torch.Generator, *, nnz: int, size: int, owners: int) -> Work:
-    """Returns the benchmark case of hashing elements into memory of 2.2 slots per index; outputs each owner's count."""
+    """Returns the benchmark case of hashing elements to `owners` ranks, in tables of 2.2 slots an element."""
     indices = _elements(g, size, nnz)
     slots, counts = 2 * len(indices), torch.zeros(owners, dtype=torch.int64)
 
@@ -398,7 +398,7 @@ def hierarchical_hash(g: torch.Generator, *, nnz: int, size: int, owners: int) -
 
 
 def positions_in(g: torch.Generator, *, size: int, density: float, owners: int) -> Work:
-    """Returns the benchmark case of mapping an owner's elements to positions in its hash bitmap."""
+    """Returns the benchmark case of finding elements' places in the list of all elements that hash to one rank."""
     owned = automatic.owned_by_hash(size, owners, 1)[0].clone()  # the copy is made on the measured device
     indices = owned[some_of(len(owned), density, g)]
     out = torch.zeros_like(indices)
@@ -406,7 +406,7 @@ def positions_in(g: torch.Generator, *, size: int, density: float, owners: int) 
 
 
 def rotated_index(g: torch.Generator, *, nnz: int, size: int, owners: int) -> Work:
-    """Returns the benchmark case of mapping an owner's positions back to indices."""
+    """Returns the benchmark case of mapping places in one rank's part of `partition_rotated` back to indices."""
     positions, _ = _parts(g, nnz=nnz, size=size, owners=owners)
     out = torch.zeros_like(positions[0])
     return Work(
@@ -421,7 +421,7 @@ def _room(count: int, size: int) -> automatic.PackedPositions:
 
 
 def _messages(x: Tensor, owners: int) -> tuple[list[automatic.PackedPositions], list[Tensor]]:
-    """Returns empty buffers for the positions and values that are sent to each owner."""
+    """Returns empty buffers for the positions and values of the elements of `x` that each of `owners` ranks is sent."""
     counts = automatic.partition_elements(x, owners, 1).counts
     return [_room(count, -(-len(x) // owners)) for count in counts], [torch.zeros(count) for count in counts]
 
@@ -437,7 +437,7 @@ def _packed_bytes(parts: Sequence[automatic.PackedPositions], values: Sequence[T
 
 
 def partition_elements(g: torch.Generator, *, size: int, density: float, owners: int) -> Work:
-    """Returns the benchmark case of writing a dense vector's non-zeros as messages to all owners."""
+    """Returns the benchmark case of splitting a dense vector's non-zeros into a message for each of `owners` ranks."""
     x = _sparse(g, size, density)
     parts, values = _messages(x, owners)
     packed = [part.packed for part in parts]
@@ -449,7 +449,7 @@ def partition_elements(g: torch.Generator, *, size: int, density: float, owners:
 
 
 def unite_elements(g: torch.Generator, *, ranks: int, size: int, density: float) -> Work:
-    """Returns the benchmark case of summing the messages of `ranks` ranks, as an owner does."""
+    """Returns the benchmark case of summing sparse vectors of `ranks` ranks, each given as positions and values."""
     parts, values = [], []
     for _ in range(ranks):
         x = _sparse(g, size, density)
@@ -467,7 +467,7 @@ def unite_elements(g: torch.Generator, *, ranks: int, size: int, density: float)
 
 
 def join_elements(g: torch.Generator, *, size: int, density: float, owners: int) -> Work:
-    """Returns the benchmark case of writing all owners' sums into one dense vector."""
+    """Returns the benchmark case of writing the disjoint sparse sums of `owners` ranks into one dense vector."""
     x = _sparse(g, size, density)
     parts, values = _messages(x, owners)
     automatic.partition_elements(x, owners, 1).write(parts, values)
@@ -477,7 +477,7 @@ def join_elements(g: torch.Generator, *, size: int, density: float, owners: int)
 
 
 def _parts(g: torch.Generator, *, nnz: int, size: int, owners: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns random elements by owner: positions among the elements of the owner, and values."""
+    """Returns the parts of random elements that `owners` ranks get: positions in a rank's part, and values."""
     indices = _elements(g, size, nnz)
     partition = automatic.partition_rotated(indices, size, owners, 1)
     positions = [torch.zeros(count, dtype=torch.int32) for count in partition.counts]

@@ -514,7 +514,7 @@ def finish(
     bounds: list[tuple[str, float]],
     table: Callable[..., RenderableType] = records_table,
 ) -> None:
-    """Prints the records as a table and whether the bounds hold, and writes the records to `json` if given.
+    """Prints the records as a table and whether their ratios hold the bounds; writes the records to `json` if given.
 
     Raises:
         typer.Exit: with code 1, a bound does not hold.

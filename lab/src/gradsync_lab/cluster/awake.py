@@ -28,8 +28,8 @@ CPU_INFO, CGROUPS, OWN_CGROUPS = Path("/proc/cpuinfo"), Path("/sys/fs/cgroup"), 
 def awake() -> Iterator[bool]:
     """Keeps this process' processors awake inside the block; yields whether it does.
 
-    Real processors are left alone, as they wake by themselves. So is a container with a quota of processor time, which
-    the loops would use up.
+    A loop of the least priority runs on each virtual processor. Real processors need none, as they wake by themselves;
+    a container with a quota of processor time gets none, as the loops would use up the quota.
     """
     if not _is_virtual() or _is_rationed():
         yield False

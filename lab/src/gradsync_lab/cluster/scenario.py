@@ -143,7 +143,7 @@ def parse_background(texts: Sequence[str]) -> tuple[tuple[int, int, str], ...]:
 
 
 def parse_moving_background(text: str) -> tuple[str, float]:
-    """Parses moving traffic: `"100mbit@4s"` -> ("100mbit", 4.0). Raises ValueError for text of another form."""
+    """Parses moving traffic: `"100mbit@4s"` -> ("100mbit", 4.0), moved every 4 s. Raises ValueError for other text."""
     rate, at, seconds = text.partition("@")
     if not at:
         raise ValueError(f"moving traffic is written RATE@TIME, like 100mbit@4s; got {text!r}")
@@ -151,7 +151,7 @@ def parse_moving_background(text: str) -> tuple[str, float]:
 
 
 def parse_stalls(text: str) -> tuple[float, float]:
-    """Parses stalls: `"500ms@4s"` -> (0.5, 4.0). Raises ValueError for text of another form."""
+    """Parses stalls: `"500ms@4s"` -> (0.5, 4.0), 0.5 s long, on average 4 s apart. Raises ValueError for other text."""
     stall, at, every = text.partition("@")
     if not at:
         raise ValueError(f"stalls are written TIME@TIME between them, like 500ms@4s; got {text!r}")

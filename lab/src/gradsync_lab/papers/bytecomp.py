@@ -174,12 +174,12 @@ def synced_s(system: str, job: ByteCompJob, nodes: int = NODES) -> float:
 
 
 def rest_s(job: ByteCompJob) -> float:
-    """Returns an iteration's seconds besides backward and synchronisation, fitted to the published upper bound."""
+    """Returns the published seconds of an iteration with free compression, less simulated backward and exchange."""
     return job.published_s("upper bound") - synced_s("upper bound", job)
 
 
 def misfit(network: Interconnect) -> float:
-    """Returns how far simulated FP32 is from its published bars on this network: root mean square of log ratios."""
+    """Returns how far simulated FP32 is from its published times on this network: root mean square of log ratios."""
     jobs = [replace(job, network=network) for job in JOBS if job.network.name == network.name]
     logs = [math.log((rest_s(job) + synced_s("FP32", job)) / job.published_s("FP32")) for job in jobs]
     return math.sqrt(sum(log**2 for log in logs) / len(logs))
@@ -187,7 +187,7 @@ def misfit(network: Interconnect) -> float:
 
 @dataclass(frozen=True)
 class Simulated:
-    """The simulated seconds of an iteration of a job, by system: a fitted part, and backward with synchronisation."""
+    """The simulated seconds of a job's iteration by system: backward with exchange, and a rest fitted to the paper."""
 
     job: ByteCompJob
     rest_s: float
@@ -211,7 +211,7 @@ class Simulated:
         return None if bar is None else self.job.published_s("FP32") / self.job.published_s(bar)
 
     def misplaced(self) -> list[str]:
-        """Returns the pairs of systems in another order than the paper's, if published bars are more than 2 % apart."""
+        """Returns pairs of systems whose order by speed is not the paper's, if its throughputs are over 2 % apart."""
         found = []
         for place, first in enumerate(COMPARED):
             for second in COMPARED[place + 1 :]:
@@ -232,9 +232,9 @@ class Simulated:
 
 
 def bar_of(system: str) -> str | None:
-    """Returns the name of the published bar to compare a system with; None if the paper has none.
+    """Returns the name of the published throughput to compare a system with; None if the paper has none.
 
-    Both the rule and the release of HiPress have the bar HiPress.
+    Both "HiPress" (its rule of costs) and "HiPress, released" (a least size to compress) are compared with HiPress.
     """
     if system.startswith("HiPress"):
         return "HiPress"
@@ -242,7 +242,7 @@ def bar_of(system: str) -> str | None:
 
 
 def bytecomp_tables() -> list[Table]:
-    """Returns the paper's evaluation at 64 ranks, its ablations, scaling, planning times, and the reference tables."""
+    """Returns tables of searches on small problems, and the paper's throughput, planning times, scaling, ablations."""
     simulated = [Simulated.of(job) for job in JOBS]
     return [
         searches_table(),
@@ -302,7 +302,7 @@ def ratio_table(simulated: list[Simulated]) -> Table:
 
 
 def unexplained_table(simulated: list[Simulated]) -> Table:
-    """Tabulates the time in the rivals' published bars that the authors' constants do not explain."""
+    """Tabulates how much longer two rivals' published iterations are than simulated ones, in ms a tensor or GB."""
     rows = Rows("unexplained", "ms")
     for each in simulated:
         model = paper_model(each.job.model)
@@ -340,7 +340,7 @@ DISTANCES = {"bert-base Random-k": 7, "gpt2 EFSignSGD": 3, "ugatit DGC": 5}  # p
 
 
 def distance_table(jobs: Sequence[ByteCompJob] = JOBS) -> Table:
-    """Tabulates by how much throughput stays below the upper bound, for every compressor on both networks."""
+    """Tabulates how far ByteComp's and gradsync's throughput is below free compression's, by compressor and network."""
     rows = Rows("distance", "%")
     for job in jobs:
         fixed_s = rest_s(job)
@@ -437,7 +437,10 @@ _TRIED = {  # options of each variant on the device, and their counterparts on t
 
 
 def ablation_table() -> Table:
-    """Tabulates VGG16's throughput by variants of ByteComp that lack one of its four choices."""
+    """Tabulates VGG16's throughput by variants of ByteComp that lack one of its four choices.
+
+    It chooses which tensors to compress, on device or host, by which collective, and between nodes only or inside too.
+    """
     rows = Rows("ablation", "1e4 img/s")
     (vgg16,) = (job for job in JOBS if job.model == "vgg16")
     fixed_s = rest_s(vgg16)
@@ -455,7 +458,10 @@ def ablation_table() -> Table:
 
 
 def ablated_s(job: ByteCompJob, variant: str) -> float:
-    """Returns the seconds of backward and synchronisation by a variant of ByteComp that lacks one of its choices."""
+    """Returns the seconds of backward and synchronisation by a variant of ByteComp that chooses from fewer options.
+
+    `variant`: a key of `_TRIED`, "FP32" (no compression), "all" (one option for all) or "myopic" (each tensor alone).
+    """
     if variant == "FP32":
         return synced_s("FP32", job)
     problem = problem_of(job)

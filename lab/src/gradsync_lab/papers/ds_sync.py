@@ -61,7 +61,7 @@ class Scenario:
         return self.jitter > 0 or self.stall_chance > 0
 
     def computed_s(self, draw: np.random.Generator, shape: tuple[int, int]) -> NDArray[np.float64]:
-        """Draws each rank's seconds of computation in a round, float64 of `shape` (worlds, ranks)."""
+        """Draws ranks' computation seconds in a round, float64 of `shape` (worlds, ranks); worlds are simulations."""
         seconds = np.full(shape, COMPUTE_S)
         if self.jitter:
             seconds += draw.normal(0.0, self.jitter * COMPUTE_S, shape)
@@ -109,14 +109,14 @@ class Wait:
         return cls(order, np.cumsum(sizes) - sizes, group_of, np.array(ring_s))
 
     def ends(self, ready_s: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Returns when ranks go on, (worlds, n) seconds, given when they were ready, (worlds, n)."""
+        """Returns when n ranks go on, from when they were ready, both (worlds, n) seconds; worlds are simulations."""
         begins_s = np.maximum.reduceat(ready_s[:, self.order], self.starts, axis=1)
         return (begins_s + self.ring_s)[:, self.group_of]
 
 
 @cache
 def ring_seconds(members: int, slowest_bytes_per_s: float) -> float:
-    """Returns the seconds of a group's ring all-reduce; the slowest link limits the whole ring."""
+    """Returns the seconds of a ring all-reduce of 100 MB (`BUCKET`); the slowest link limits the whole ring."""
     return CostModel(HOP_S, slowest_bytes_per_s).seconds(ring_of(members)) if members > 1 else 0.0
 
 
@@ -159,9 +159,10 @@ def grids(size: int) -> Iterator[tuple[int, ...]]:
 
 
 def grid_spread(radices: Sequence[int]) -> float:
-    """Returns how far noise keeps ranks apart in a grid: `grid(radices).spread()` without matrices, for any size.
+    """Returns the sum of ranks' squared distances to their mean in a grid, if each adds noise of variance 1 a round.
 
-    Noise from k rounds ago is the same on as many ranks as k radices multiply to.
+    `radices` are the group sizes by round. The result is `grid(radices).spread()` without matrices, for any size: noise
+    from k rounds ago is the same on as many ranks as k group sizes multiply to.
     """
     size, cyclic = math.prod(radices), (*radices, *radices)
     ages = [(first, age) for first in range(len(radices)) for age in range(1, len(radices))]
@@ -169,7 +170,7 @@ def grid_spread(radices: Sequence[int]) -> float:
 
 
 def ds_sync_tables() -> list[Table]:
-    """Tabulates iterations and the ranks' spread by number of ranks, uplink loads, and the planner's choices."""
+    """Tabulates times of iterations, how far ranks' parameters drift apart, uplink loads, and the planner's groups."""
     return [iterations_table(), spreads_table(), *map(sizes_table, SCENARIOS), loads_table(), chosen_table()]
 
 
@@ -220,7 +221,10 @@ def spreads_table() -> Table:
 
 
 def sizes_table(scenario: Scenario) -> Table:
-    """Tabulates iterations by number of ranks: one ring (BSP), the fastest grid, the fastest grid of two rounds."""
+    """Tabulates an iteration's milliseconds by number of ranks: one ring (BSP), the fastest grid, a grid of two rounds.
+
+    A grid of k rounds has ranks in k dimensions: each round averages groups of ranks along one of them.
+    """
     rows = Rows(f"sizes, {scenario.name}", "ms")
     for size in SIZES:
         found_s = {radices: iteration_s(grid(radices), scenario) for radices in grids(size)}
@@ -242,7 +246,10 @@ def sizes_table(scenario: Scenario) -> Table:
 
 
 def _spread(radices: Sequence[int], scenario: Scenario) -> float | None:
-    """Returns how far ranks' parameters stay apart, without momentum; None where computing it would take too long."""
+    """Returns the sum of ranks' squared distances to their mean, in variances of a round's noise; None if too slow.
+
+    `radices` are the group sizes by round. Ranks step without momentum.
+    """
     if scenario.joins_every == 1:
         return grid_spread(radices)
     if math.prod(radices) > MOST_FOR_SPREAD:
@@ -275,7 +282,7 @@ def loads_table() -> Table:
 def uplink_load(name: str, racks: int, per_rack: int) -> float:
     """Returns the bytes that the busiest rack sends or receives in a round, over the bucket's bytes.
 
-    `name` is the way of averaging, a key of `LOADS`. Racks are the nodes of a placement.
+    `name` is the way of averaging, a key of `LOADS`, such as "hierarchical".
     """
     placement = Placement.regular(racks, per_rack)
     columns, rows = grid((racks, per_rack)).rounds

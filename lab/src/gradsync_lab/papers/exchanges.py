@@ -45,7 +45,7 @@ HALF_US = (4.0, 22.0)  # conversion of a shard to 16 bits and back
 
 @dataclass(frozen=True)
 class Interconnect:
-    """The rates of links inside nodes, from the released planner, and between nodes, fitted."""
+    """The rates of links inside nodes, by ByteComp's planner, and between nodes, fitted to published FP32 runs."""
 
     name: str
     intra_bytes_per_s: float
@@ -84,7 +84,7 @@ class Costs:
     def options(self) -> tuple[Option, ...]:
         """Returns the exchange options in the order of the constants FP32, HALF, ...
 
-        Tensors that are compressed between nodes only travel inside nodes in 16 bits.
+        Options that compress between nodes, but not inside them, send 16-bit values inside.
         """
         shard, payload = 1 / RANKS_PER_NODE, self.coding.wire_ratio / RANKS_PER_NODE
         (encode, decode), (encode_inside, decode_inside) = self.coding.between, self.coding.inside
@@ -128,7 +128,7 @@ class Costs:
         return tuple(Option(name, tuple(chain)) for name, chain in chains.items())
 
     def secopa(self) -> SeCoPa:
-        """Returns HiPress' rule with the costs of this cluster, for gradients summed inside a node."""
+        """Returns HiPress' rule (whether to compress a gradient) by this cluster's costs, after sums inside nodes."""
         knee = 4.0 * KNEE_ELEMENTS
         encode, decode = (Curve.knee(1e-6 * us, 1e-6 * us / knee, knee) for us in self.coding.between)
         send = Curve.linear(COLLECTIVE_S, 1 / self.network.inter_bytes_per_s)
@@ -147,7 +147,7 @@ class Costs:
         return Demand(Resource.INTRA, self._curve(pattern, share, groups))
 
     def _between(self, pattern: Pattern, share: float) -> list[Demand]:
-        """Returns a collective's demand on links between nodes; an empty list in a cluster of one node."""
+        """Returns a collective's seconds on links between nodes, `share` of a bucket a rank; no demand for one node."""
         groups = tuple(self._placement.across(rank) for rank in range(RANKS_PER_NODE))
         return [Demand(Resource.INTER, self._curve(pattern, share, groups))] if self.nodes > 1 else []
 
@@ -168,7 +168,8 @@ class Costs:
 def _on_device(*kernels: tuple[float, float]) -> Demand:
     """Returns the demand of device kernels that run in sequence.
 
-    Each is (microseconds up to the knee, share of a shard that it works on).
+    Each is (microseconds for up to `KNEE_ELEMENTS` elements, beyond which time grows in proportion; share of a
+    rank's eighth of the bucket that it works on).
     """
     return Demand(Resource.COMPUTE, _sum(map(_knee, kernels)))
 
@@ -182,7 +183,7 @@ def _knee(kernel: tuple[float, float]) -> Curve:
 def _on_host(*kernels: tuple[tuple[float, ...], float, float]) -> Demand:
     """Returns the demand of kernels on the host of a node's ranks.
 
-    Each is (microseconds at HOST_BYTES, share of the bucket, times).
+    Each is (microseconds for each of `HOST_BYTES` but the first, share of the bucket that it works on, number of runs).
     """
     return Demand(
         Resource.OFFLOAD,

@@ -88,7 +88,10 @@ class Attribution:
 
 
 def scheme_of(technique: str, gpus: int) -> Scheme[Any]:
-    """Returns the scheme of a technique's gradients; inside a node they travel in 32 bits, as links are fast there."""
+    """Returns the scheme that sums gradients in one of `TECHNIQUES`: by all-reduce, in 16 bits, by nodes or in chunks.
+
+    Where nodes sum first ("+ by nodes", "+ chunks"), values have 32 bits inside nodes, as links are fast there.
+    """
     inside = min(gpus, GPUS_PER_NODE)
     match technique:
         case "32 bits, per tensor":
@@ -113,7 +116,7 @@ class Counted(IntEnum):
 
 @cache
 def problem_of(job: GradientFlowJob, gpus: int, *techniques: str, counted: Counted = Counted.CHOOSING) -> Problem:
-    """Returns the planning problem of the model, with the techniques as options; costs not `counted` take no time."""
+    """Returns the model's planning problem with exchanges (`TECHNIQUES`) as options; costs not `counted` are zero."""
     chains = {n: tuple(_chain(scheme_of(n, gpus), gpus, counted)) for n in techniques}
     options = tuple(Option(name, chain) for name, chain in chains.items())
     return Problem(job.gaps_s, paper_model(job.model).nbytes, options)
@@ -143,7 +146,7 @@ def _bucket(nbytes: int) -> TensorSpec:
 
 @cache
 def parts_of(job: GradientFlowJob, gpus: int, technique: str) -> tuple[Part, ...]:
-    """Returns the buckets that a technique makes of the gradients."""
+    """Returns the buckets into which a technique of `TECHNIQUES` (per tensor, lazy, our search) merges gradients."""
     problem = problem_of(job, gpus, *_options_of(technique))
     if technique == "ours":
         return search(problem).parts
@@ -170,7 +173,10 @@ def speed_up(job: GradientFlowJob, gpus: int, technique: str) -> float:
 
 
 def attributed(job: GradientFlowJob, gpus: int, technique: str) -> Attribution:
-    """Returns the parts of an iteration, found by counting one more kind of cost at a time with the same buckets."""
+    """Returns an iteration's seconds of forward and backward, and what bytes, latency, kernels and choosing chunks add.
+
+    The kinds of cost are added one by one, with equal buckets. `technique` is one of `TECHNIQUES`, such as "+ lazy".
+    """
     bare_s, waiting_s, rounded_s, all_s = (synced_s(job, gpus, technique, counted) for counted in Counted)
     return Attribution(
         forward_s=job.compute_s - job.backward_s,
@@ -188,7 +194,7 @@ def epochs_minutes(job: GradientFlowJob, gpus: int, technique: str) -> float:
 
 
 def gradientflow_tables() -> list[Table]:
-    """Returns tables of each technique's speed-up, of the remaining time by cause, and of bucket sizes and bytes."""
+    """Returns tables of speed-ups by technique (16 bits, lazy, ...), an iteration's time by cause, and bucket sizes."""
     return [
         *(speed_ups_table(job) for job in JOBS),
         attribution_table(),

@@ -56,8 +56,8 @@ NVLINK = Server("NVLink", 2.42e-6, 50e9)  # the rate is that of ByteComp's plann
 class Kind:
     """A way to send gradients: dense, or by a compressor, with the costs of its kernels.
 
-    `encode_us` and `decode_us` are microseconds up to the knee, for one tensor and one payload; `wire_ratio` is payload
-    over dense bytes.
+    `encode_us` and `decode_us` are microseconds for a tensor and for a payload of up to `KNEE_ELEMENTS` elements, and
+    grow in proportion beyond; `wire_ratio` is payload over dense bytes.
     """
 
     name: str
@@ -138,7 +138,10 @@ def layerwise_factor(model: str, server: Server, ranks: int, kind: Kind) -> floa
 
 
 def released_factor(model: str, server: Server, ranks: int, kind: Kind) -> float:
-    """Returns the scaling factor in per cent with two buckets, cut by the released search on exact times."""
+    """Returns the scaling factor (a rank's throughput in % of one rank alone) with two buckets.
+
+    The binary search that MergeComp's authors released cuts them, by simulated times, which have no noise.
+    """
     problem = problem_of(model, server, ranks, kind)
 
     def seconds(cut: int) -> float:
@@ -148,15 +151,15 @@ def released_factor(model: str, server: Server, ranks: int, kind: Kind) -> float
 
 
 def cut_factor(model: str, server: Server, ranks: int, kind: Kind) -> float:
-    """Returns the scaling factor in per cent with any number of buckets, cut by gradsync's search.
+    """Returns the scaling factor (a rank's throughput in % of one rank alone) with any number of buckets.
 
-    `best_cuts` is not used, as it is exact for MergeComp's model only, which is not the machine.
+    gradsync's search cuts them, as `best_cuts` is exact for MergeComp's model of a step only, not for `step_s`.
     """
     return scaling_factor(model, search(problem_of(model, server, ranks, kind)).seconds)
 
 
 def joint_factor(model: str, server: Server, ranks: int, *kinds: Kind) -> float:
-    """Returns the scaling factor in per cent when both cuts and each bucket's kind of sending are searched.
+    """Returns the scaling factor (a rank's throughput in % of one alone) with searched cuts and kinds of sending.
 
     FP32 and FP16 are always allowed.
     """
@@ -164,7 +167,7 @@ def joint_factor(model: str, server: Server, ranks: int, *kinds: Kind) -> float:
 
 
 def misfit() -> float:
-    """Returns how far simulated bars are from those they are fitted to: root mean square of the ratios' logarithms."""
+    """Returns how far simulated scaling factors are from the published ones used to fit: RMS of the log ratios."""
     logs = [
         math.log(layerwise_factor(model, server, ranks, kind) / bar)
         for model, server, kind, bars in _fitted()
@@ -182,7 +185,7 @@ def _fitted() -> Iterator[tuple[str, Server, Kind, tuple[int, ...]]]:
 
 
 def mergecomp_tables() -> list[Table]:
-    """Returns the reference tables, curves and searches, and the paper's scaling factors, as simulated."""
+    """Returns tables of step times by cuts into buckets and searches, and of the paper's scaling factors, simulated."""
     return [
         cuts_table(),
         ways_table(),
@@ -248,7 +251,10 @@ def best_case_table() -> Table:
 
 
 def highest_table() -> Table:
-    """Tabulates the scaling factor at 8 ranks over NVLink."""
+    """Tabulates the highest scaling factors (a rank's throughput in % of one alone), of 8 ranks over NVLink.
+
+    They are those of FP16 in two buckets, FP32 in searched buckets, and searched buckets and kinds of sending.
+    """
     rows = Rows("NVLink", "%")
     for model in ITERATION_S:
         merged = BARS[model, NVLINK, FP16][1][-1]

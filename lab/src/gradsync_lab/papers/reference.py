@@ -81,9 +81,10 @@ STATED_WAYS = {  # ms, in cases A, B, C, by way
 
 
 def bytecomp_problem(model: str, case: str) -> Problem:
-    """Returns the planning problem of a model on 8 nodes: 16-bit all-reduce, or payloads encoded on device or host.
+    """Returns a model's planning problem on 8 nodes, with three options: 16 bits, encoded on device, encoded on host.
 
-    Payloads have a thirty-second of the bytes. There is no decoding, and one channel.
+    `case`, a key of `CASES`, sets link rate and encoding time. Payloads have a thirty-second of the bytes. There is no
+    decoding, and one channel.
     """
     beta, encode_ms = CASES[case]
     dense = Curve.linear(0.3e-3, 2 * (7 / 8) * beta / 2 * MS_PER_KB)
@@ -126,7 +127,10 @@ _TRACE = "ResNet101 is stated for the authors' trace, here its gaps are modelled
 
 
 def searches_table(models: Sequence[str] = MODELS) -> Table:
-    """Tabulates the step time that each search finds for the same problems, unmerged; gradsync's also with merging."""
+    """Tabulates step times by fixed options, ByteComp's algorithms and gradsync's search, with each tensor a bucket.
+
+    gradsync's search is shown also with tensors merged into buckets, with the largest possible gap to the best.
+    """
     rows = Rows("searches", "ms")
     for model in models:
         for case in CASES:

@@ -122,7 +122,7 @@ _GATHER = Point(Way.POINT_TO_POINT, Aggregation.ONE_SHOT, Partition.CENTRALIZATI
 
 @dataclass(frozen=True)
 class Communication:
-    """The simulated communication of one scheme, for one model's gradient at one rate of the links."""
+    """The simulated bytes and seconds of exchanging one model's gradient by one scheme, at one rate of the links."""
 
     model: str
     rate: str
@@ -134,7 +134,7 @@ class Communication:
 
 
 def zen_table() -> list[Communication]:
-    """Returns the communication by each scheme of the paper and gradsync's, for each model and rate; dense first."""
+    """Returns bytes and seconds of exchanges by the paper's and gradsync's schemes, by model and rate; dense first."""
     return [row for model in MODELS for row in _rows(model)]
 
 
@@ -153,7 +153,7 @@ def _rows(model: Model) -> Iterator[Communication]:
 
 
 def _schemes(model: Model) -> dict[str, tuple[Scheme[Any], TensorSpec, DensityProfile]]:
-    """Returns each scheme by the paper's name, with the tensor's shape and the density profile that the scheme sees."""
+    """Returns schemes by name ("zen", ...), each with the shape of the tensor that it takes and counts of non-zeros."""
     numel = model.numel // RANKS_PER_NODE
     flat, elements = TensorSpec((numel,), model.dtype), _profile(model, numel, BLOCK)
     rivals: dict[str, Scheme[Any]] = {
@@ -177,9 +177,10 @@ def _with(point: ElementPoint, formats: dict[str, str]) -> ElementPoint:
 
 
 def _profile(model: Model, rows: int, block: int | None = None) -> DensityProfile:
-    """Returns the density profile of `rows` rows with the model's density, skewed as the paper says.
+    """Returns how many of `rows` rows are non-zero on one rank and in sums over ranks, and how unevenly they lie.
 
-    With `block`, the profile also has blocks of so many elements.
+    The first eighth of the rows holds 60 % of the non-zero ones. With `block`, the result has the same figures for
+    blocks of so many elements.
     """
     growth = model.final_density / model.density
     densification = {1 << j: growth ** (j / 4) for j in range(1, 5)}

@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 
 
 def balance_columns(records: Sequence[Record]) -> list[str]:
-    """Returns the table's headings: gradient, ranks, density, baseline, then the owner maps in the records' order."""
+    """Returns headings: gradient, ranks, density, and owner maps (which rank sums what), the baseline first."""
     baselines = list(dict.fromkeys(record.baseline for record in records))
     return ["gradient", "ranks", "density, %", *baselines, *dict.fromkeys(record.subject for record in records)]
 
 
 def balance_rows(records: Sequence[Record], *, compact: bool = False) -> list[list[str]]:
-    """Returns one row of cells for each gradient and number of ranks, with the imbalance of every owner map.
+    """Returns a row of cells per gradient and number of ranks: the imbalance of each owner map (which rank sums what).
 
-    Imbalance is the most loaded owner's load over an even share. A cell is `push / pull` (a rank's messages to owners,
-    and the owners' sums), and in brackets the map's push imbalance minus the baseline's, with its standard error. With
-    `compact` a cell has the push imbalance only.
+    Imbalance is the most loaded owner's load over an even share; an owner is a rank that sums a part. A cell is
+    `push / pull` (a rank's messages to owners, and the owners' sums), and in brackets the push imbalance minus that of
+    the map `Record.baseline`, with its standard error. With `compact` a cell has the push imbalance only.
     """
     columns = balance_columns(records)[3:]
     rows: dict[tuple[str, int], dict[str, str]] = {}
@@ -48,7 +48,7 @@ def _in_words(imbalance: Imbalance, *, compact: bool) -> str:
 
 
 def balance_table(records: Sequence[Record], *, compact: bool = False) -> Table:
-    """Returns the imbalances of owner maps (`balance_rows`) as a rich table; `compact` suits narrow terminals."""
+    """Returns the imbalances of owner maps (which rank sums what) as a rich table; `compact` suits narrow terminals."""
     from rich.table import Table
     from rich.text import Text
 

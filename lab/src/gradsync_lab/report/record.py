@@ -30,7 +30,7 @@ class Spread(BaseModel):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Returns the spread of `values`.
+        """Returns the median and the 5th and 95th percentile of `values`.
 
         Raises:
             ValueError: `values` is empty.
@@ -65,7 +65,7 @@ class Imbalance(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     push: Estimate  # of the rank whose own elements are spread worst over the owners
-    pull: Estimate  # of the sums that owners send back that owners send back
+    pull: Estimate  # of the sums that owners send back
 
 
 class Balance(BaseModel):
@@ -144,7 +144,8 @@ class PlanRan(BaseModel):
 class Record(BaseModel):
     """One comparison of a subject with a baseline.
 
-    `ratio` is subject / baseline of pairs that were measured side by side: below 1, the subject is faster.
+    `ratio` is subject / baseline of pairs that were measured side by side: below 1, the subject is faster. `aa` is the
+    ratio of two measurements of the baseline, which shows the noise.
 
     - `bound_s`: the least time that the network allows for the subject's transfers.
     - `predicted_s`: the cost model's prediction for the whole subject, with costs fitted in the same run. None where
@@ -207,7 +208,7 @@ class Record(BaseModel):
         return self.alone_s / self.subject_s.median
 
     def within(self, bound: float) -> bool:
-        """Whether "ratio <= bound" holds beyond noise: the ratio's 5th percentile <= bound * the 95th of `aa`."""
+        """Whether "ratio <= bound" holds beyond noise: 5th percentile <= bound * 95th of `aa`, baseline over itself."""
         return self.ratio is not None and self.aa is not None and self.ratio.p5 <= bound * self.aa.p95
 
 

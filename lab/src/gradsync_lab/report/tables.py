@@ -76,9 +76,10 @@ def failure(method: MethodRun) -> str | None:
 
 
 def against_baseline(run: TrainingRun) -> dict[str, Record]:
-    """Returns each method's record against the run's first baseline; methods without a ratio are left out.
+    """Returns, by method name, each method's record against the baseline of the run's first record.
 
-    Records with a `phase` are left out, too: they come from other blocks of steps, in which the baseline was chosen.
+    Methods without a ratio are left out, and so are records whose `params` have a "phase": they compare variants of
+    DDP (bucket sizes) in separate steps, to find the fastest, which then ran as DDP.
     """
     first = run.records[0].baseline if run.records else None
     judged = (r for r in run.records if r.baseline == first and "phase" not in r.params)
@@ -148,7 +149,7 @@ def training_table(run: TrainingRun, *, compact: bool = False) -> Table:
 
 
 def records_table(records: Sequence[Record], *, compact: bool = False) -> Table:
-    """Returns a rich table of records: both sides' times, ratio, noise, bytes, prediction, bound, held-out measures.
+    """Returns a rich table, a row a record: subject's and baseline's times, ratio, A/A (measurement noise), bytes, ...
 
     Parameters that all records share (nodes, link, ...) stand in the title, others in the column `case`.
     """

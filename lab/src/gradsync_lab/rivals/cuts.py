@@ -27,8 +27,9 @@ ROUNDING = 1e-12  # equal sums in another order differ by less
 def best_cuts(problem: Problem, option: int = 0) -> Solution:
     """Returns the best cuts into any number of buckets by MergeComp's model of a step, by dynamic programming.
 
-    Where the option's curves on COMPUTE are linear and it has one channel, this takes O(n^3), and of equally good cuts
-    the one with the fewest buckets is returned. Otherwise the search keeps labels: states that no other state beats.
+    Where all items take the option, one of its tasks queues for a link, and the costs of all others are linear, this
+    takes O(n^3), and of equally good cuts those with the fewest buckets are returned. Otherwise the search keeps, after
+    each item, all cuts of the items so far that no other cuts beat.
     """
     if not problem.size:
         return Solution((), step_s(problem, ()))
@@ -59,7 +60,7 @@ def by_count(problem: Problem, option: int, most: int) -> Iterator[tuple[float, 
 
 
 def item_options(problem: Problem, option: int) -> list[int]:
-    """Returns the option of each item (gradient): `option`, or the first that the item may take."""
+    """Returns the exchange option of each item (gradient): `option`, or else the first that the item may take."""
     if problem.allowed is None:
         return [option] * problem.size
     return [option if option in may else min(may) for may in problem.allowed]
@@ -83,7 +84,10 @@ def cut_at(problem: Problem, option: int, stops: Sequence[int]) -> tuple[Part, .
 
 
 def _is_linear(problem: Problem, options: Sequence[int]) -> bool:
-    """Whether `_by_count_linear` applies: all items take one option, with one channel and otherwise linear costs."""
+    """Whether `_by_count_linear` applies: all items take one exchange option, and its costs are of the needed form.
+
+    One of the option's tasks must queue for a link or OFFLOAD, at any cost; the costs of all others must be linear.
+    """
     if len(set(options)) > 1:
         return False
     channels = 0
@@ -96,7 +100,10 @@ def _is_linear(problem: Problem, options: Sequence[int]) -> bool:
 
 
 def _by_count_linear(problem: Problem, options: Sequence[int], most: int) -> Iterator[tuple[float, tuple[Part, ...]]]:
-    """Implements `by_count` by a table C(i, k): when the link is free after i buckets that hold the first k items."""
+    """Yields (seconds, buckets) of the best cuts into each possible number of buckets up to `most`, by a table C(i, k).
+
+    C(i, k) is the earliest time at which the link is free after i buckets that hold the first k items.
+    """
     option = problem.options[options[0]]
     tables = _tables(problem, options[0])
     count = problem.size
@@ -146,9 +153,9 @@ def _possible(problem: Problem, options: Sequence[int]) -> npt.NDArray[np.bool_]
 
 
 def _tables(problem: Problem, option: int) -> list[Floats]:
-    """Returns for each demand (task) of the option the seconds of a bucket of items start..stop-1, by [start, stop].
+    """Returns, for each task of an exchange option, its seconds for a bucket of items start..stop-1, by [start, stop].
 
-    Entries without items are the cost of an empty call.
+    A task is an encoding, a transfer or a decoding. Entries without items are the cost of an empty call.
     """
     tables = []
     for demand in problem.options[option].chain:
@@ -168,7 +175,10 @@ def _seconds(curve: Curve, amounts: Floats) -> Floats:
 
 @dataclass(frozen=True)
 class _Labels:
-    """States of the machine after buckets of the first items; each has a label (state) that its last bucket extends."""
+    """The n kept ways (labels) to cut the same number of first items into buckets, of which no way beats another.
+
+    Each has its times when resources get free, the start of its last bucket, and the label that this bucket extends.
+    """
 
     rows: Floats  # (n, ROWS)
     starts: Ints  # (n,) where the last bucket begins
@@ -176,9 +186,10 @@ class _Labels:
 
 
 class _Fusion:
-    """A search for the best cuts that extends labels (states of the machine after some buckets) bucket by bucket.
+    """A search for the best cuts that extends labels (ways to cut the first items into buckets) bucket by bucket.
 
-    With knees in an option's curves, no single state need be better than all others, so several are kept.
+    A label is kept unless another one frees all resources as early. Where a task's seconds are not linear in its bytes,
+    no single label need beat all others.
     """
 
     def __init__(self, problem: Problem, options: Sequence[int]) -> None:
@@ -190,9 +201,10 @@ class _Fusion:
         self.empty = _Labels(np.zeros((1, ROWS)), np.zeros(1, dtype=np.intp), np.zeros(1, dtype=np.intp))
 
     def extend(self, before: Sequence[_Labels | None], stop: int, limit_s: float = np.inf) -> _Labels | None:
-        """Returns the labels with one more bucket, which ends at item `stop`; None if there are none.
+        """Returns the labels of the first `stop` items: labels of fewer items and one more bucket; None if none fits.
 
-        Labels of fewer items are extended; states that cannot end before `limit_s` are dropped.
+        `before[q]` has the labels (ways to cut) of the first q items. Labels are dropped with which the step must take
+        longer than `limit_s`.
         """
         found = [(q, labels.rows) for q, labels in enumerate(before) if labels and q < stop and self._possible[q, stop]]
         if not found:
@@ -223,8 +235,8 @@ class _Fusion:
         """Returns the least seconds of a step by MergeComp's model, and the buckets that take them.
 
         Args:
-            layers: `layers[i][k]` has the labels of k items whose last bucket is the i-th. All i may share one layer,
-                as each label knows the label that it extends.
+            layers: `layers[i][k]` has the labels (ways to cut) of the first k items into i + 1 buckets. The same list
+                may stand for every i, if it has the labels of any number of buckets.
         """
         stop, parts = len(self._options), list[Part]()
         label, least_s = 0, 0.0

@@ -29,11 +29,12 @@ ROUND = "round"
 @register
 @dataclass(frozen=True)
 class Gossip(Scheme[Tensor]):
-    """Averages the values of each rank with those of a few others: the ranks at the round's distances before it.
+    """Averages the values of each rank r with those of a few others: the ranks r - d modulo n, for given distances d.
 
-    It is for parameters, not gradients. Not exact: the result is not the mean of all ranks.
+    A round is one such exchange; `distances` has the d of each round, and begins anew after the last one. It is for
+    parameters, not gradients. Not exact: the result is not the mean of all ranks.
 
-    Wire: the bucket once for each distance, sent and received by each rank.
+    Wire: the bucket once for each distance of the round, sent and received by each rank.
     """
 
     distances: tuple[tuple[int, ...], ...]
@@ -55,7 +56,7 @@ class Gossip(Scheme[Tensor]):
         return cls(tuple((1 << power,) for power in range(max((size - 1).bit_length(), 1))))
 
     def mixing(self, size: int, round: int) -> Matrix:
-        """Returns the mixing matrix W of the round among `size` ranks, (size, size) float64."""
+        """Returns the mixing matrix W of the given round (exchange) among `size` ranks, (size, size) float64."""
         places = self._places(size, round)
         w = np.eye(size)
         for distance in places:

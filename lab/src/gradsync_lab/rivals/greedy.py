@@ -1,7 +1,8 @@
 """ByteComp's search as published (Wang et al., "Espresso", EuroSys 2023): an option for each gradient, without merging.
 
-Algorithm 1 takes the gradients (items) by size and gives each the option with the least F, the estimated step time,
-among options that use no OFFLOAD (another core or the host). Algorithm 2 then moves some of the compression to OFFLOAD.
+Algorithm 1 takes the gradients (items), the largest first, and gives each the option (way to exchange it) with the
+least F, the estimated step time, among options that use no OFFLOAD (another core or the host). Algorithm 2 then moves
+some of the compression to OFFLOAD.
 F is the recurrence `Level.CHARGED` of `planner.machine`, (max,+) linear, so that one change is evaluated in O(log n).
 The seconds of a `Solution` are the full machine's.
 """
@@ -23,25 +24,25 @@ MOST_COMBINATIONS = 1 << 22  # that Algorithm 2 tries; takes some seconds
 
 
 def bytecomp(problem: Problem, offloaded: Mapping[int, int], *, dense: int = 0) -> Solution:
-    """Returns the solution of ByteComp's Algorithms 1 and 2, run one after the other.
+    """Runs ByteComp's Algorithms 1 and 2: returns each gradient's option (way to exchange it), and the step time.
 
     Args:
-        offloaded: option o on COMPUTE -> the option that does the same on OFFLOAD.
-        dense: the option without compression.
+        offloaded: option that codes on COMPUTE (backward's device) -> the same one on OFFLOAD (another core or host).
+        dense: the number of the option without compression.
     """
     return bytecomp_offload(problem, bytecomp_device(problem, dense=dense).parts, offloaded, dense=dense)
 
 
 def bytecomp_device(problem: Problem, options: Sequence[int] | None = None, *, dense: int = 0) -> Solution:
-    """Runs ByteComp's Algorithm 1: chooses the gradients (items) to compress, and their options.
+    """Runs ByteComp's Algorithm 1: chooses the gradients (items) to compress, and an option (way to exchange) for each.
 
-    All items begin with the option `dense`, or with the first option that the item may take. Items are taken by size,
-    of equal size the last one first. Items before a bubble of all used links keep their option; bubbles are looked for
-    anew after every change (a bubble: the link is idle because the next part is not ready). An item changes its option
-    only where F, the estimated step time, becomes less.
+    All items begin with the option `dense`, or with the first option that the item may take. The largest item is taken
+    first, of equally large ones the last. Items before `_Plan.last_bubble` keep their option; it is looked for anew
+    after every change (a bubble: a link is idle because the next part is not ready). An item changes its option only
+    where F, the estimated step time, becomes less.
 
     Args:
-        options: numbers of the options to try; None: all that use no OFFLOAD.
+        options: numbers of the options to try; None: all that have no task on OFFLOAD (another core or the host).
     """
     if options is None:
         options = [n for n, option in enumerate(problem.options) if not _asks(problem, n, Resource.OFFLOAD)]
@@ -73,12 +74,12 @@ def bytecomp_offload(
     dense: int = 0,
     most_combinations: int = MOST_COMBINATIONS,
 ) -> Solution:
-    """Runs ByteComp's Algorithm 2: chooses the compressed gradients (items) whose compression moves to OFFLOAD.
+    """Runs ByteComp's Algorithm 2: chooses the gradients (items) whose compression moves to another core or the host.
 
-    `parts` must hold one item each. Items whose option is not `dense` are grouped by size and option. In each group the
-    first items in ready order are offloaded; their numbers are those with the least F, the estimated step time, over
-    all combinations. Of equally good combinations, the one that offloads the fewest of the first group is taken, then
-    of the second.
+    `parts` must hold one item each; `offloaded` maps an option (way to exchange an item) to the one that does the same
+    there. Items whose option is not `dense` are grouped by size and option. In each group the first items in ready
+    order are offloaded, as many as give the least F, the estimated step time, over all combinations of such counts. Of
+    equally good combinations, the one that offloads the fewest of the first group is taken, then of the second.
 
     Raises:
         ValueError: there are more combinations than `most_combinations`; their number is exponential in the groups.
@@ -162,7 +163,7 @@ class _Plan:
             self._rows[later + 1] = rows
 
     def last_bubble(self) -> int:
-        """Returns the last item such that every used link has been idle, waiting for data, at the item or later."""
+        """Returns the earliest of the used links' last bubbles (items an idle link waits for); 0 if one has none."""
         links = (Resource.INTRA, Resource.INTER)
         in_use = [link for link in links if any(_asks(self._problem, option, link) for option in set(self.chosen))]
         return min((self._last_bubble_of(link) for link in in_use), default=0)
@@ -181,8 +182,9 @@ def _steps(
 ) -> Iterator[tuple[Matrix, int | None, tuple[Matrix, Matrix]]]:
     """Yields for each movable item the matrix of the fixed items before it, the item, its matrices kept and offloaded.
 
-    Movable items may be offloaded, fixed ones keep their options; a matrix is a (max,+) step from one state of the
-    machine to the next. The last entry has the fixed items after the last movable one, and None as item.
+    Movable items may be offloaded, fixed ones keep their options. A (max,+) matrix maps the times when resources get
+    free before some items to those after them. The last entry is for the fixed items after the last movable one: it has
+    None as item, and two identity matrices.
     """
     nothing = identity(ROWS)
     fixed = nothing
@@ -197,7 +199,7 @@ def _steps(
 
 
 def _apply_to_all(step: Matrix, rows: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Applies a (max,+) matrix to many states of the machine at once, (ROWS, n), as `apply` does to one."""
+    """Applies a (max,+) matrix, as `apply` does, to n columns of times when resources get free, (ROWS, n)."""
     after = np.full_like(rows, -np.inf)
     for row, line in enumerate(step):
         for column, entry in enumerate(line):

@@ -75,9 +75,10 @@ def equal_counts(problem: Problem, option: int = 0, count: int = 2) -> tuple[Par
 def mg_wfbp(problem: Problem, option: int = 0) -> tuple[Part, ...]:
     """Returns the buckets of MG-WFBP (Shi et al., INFOCOM 2019), for exchanges that take alpha + beta * bytes.
 
-    In ready order, a bucket takes the next item if that is ready before the bucket's transfer, had it begun as soon as
-    the link is free, would have spent its alpha. Waiting for the item then costs less than the alpha that merging
-    saves. alpha is the time of the option's transfers for 0 bytes.
+    Gradients (items) are taken in ready order. Without the next gradient, the bucket's transfer would begin once the
+    bucket is encoded and the link free, and move its first byte after the latency alpha. The bucket takes the next
+    gradient if this is ready by then: the wait costs less than the alpha that merging saves. alpha is the time of
+    `option`'s transfers for 0 bytes.
     """
     options = item_options(problem, option)
     joins = [*may_join(problem, options), False]

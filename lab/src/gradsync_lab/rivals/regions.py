@@ -38,7 +38,8 @@ class OkTopkLike(Scheme[Tensor]):
 
     Ok-Topk then drops all but the k largest sums, which bounds its volume by 6k(n-1)/n values, and evens out the
     owners' results before they travel. Here all sums travel, straight from their owners (pull): nothing that a rank had
-    selected is lost, and pull costs the size of the union. Zero is decided by bits.
+    selected is lost, and pull costs the size of the union. NaN and infinity count as non-zeros; -0.0 is zero and comes
+    out as 0.0.
 
     Wire per rank: 4(n-1) bytes a bin; push and pull (n-1)/n * (positions + values), of the rank's own non-zeros and of
     the union.
@@ -71,9 +72,9 @@ class OkTopkLike(Scheme[Tensor]):
         placement: Placement,
         step: int = 0,
     ) -> tuple[Step, ...]:
-        """Returns the computations and transfers of one exchange; the profile's rows are the flat tensor's elements.
+        """Returns the computations and transfers of one `synchronize`, in order, for cost models to predict its time.
 
-        Without a profile, all elements count as non-zero.
+        The profile counts a rank's non-zero elements as rows; without one, all are non-zero. `step` is not used.
         """
         (flat,) = specs
         n, index_nbytes = placement.size, index_dtype(flat.numel).itemsize
@@ -99,7 +100,7 @@ class OkTopkLike(Scheme[Tensor]):
 
 @dataclass(frozen=True)
 class Regions:
-    """Each owner's region of the flat bucket (which that rank sums), and each rank's non-zeros for each owner."""
+    """Each owner's region of the flat bucket (which that rank sums), and how many non-zeros each rank has in each."""
 
     bounds: tuple[tuple[int, int], ...]  # [start, stop) of each owner's region
     forms: tuple[PartFormat, ...]  # message format of each owner's region
@@ -186,7 +187,7 @@ async def _pull(sums: Sums, regions: Regions, group: Group) -> list[PartMessage]
 
 
 def _join(totals: Sequence[PartMessage], regions: Regions, x: Tensor) -> Tensor:
-    """Overwrites the flat tensor with the owners' sums, and with zero everywhere else."""
+    """Overwrites the flat bucket `x` with the owners' sums, and with zero where there are none, and returns `x`."""
     x.zero_()
     for total, (start, stop) in zip(totals, regions.bounds, strict=True):
         indices, values = total.get()

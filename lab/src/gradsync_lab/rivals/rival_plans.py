@@ -156,8 +156,9 @@ class FreeRatio:
 def secopa_plans(job: Job, constraints: Constraints) -> list[Plan]:
     """Returns a plan by HiPress' rule: each gradient alone, compressed where that makes its own exchange shorter.
 
-    Sends cost a link's latency and rate; coding costs what the compressor's kernels were measured to take. A gradient
-    has one partition per rank, as the all-to-all and all-gather of a `Route` make them, coded on backward's device.
+    Sends cost a link's latency and rate; coding costs what the compressor's kernels were measured to take. Compressed
+    gradients go by a `Route` (collectives and coding tasks in a row) with an all-to-all and an all-gather, so that each
+    rank has one partition of a gradient, and are coded on backward's device.
     """
     compressor = _compressor(constraints, "HiPress' rule")
     compressed = Route(_two_way(COMPUTE), compressor)
@@ -178,9 +179,9 @@ def secopa_plans(job: Job, constraints: Constraints) -> list[Plan]:
 def byteps_plans(job: Job, constraints: Constraints) -> list[Plan]:
     """Returns BytePS-Compress' plan: gradients of 64 KiB or more are compressed on host cores, each in its own bucket.
 
-    A compressed gradient goes to owners (each rank sums one part) and back by a `Route`, all of whose coding is
-    offloaded; where nodes have several ranks, the route is between sums inside the nodes. Gradients are not cut into
-    BytePS' partitions of 4 MiB.
+    A compressed gradient goes to owners (each rank sums one part) and back by a `Route` (collectives and coding tasks
+    in a row), all of whose coding is offloaded. Where nodes have several ranks, these sum a gradient inside the node
+    first (reduce-scatter), and gather it there last. Gradients are not cut into BytePS' partitions of 4 MiB.
     """
     compressor = _compressor(constraints, "BytePS-Compress")
     levels, tasks = _ranks_per_node(job.network.placement), _two_way(OFFLOAD)
@@ -200,7 +201,7 @@ def bytecomp_plans(job: Job, constraints: Constraints) -> list[Plan]:
 
     A route lists collectives and coding tasks. Algorithm 1 codes on backward's device; Algorithm 2 moves all coding of
     some gradients' leaves to the offload device. The leaves are the paper's, without all-reduce of payloads; leaves
-    inside nodes are used only where nodes have several ranks.
+    with collectives inside a machine are used only where each machine has several ranks.
 
     Raises:
         ValueError: Algorithm 2 would try too many combinations.
@@ -234,7 +235,10 @@ def bytecomp_plans(job: Job, constraints: Constraints) -> list[Plan]:
 def _merged_plans(
     job: Job, constraints: Constraints, *cuts: Cut, carriers: Callable[[Sequence[Way]], Sequence[Way]] = list
 ) -> list[Plan]:
-    """Returns, in a list, the plan with the shortest predicted step among all lossy schemes and all `cuts`."""
+    """Returns, in a list, the plan with the shortest predicted step, over all `cuts` and lossy schemes.
+
+    `carriers` selects the schemes (ways) to try from those that the constraints allow; `list` keeps all.
+    """
     exact = exact_ways(job)
     plans = []
     for way in carriers(_lossy_ways(job, constraints)):
@@ -271,7 +275,7 @@ def _merged(formulation: Formulation, numbers: frozenset[int], cut: Cut) -> Plan
 
 
 def _about(count: int, problem: Problem, option: int) -> Sequence[Part]:
-    """Cuts the gradients into `count` buckets, or into the nearest possible number."""
+    """Returns the best cuts by MergeComp's model into `count` buckets, or the nearest number, all taking `option`."""
     return _counted(min(max(count, len(whole(problem, option))), problem.size), problem, option)
 
 
@@ -387,7 +391,7 @@ def _compressor(constraints: Constraints, who: str) -> Compressor[Any]:
 
 
 def _two_way(device: str) -> tuple[str, ...]:
-    """Returns the tasks of a route in which owners get parts, sum and compress them, and send the sums to all ranks."""
+    """Returns a `Route`'s tasks: owners get parts, sum and compress them, send the sums to all; coding on `device`."""
     encode, decode = f"{COMPRESS}@{device}", f"{DECOMPRESS}@{device}"
     return encode, "all_to_all", decode, encode, "all_gather", decode
 

@@ -44,7 +44,7 @@ class SeCoPa:
         return 2 * others * self.send(self.wire_ratio * one) + encodes * self.encode(one) + decodes * self.decode(one)
 
     def choose(self, nbytes: float) -> tuple[bool, int]:
-        """Returns whether to compress a gradient of so many bytes, and its number of partitions, 1 to n, by least cost.
+        """Returns whether to compress a gradient of so many bytes, and its partitions, 1 to `nodes`, by least cost.
 
         Of equal costs, dense wins, then the fewest partitions.
         """

@@ -15,7 +15,7 @@ COMPUTE, OFFLOAD, INTRA, INTER = Resource
 
 @dataclass(frozen=True)
 class GapCase:
-    """One random problem with the gaps between the plan found, the best plan and the bound; 0.01 is one per cent."""
+    """The gaps in step time between gradsync's plan of a random problem, the best plan and a lower bound; 0.01: 1 %."""
 
     seed: int
     items: int
@@ -25,7 +25,7 @@ class GapCase:
 
 
 def gap_cases(seeds: Iterable[int], *, most_items: int = 8) -> Iterator[GapCase]:
-    """Yields, for each seed's random problem, how far the found plan is from the best plan and from the bound."""
+    """Yields, for each seed's random problem, the gaps in step time of gradsync's plan, best plan and lower bound."""
     for seed in seeds:
         problem = random_problem(seed, most_items=most_items)
         found, best = search(problem), best_of_all(problem)
@@ -35,10 +35,11 @@ def gap_cases(seeds: Iterable[int], *, most_items: int = 8) -> Iterator[GapCase]
 
 
 def random_problem(seed: int, *, most_items: int = 8, items: int | None = None, options: int | None = None) -> Problem:
-    """Returns a random problem whose links, devices and backward matter about equally, with up to 4 of 8 options.
+    """Returns a random planning problem: gradients (items), and up to 4 of 8 options (ways to exchange a gradient).
 
-    Gradients' sizes differ by 3 orders of magnitude, and some are ready together. The options: dense, in 16 bits,
-    compressed on COMPUTE or on OFFLOAD or on both, hierarchical with and without compression, in two steps.
+    Links, devices and backward matter about equally. Gradients' sizes differ by 3 orders of magnitude, and some are
+    ready together. The options: dense; in 16 bits; compressed on COMPUTE (backward's device), on OFFLOAD (another core
+    or the host) or on both; hierarchical, with and without compression; compressed push and pull.
     """
     draw = random.Random(seed)
 

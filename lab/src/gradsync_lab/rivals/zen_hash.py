@@ -47,8 +47,8 @@ class ZenHash(Scheme[Tensor]):
     send to all ranks the sums and a bitmap over the elements that they may own.
 
     Beyond the paper: slots are taken by compare-and-swap; indices that find no place, as when the density jumps, are
-    pushed in a second round, so that nothing is lost; sums are in rank order, whatever the slots. Zero is decided by
-    bits: NaN and infinity travel, -0.0 counts as zero and comes out as 0.0.
+    pushed in a second round of messages, so that nothing is lost; sums are in rank order, whatever the slots. NaN and
+    infinity count as non-zeros; -0.0 is zero and comes out as 0.0.
 
     Wire per rank: push (n-1)/n * (indices + values); pull (n-1)/n * (an n-th of a bit an element + values of the
     union). Memory beside that: slots of all owners, and lists of all elements, 4 bytes each (8 beyond 2^31), which are
@@ -61,7 +61,7 @@ class ZenHash(Scheme[Tensor]):
     traits = Traits(Layout.FLAT)
 
     def planned_for(self, profiles: Sequence[DensityProfile]) -> ZenHash:
-        """Returns the scheme with memory for the measured density, as in the paper; for any, without profiles."""
+        """Returns the scheme with hash memory for `profiles[0].rows` non-zeros, or without profiles for each step's."""
         return replace(self, expected=math.ceil(profiles[0].rows) if profiles else 0)
 
     def stages(self, size: int) -> tuple[str, ...]:
@@ -92,9 +92,9 @@ class ZenHash(Scheme[Tensor]):
         placement: Placement,
         step: int = 0,
     ) -> tuple[Step, ...]:
-        """Returns the computations and transfers of one exchange; the profile's rows are the flat tensor's elements.
+        """Returns the computations and transfers of one `synchronize`, in order, for cost models to predict its time.
 
-        Without a profile, all elements count as non-zero.
+        The profile counts a rank's non-zero elements as rows; without one, all are non-zero. `step` is not used.
         """
         (flat,) = specs
         n = placement.size
@@ -135,7 +135,10 @@ class ZenHash(Scheme[Tensor]):
 
 
 def expected_overflow(rows: float, memory: HashMemory) -> float:
-    """Returns how many of an owner's `rows` indices find no place in its hash memory, if each rehash is one round."""
+    """Returns how many of an owner's `rows` indices are expected to find no place in its hash memory.
+
+    It is assumed that all indices without a slot try one at the same time, `REHASHES` times; the rest fill `serial`.
+    """
     left, free = rows, float(memory.slots)
     for _ in range(REHASHES):
         placed = min(free * -math.expm1(-left / memory.slots), left)
@@ -158,7 +161,7 @@ async def _push(
 ) -> tuple[list[Pairs], list[int]]:
     """Sends (index, value) pairs to owners; returns each sender's pairs for this rank and number of unplaced indices.
 
-    Unplaced indices found no place in the hash memory. Ranks that are not in `senders` have no pairs.
+    Unplaced indices found no place in the sender's hash memory. Ranks that are not in `senders` have no pairs.
 
     Args:
         most: the most pairs of any message, the same on all ranks.
@@ -190,7 +193,7 @@ def _message(count: int, left: int, form: PartFormat, like: Tensor) -> Tensor:
 async def _swap(
     messages: Sequence[Tensor], senders: Sequence[int], most_nbytes: int, group: Group
 ) -> dict[int, tuple[int, int, Tensor]]:
-    """Exchanges messages; returns each sender's numbers of elements and of unplaced indices, and the message's body."""
+    """Sends message i to rank i; returns, by sender, (number of elements, of indices without hash memory, the body)."""
     mine = messages[group.rank]
     outgoing = dict(enumerate(messages)) if group.rank in senders else {}
     outgoing.pop(group.rank, None)
@@ -222,7 +225,7 @@ def _sum(pairs: Sequence[Pairs], owned: Tensor, form: PartFormat, numel: int, sc
 def _join(
     messages: dict[int, tuple[int, int, Tensor]], forms: Sequence[PartFormat], owned: Sequence[Tensor], x: Tensor
 ) -> Tensor:
-    """Overwrites the flat tensor with the owners' sums, and with zero everywhere else."""
+    """Overwrites the flat bucket `x` with the owners' sums, and with zero where there are none, and returns `x`."""
     x.zero_()
     for owner, (count, _, body) in messages.items():
         total = forms[owner].part(body, count)

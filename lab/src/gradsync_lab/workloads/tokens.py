@@ -46,7 +46,7 @@ def open_tokens(data: str, cache: Path) -> tuple[Array, str]:
 
 
 def load_tokens(cache: Path) -> Array:
-    """Returns the dictionary's tokens, (n,) uint16, in the fixed random order of entries.
+    """Returns the text of the GCIDE dictionary as byte-pair token ids, (n,) uint16, entries in a fixed random order.
 
     Raises:
         DataUnavailableError: the tokens are not cached, and the dictionary or `tokenizers` is missing.

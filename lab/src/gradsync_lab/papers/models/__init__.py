@@ -24,7 +24,7 @@ class Gradient:
 
 @dataclass(frozen=True)
 class PaperModel:
-    """A model and its backward on the papers' hardware."""
+    """A model's gradients in ready order, with backward's seconds from one to the next on the papers' hardware."""
 
     name: str
     traced: bool  # else the gaps are modelled
