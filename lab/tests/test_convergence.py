@@ -16,10 +16,10 @@ from gradsync.comm.shuffle import (
     crossing,
     exact,
     grid,
-    resting,
-    sitting_out,
     thinned,
     together,
+    with_local_steps,
+    with_ranks_absent,
 )
 
 PAGE = Path(__file__).parents[2] / "docs" / "convergence.md"
@@ -33,7 +33,7 @@ SCHEDULES = {
     "digits": grid((2, 3, 4)),
     "prime": exact(7, 3),
     "racks": crossing([range(4), range(4, 8)], 1),
-    "slow": sitting_out(grid((3, 3)), (4,), 2),
+    "slow": with_ranks_absent(grid((3, 3)), (4,), 2),
 }
 every_schedule = pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 
@@ -121,7 +121,9 @@ def spread_with_momenta(schedule: GroupSchedule, momenta: GroupSchedule, momentu
     return float(np.mean(found[-rounds:]))
 
 
-@pytest.mark.parametrize("schedule", [grid((4, 4)), grid((2,) * 4), resting(together(16), 3), resting(together(16), 4)])
+@pytest.mark.parametrize(
+    "schedule", [grid((4, 4)), grid((2,) * 4), with_local_steps(together(16), 3), with_local_steps(together(16), 4)]
+)
 def test_momenta_that_are_seldom_averaged_bring_what_is_said(schedule: GroupSchedule) -> None:
     text = " ".join((PAGE.parent / "averaging.md").read_text(encoding="utf-8").split())
     assert "Averaging them in one round of four brings 40 to 60 % of what averaging in every round would." in text

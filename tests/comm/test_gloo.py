@@ -311,7 +311,7 @@ def ways_by_size(alpha_s: float, bytes_per_s: float) -> tuple[list[str], list[st
     assert cost is not None
     gathers = [Transfer("", Pattern.ALL_GATHER, (float(part),) * group.size) for part in parts]
     group.close()
-    return ways, ["ring" if gather.carried_by(cost.transport).passed_on else "direct" for gather in gathers]
+    return ways, ["ring" if gather.carried_by(cost.transport).is_forwarded else "direct" for gather in gathers]
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,10 @@ from gradsync.comm.shuffle import (
     exact,
     grid,
     one_of,
-    resting,
-    sitting_out,
     thinned,
     together,
+    with_local_steps,
+    with_ranks_absent,
 )
 
 GRIDS = [(2, 2), (4, 4), (2,) * 4, (2, 3), (3, 4, 5), (8, 8), (4, 4, 4), (2,) * 6, (2,) * 7, (16, 4), (7,)]
@@ -171,7 +171,7 @@ def test_racks_may_have_any_sizes_and_ranks_in_any_order(sizes: list[int], budge
 @pytest.mark.parametrize("schedule", [grid((8, 8)), grid((3, 3)), grid((2,) * 4), exact(7, 4)])
 @pytest.mark.parametrize("every", [2, 3, 4])
 def test_who_sits_out_is_alone_but_for_one_round_of_so_many(schedule: GroupSchedule, every: int) -> None:
-    out = sitting_out(schedule, (2, 5), every)
+    out = with_ranks_absent(schedule, (2, 5), every)
     assert len(out.rounds) == every * len(schedule.rounds)
     for rank in (2, 5):
         with_others = [step for step in range(len(out.rounds)) if len(out.group_of(rank, step)) > 1]
@@ -185,7 +185,7 @@ def test_who_sits_out_is_alone_but_for_one_round_of_so_many(schedule: GroupSched
             assert others <= set(schedule.group_of(min(others or {2}), step))
     assert out.left < 1 and np.ptp(played(out, 40 * len(out.rounds))) < 1e-6
     with pytest.raises(ValueError, match="sit out all rounds but one of 2 or more"):
-        sitting_out(schedule, (), every)
+        with_ranks_absent(schedule, (), every)
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 6])
@@ -196,19 +196,21 @@ def test_one_round_of_so_many_is_each_round_of_the_cycle_once(length: int, every
     assert sorted(step // every for step in found) == list(range(length))
 
 
-@pytest.mark.parametrize("schedule", [grid((4, 4)), exact(7, 4), sitting_out(grid((2, 2)), (3,), 2), together(5)])
+@pytest.mark.parametrize("schedule", [grid((4, 4)), exact(7, 4), with_ranks_absent(grid((2, 2)), (3,), 2), together(5)])
 @pytest.mark.parametrize("every", [1, 2, 3])
 def test_ranks_that_all_rest_mix_as_they_did_when_they_meet(schedule: GroupSchedule, every: int) -> None:
-    out = resting(schedule, every)
+    out = with_local_steps(schedule, every)
     assert out.left == pytest.approx(schedule.left, abs=1e-12) and out.distinct == schedule.distinct
     assert [each for each in out.rounds if not each.rests] == list(schedule.rounds)
     assert [each.rests for each in out.rounds] == len(schedule.rounds) * [*[True] * (every - 1), False]
-    for refused in (resting, thinned):
+    for refused in (with_local_steps, thinned):
         with pytest.raises(ValueError, match="one round of 1 or more, got every 0"):
             refused(schedule, 0)
 
 
-@pytest.mark.parametrize("schedule", [grid((2, 2)), grid((2,) * 4), resting(grid((2, 2)), 2), resting(together(3), 3)])
+@pytest.mark.parametrize(
+    "schedule", [grid((2, 2)), grid((2,) * 4), with_local_steps(grid((2, 2)), 2), with_local_steps(together(3), 3)]
+)
 @pytest.mark.parametrize("every", [1, 2, 4])
 def test_a_thinned_schedule_has_its_groups_at_the_same_times(schedule: GroupSchedule, every: int) -> None:
     """Ranks that did not meet before do not meet now; one meeting in `every` is left, at its own time."""

@@ -221,7 +221,7 @@ def test_a_step_that_is_given_up_leaves_no_work_behind() -> None:
 
 def test_work_that_was_given_up_tells_who_waits() -> None:
     work = Work(lambda: 3, "offload", "compress@offload")
-    work.hand_to(lambda job: None)
+    work.submit_to(lambda job: None)
     work.give_up()
     with pytest.raises(WorkGivenUpError, match="compress@offload was given up with its step"):
         work.wait(WAIT_S)
@@ -229,7 +229,7 @@ def test_work_that_was_given_up_tells_who_waits() -> None:
 
 def test_work_that_does_not_end_is_not_waited_for_for_ever() -> None:
     work = Work(lambda: 3, "offload", "compress@offload")
-    work.hand_to(lambda job: None)
+    work.submit_to(lambda job: None)
     with pytest.raises(GroupError, match="compress@offload did not end on this rank within 0 s"):
         work.wait(0.01)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from gradsync.costs.cost_model import CostModel
-from gradsync.costs.forecast import forecast, turns_as_they_come
+from gradsync.costs.forecast import forecast, greedy_turns
 from gradsync.costs.steps import FINISH, Compute, Pattern, Transfer
 from gradsync.costs.timeline import Task
 from gradsync.costs.transport import DIRECT_BYTES
@@ -124,7 +124,7 @@ def test_a_device_does_what_was_given_to_it_first_first() -> None:
     assert tasks["offload", "b:compress@offload"] == (10.0, 11.0)
     assert tasks["link", "c:pull"] == (22.5, 23.5)
     stages = dict.fromkeys("abc", ("push", "sum", "pull"))
-    assert turns_as_they_come(stages, steps, ready_s, COST, finish_last=True) == order
+    assert greedy_turns(stages, steps, ready_s, COST, finish_last=True) == order
 
 
 def test_after_backward_work_for_its_thread_and_turns_do_not_overlap() -> None:
@@ -150,9 +150,9 @@ def test_turns_as_they_come_never_leave_the_thread_waiting_for_what_could_begin(
         "b": [Compute("pack", 10), transfer("push", 3.0), Compute("sum", 20)],
     }
     stages = {bucket: ("push", FINISH) for bucket in steps}
-    order = turns_as_they_come(stages, steps, {"a": 0.0, "b": 2.0}, COST, finish_last=True)
+    order = greedy_turns(stages, steps, {"a": 0.0, "b": 2.0}, COST, finish_last=True)
     assert order == [("a", "push"), ("b", "push"), ("a", FINISH), ("b", FINISH)]
-    late = turns_as_they_come(stages, steps, {"a": 0.0, "b": 5.0}, COST, finish_last=True)
+    late = greedy_turns(stages, steps, {"a": 0.0, "b": 5.0}, COST, finish_last=True)
     assert late == [("a", "push"), ("a", FINISH), ("b", "push"), ("b", FINISH)]
     assert forecast(late, steps, {"a": 0.0, "b": 5.0}, COST)[-1].end_s == pytest.approx(12.0)
 
@@ -165,6 +165,6 @@ def test_where_both_could_begin_finishing_comes_last_if_asked_for() -> None:
     }
     stages = {"long": ("push",), "done": ("push", FINISH), "next": ("push",)}
     ready_s = {"done": 0.0, "long": 0.5, "next": 4.0}
-    orders = [turns_as_they_come(stages, steps, ready_s, COST, finish_last=last) for last in (True, False)]
+    orders = [greedy_turns(stages, steps, ready_s, COST, finish_last=last) for last in (True, False)]
     assert orders[0][2:] == [("next", "push"), ("done", FINISH)]
     assert orders[1][2:] == [("done", FINISH), ("next", "push")]

@@ -48,7 +48,7 @@ def test_sent_and_received_bytes_are_the_same_messages(pattern: Pattern, parts: 
     if pattern is Pattern.BROADCAST:
         every = [parts[0] + parts[member] if member else parts[0] for member in range(n)]
     due = [whole - part for whole, part in zip(every, parts, strict=True)]
-    if pattern is Pattern.ALL_REDUCE and step.carried_by(DEFAULT_TRANSPORT).passed_on:
+    if pattern is Pattern.ALL_REDUCE and step.carried_by(DEFAULT_TRANSPORT).is_forwarded:
         due = [2 * (n - 1) / n * part for part in parts]
     assert received == pytest.approx([0.0] * n if pattern is Pattern.MESSAGES else due)
     assert step.busiest_bytes == pytest.approx(max([*sent, *received]))
@@ -126,7 +126,7 @@ def test_what_a_ring_forwards_passes_every_member() -> None:
         (m, p, 2.0 * DIRECT_BYTES) for m in range(3) for p in range(3) if p != m
     ]
     uneven = Transfer("gather", Pattern.ALL_GATHER, (2.0 * DIRECT_BYTES, 2.0 * DIRECT_BYTES, 1.0))
-    assert not uneven.carried_by(DEFAULT_TRANSPORT).passed_on and len(messages(uneven)) == 6
+    assert not uneven.carried_by(DEFAULT_TRANSPORT).is_forwarded and len(messages(uneven)) == 6
     small = Transfer("gather", Pattern.ALL_GATHER, (1.0, 2.0, 3.0))
     assert messages(small) == [(m, peer, m + 1.0) for m in range(3) for peer in range(3) if peer != m]
 

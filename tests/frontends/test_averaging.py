@@ -16,7 +16,7 @@ from torch.optim import SGD
 
 import gradsync
 from gradsync import Plan
-from gradsync.comm.shuffle import GroupSchedule, exact, grid, resting, sitting_out, together
+from gradsync.comm.shuffle import GroupSchedule, exact, grid, together, with_local_steps, with_ranks_absent
 from gradsync.plans.plan import What
 from gradsync.schemes import AllReduce, Shuffled
 from gradsync.tensors.bucket import TensorSpec
@@ -24,7 +24,7 @@ from tests.frontends.models import Convolutions, Perceptron
 from tests.world import Ranks
 
 World = Callable[[int], Ranks]
-SCHEDULES = {2: resting(together(2), 3), 3: exact(3, 2), 4: sitting_out(grid((2, 2)), (3,), 2)}
+SCHEDULES = {2: with_local_steps(together(2), 3), 3: exact(3, 2), 4: with_ranks_absent(grid((2, 2)), (3,), 2)}
 
 
 def plan_of(model: nn.Module, schedule: GroupSchedule, *, buckets: int = 2) -> Plan:

@@ -17,7 +17,7 @@ from torch.optim import SGD, Optimizer
 
 import gradsync
 from gradsync import Plan
-from gradsync.comm.shuffle import resting, together
+from gradsync.comm.shuffle import together, with_local_steps
 from gradsync.engine import guard
 from gradsync.frontends import averaging
 from gradsync.plans.plan import What
@@ -414,7 +414,7 @@ def consensus(every: int, change: bool) -> tuple[str, bool]:
     model = Perceptron()
     optimizer = SGD(model.parameters(), lr=0.1)
     specs = {name: TensorSpec.of(p) for name, p in model.named_parameters()}
-    scheme = Shuffled.by(resting(together(2), 3))
+    scheme = Shuffled.by(with_local_steps(together(2), 3))
     plan = Plan.make(specs, dist.get_world_size(), [(list(specs), scheme)], what=What.PARAMETER)
     handle = gradsync.attach(model, optimizer, plan, timeout=TIMEOUT_S, verify_every=every)
     for number in range(4):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import gradsync
-from gradsync.comm.shuffle import GroupSchedule, Round, grid, resting, sitting_out, together
+from gradsync.comm.shuffle import GroupSchedule, Round, grid, together, with_local_steps, with_ranks_absent
 from gradsync.compressors import Cast
 from gradsync.costs.cluster import Cluster, Link
 from gradsync.frontends import regrouping
@@ -35,7 +35,7 @@ from tests.world import World as Processes
 World = Callable[[int], Ranks]
 NODES = 4
 PAIRS = grid((2, 2))
-WITHOUT_3 = sitting_out(PAIRS, (3,), 4)
+WITHOUT_3 = with_ranks_absent(PAIRS, (3,), 4)
 WATCHED = FIGURES * (LEAST_ROUNDS + 2)  # figures are of whole cycles
 LONG_WATCHED = FIGURES * len(WITHOUT_3.rounds) * 2
 
@@ -363,7 +363,7 @@ def share_removed_by_a_step(model: nn.Module, optimizer: SGD, handle: gradsync.A
     [
         (AveragingPlanner(most_local_steps=1, most_apart=1e-4), PAIRS),
         (AveragingPlanner(most_local_steps=1, most_apart=1e-4, cluster=Cluster(NODES, Link(1e8))), PAIRS),
-        (AveragingPlanner(most_apart=1e-4, cluster=Cluster(NODES, Link(1e8))), resting(PAIRS, 3)),
+        (AveragingPlanner(most_apart=1e-4, cluster=Cluster(NODES, Link(1e8))), with_local_steps(PAIRS, 3)),
     ],
     ids=["links measured", "links given", "local steps"],
 )

@@ -268,7 +268,7 @@ def test_a_model_that_is_dropped_takes_its_thread_along(world: Callable[[int], R
 
 def test_nodes_that_lost_different_numbers_of_ranks_are_averaged_together() -> None:
     model = Perceptron()
-    planner = AveragingPlanner(schedule=grid((2, 2)), survives=True).of_others()
+    planner = AveragingPlanner(schedule=grid((2, 2)), survives=True).for_other_ranks()
     placement = Placement((0, 0, 1))
     assert not planner.measures(placement) and planner.measures(Placement((0, 0, 1, 1)))
     plan = planner.plan(model, SGD(model.parameters(), lr=0.1), placement)

@@ -17,7 +17,7 @@ import gradsync
 from gradsync import Plan
 from gradsync.compressors import ErrorFeedback, Signum, TopK, dgc
 from gradsync.optim.lars import LARS
-from gradsync.optim.momentum import OneMomentum, take_momentum
+from gradsync.optim.momentum import MomentumCheck, take_momentum
 from gradsync.schemes import (
     AllReduce,
     CompressedAllGather,
@@ -150,7 +150,7 @@ def test_momentum_is_found_wherever_a_scheme_has_it(scheme: Scheme[Any]) -> None
     parameters = dict(layer.named_parameters())
     plan = plan_of(layer, scheme)
     optimizer = sgd(layer.parameters())
-    check = OneMomentum(parameters).check
+    check = MomentumCheck(parameters).check
     with pytest.raises(
         ValueError, match=r"'weight' travels under MomentumCorrection, .* 0.8 .* would apply 0.9 on top"
     ):
@@ -189,7 +189,7 @@ def test_one_momentum_is_applied_whoever_has_it(
 ) -> None:
     layer = nn.Linear(3, 2)
     with pytest.raises(ValueError, match=refused) if refused else nullcontext():
-        OneMomentum(dict(layer.named_parameters())).check(plan_of(layer, scheme), make(layer.parameters()))
+        MomentumCheck(dict(layer.named_parameters())).check(plan_of(layer, scheme), make(layer.parameters()))
 
 
 def corrected(profiles: Sequence[ParameterProfile], world_size: int) -> Plan:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from gradsync.schemes.capacity import RowCapacity
 from gradsync.schemes.formats import PartFormat, RowFormat
 from gradsync.schemes.owners import MOST_SHARED, column_owners, striped
-from gradsync.schemes.tables import ABSENT, SAME_AS, Agreement, RowGroup, Survey, common_groups
+from gradsync.schemes.tables import ABSENT, SAME_AS, AgreedRows, OwnRows, RowGroup, common_groups
 from gradsync.tensors.bucket import TensorSpec
 from gradsync.tensors.index_formats import SPARSE_FORMATS, IndexFormat, aligned, smallest
 from gradsync.tensors.sparse import INT32_ROWS, SparseRows, index_dtype
@@ -129,7 +129,7 @@ def table(indices: list[int], dim: int = 2, num_rows: int = 4) -> SparseRows:
 
 def test_a_header_tells_distinct_rows_absent_tables_and_rows_seen_before() -> None:
     absent = SparseRows.absent((4, 2), torch.float32, torch.device("cpu"))
-    survey = Survey.of((table([]), absent, table([1, 1, 0]), table([1, 1, 0], dim=5), table([1, 1, 0], num_rows=9)))
+    survey = OwnRows.of((table([]), absent, table([1, 1, 0]), table([1, 1, 0], dim=5), table([1, 1, 0], num_rows=9)))
     assert survey.header.tolist() == [0, ABSENT, 2, SAME_AS - 2, 2]
     assert survey.unions[3] is survey.unions[2]
 
@@ -137,12 +137,12 @@ def test_a_header_tells_distinct_rows_absent_tables_and_rows_seen_before() -> No
 def test_ranks_agree_on_groups_only_where_all_have_the_same_rows() -> None:
     specs = tuple(TensorSpec((4, dim), torch.float32) for dim in (2, 3, 1))
     headers = [[5, SAME_AS, SAME_AS], [6, SAME_AS, 7]]
-    agreed = Agreement.of(headers, common_groups(headers, specs))
+    agreed = AgreedRows.of(headers, common_groups(headers, specs))
     assert [group.positions for group in agreed.groups] == [(0, 1), (2,)]
     assert agreed.rows == ((5, 5), (6, 7))
     assert agreed.present == (True, True, True)
     headers = [[ABSENT] * 3, [ABSENT, 2, ABSENT]]
-    absent = Agreement.of(headers, common_groups(headers, specs))
+    absent = AgreedRows.of(headers, common_groups(headers, specs))
     assert absent.present == (False, True, False)
     assert absent.rows == ((0, 0, 0), (0, 2, 0))
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gradsync.comm import LocalGroup
-from gradsync.comm.shuffle import GroupSchedule, Round, crossing, exact, grid, sitting_out, together
+from gradsync.comm.shuffle import GroupSchedule, Round, crossing, exact, grid, together, with_ranks_absent
 from gradsync.compressors import BlockInt, Cast, ErrorFeedback, TopK
 from gradsync.costs.cluster import Placement
 from gradsync.costs.steps import transfers
@@ -36,7 +36,7 @@ SCHEDULES = {
     "prime": exact(5, 2),
     "racks": crossing([range(3), range(3, 6)], 1),
     "irregular": GroupSchedule((Round(((0, 1, 2), (3,), (4,))), Round(((0,), (1,), (2, 3, 4))))),
-    "slow": sitting_out(grid((2, 2)), (3,), 2),
+    "slow": with_ranks_absent(grid((2, 2)), (3,), 2),
 }
 every_schedule = pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 

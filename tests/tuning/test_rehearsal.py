@@ -12,7 +12,7 @@ import torch
 from gradsync.costs.steps import Compute
 from gradsync.schemes import DOUBLING_OF_ROWS, AGSparse, BalancedElements, BalancedParallelism, Scheme, Traits
 from gradsync.tensors.bucket import Layout
-from gradsync.tuning.rehearsal import rehearse, segments_s
+from gradsync.tuning.rehearsal import rehearse, times_between_awaits_s
 
 WORK_S = 0.02
 
@@ -38,14 +38,14 @@ class Busy(Scheme[torch.Tensor]):
 
 
 def test_time_is_told_apart_by_await_and_is_the_processors() -> None:
-    before, behind = segments_s(Busy(), [torch.ones(4)] * 3)
+    before, behind = times_between_awaits_s(Busy(), [torch.ones(4)] * 3)
     assert WORK_S <= before < 1.9 * WORK_S
     assert behind < WORK_S / 2
 
 
 def test_ranks_that_rehearse_exchange_what_they_have() -> None:
     inputs = [torch.tensor([0.0, 1.0 + rank]) for rank in range(3)]
-    segments_s(BalancedElements(), inputs)
+    times_between_awaits_s(BalancedElements(), inputs)
     assert [float(x[1]) for x in inputs] == [1.0, 2.0, 3.0]  # and work on copies
 
 

@@ -14,7 +14,7 @@ from gradsync.planner.default.named import fit_optimizer
 from gradsync.planner.search.ways import Constraints
 from gradsync.schemes import CoarseGrained, HalfPrecision
 from gradsync.schemes.coarse_names import MOMENTUM, coarse
-from gradsync_lab.bench.automatic import AUTOMATIC, Parted, automatic, parted
+from gradsync_lab.bench.automatic import AUTOMATIC, NameParts, automatic, parted
 from gradsync_lab.bench.methods import METHODS, method
 from gradsync_lab.rivals.rival_plans import LazyPlans, best_cuts_plans, bytecomp_plans, layerwise_plans, mergecomp_plans
 from lab.tests.rivals.test_rival_plans import compressed, job
@@ -25,12 +25,12 @@ CHUNKS = CoarseGrained(ratio=0.1, scoring="agreement", freeze=True)
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("bf16_cuts", Parted("bf16", "cuts")),
-        ("dgc0.01_cuts3", Parted("dgc0.01", "cuts", 3)),
-        ("topk0.01_no_feedback_layerwise", Parted("topk0.01_no_feedback", "layerwise")),
-        ("int8_shared_mergecomp", Parted("int8_shared", "mergecomp")),
-        ("randomk_own0.05_bytecomp", Parted("randomk_own0.05", "bytecomp")),
-        ("powersgd2_cuts12", Parted("powersgd2", "cuts", 12)),
+        ("bf16_cuts", NameParts("bf16", "cuts")),
+        ("dgc0.01_cuts3", NameParts("dgc0.01", "cuts", 3)),
+        ("topk0.01_no_feedback_layerwise", NameParts("topk0.01_no_feedback", "layerwise")),
+        ("int8_shared_mergecomp", NameParts("int8_shared", "mergecomp")),
+        ("randomk_own0.05_bytecomp", NameParts("randomk_own0.05", "bytecomp")),
+        ("powersgd2_cuts12", NameParts("powersgd2", "cuts", 12)),
         ("topk0.01", None),
         ("int8_shared", None),
         ("randomk_own0.01", None),
@@ -40,7 +40,7 @@ CHUNKS = CoarseGrained(ratio=0.1, scoring="agreement", freeze=True)
         ("cuts", None),
     ],
 )
-def test_a_name_is_a_lossy_way_and_a_search(name: str, expected: Parted | None) -> None:
+def test_a_name_is_a_lossy_way_and_a_search(name: str, expected: NameParts | None) -> None:
     assert parted(name) == expected
 
 

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from gradsync.cli import app
-from gradsync.comm.shuffle import resting, together
+from gradsync.comm.shuffle import together, with_local_steps
 from gradsync.schemes import Shuffled, to_expression
 from gradsync_lab.bench import reach
 from gradsync_lab.bench.converge import trained
@@ -106,7 +106,7 @@ def test_times_are_steps_by_seconds(tmp_path: Path) -> None:
 
 def test_whole_runs_take_the_steps_that_are_counted() -> None:
     """Whole runs are on loopback, as the timed run: seconds are real, and simulated replicas learn as the ranks."""
-    pairs = to_expression(Shuffled.by(resting(together(2), 2)))
+    pairs = to_expression(Shuffled.by(with_local_steps(together(2), 2)))
     records = [timed("local_sgd2", 1.0, "alexnet", link=LOOPBACK, mixes_by=pairs, baseline_method="ddp_1mb")]
     loss = trained(load("alexnet", **OPTIONS), "dense", seed=0, steps=6, ranks=2)["loss"] * 1.001
     spec = ReachSpec(loss, "ddp", seeds=1, every=2, most_steps=12, whole=("local_sgd2",))

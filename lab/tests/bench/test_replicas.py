@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradsync import attach
-from gradsync.comm.shuffle import exact, grid, resting, together
+from gradsync.comm.shuffle import exact, grid, together, with_local_steps
 from gradsync.costs.cluster import Cluster, Link, Placement
 from gradsync.planner import AveragingPlanner
 from gradsync.plans.plan import Plan
@@ -98,7 +98,9 @@ def test_momenta_take_turns_as_the_plan_has_them() -> None:
     """Replicas mix momenta in the rounds in which the plan's groups have several members."""
     task = load("alexnet", **OPTIONS)
     model = task.model(sparse=False, seed=0)
-    for schedule, every in product((grid((2, 2)), resting(grid((2, 2)), 2), resting(together(4), 3)), (1, 2, 3, 4)):
+    for schedule, every in product(
+        (grid((2, 2)), with_local_steps(grid((2, 2)), 2), with_local_steps(together(4), 3)), (1, 2, 3, 4)
+    ):
         planner = AveragingPlanner(schedule=schedule, momentum_every=every)
         plan = planner.plan(model, task.optimizer(model), Placement.one_per_node(4))
         assert isinstance(plan, Plan)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import subprocess
 
 import pytest
+from tests.planner.test_grouping import uplink_loads
 
-from gradsync.comm.shuffle import crossing, grid, resting, together
+from gradsync.comm.shuffle import crossing, grid, together, with_local_steps
 from gradsync.costs.cluster import Cluster, Link
 from gradsync_lab.cluster import Lab, Scenario
 from lab.tests.cluster import programs
 from lab.tests.cluster.programs import python
-from tests.planner.test_grouping import uplink_loads
 
 pytestmark = pytest.mark.usefixtures("namespaces")
 
@@ -21,7 +21,7 @@ SCHEDULES = {
     "together(4)": together(4),
     "grid((2, 2))": grid((2, 2)),
     "crossing([[0, 1], [2, 3]], 1)": crossing([[0, 1], [2, 3]], 1),
-    "resting(together(4), 2)": resting(together(4), 2),
+    "with_local_steps(together(4), 2)": with_local_steps(together(4), 2),
 }
 HEADERS = 1.08  # allowance for packet headers and other messages
 

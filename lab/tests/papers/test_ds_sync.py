@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsync.comm.shuffle import GroupSchedule, Round, grid, sitting_out, together
+from gradsync.comm.shuffle import GroupSchedule, Round, grid, together, with_ranks_absent
 from gradsync.costs.cluster import Cluster, Link
 from gradsync.planner.averaging.grouping import step_s
 from gradsync_lab.papers import ds_sync
@@ -26,7 +26,6 @@ from gradsync_lab.papers.ds_sync import (
     UNIFORM,
     Scenario,
     Wait,
-    attended,
     chosen_table,
     grid_spread,
     grids,
@@ -36,6 +35,7 @@ from gradsync_lab.papers.ds_sync import (
     ring_seconds,
     sizes_table,
     spreads_table,
+    without_slow_rank,
 )
 
 
@@ -80,7 +80,7 @@ IRREGULAR = GroupSchedule((Round(((0, 3), (1, 4, 5), (2,))), Round(((1, 2), (0, 
 
 
 @given(
-    st.sampled_from([grid((2, 3)), IRREGULAR, sitting_out(grid((4, 2)), (0,), 3), together(5)]),
+    st.sampled_from([grid((2, 3)), IRREGULAR, with_ranks_absent(grid((4, 2)), (0,), 3), together(5)]),
     st.integers(0, 9),
     st.integers(0, 99),
 )
@@ -120,8 +120,8 @@ def test_chance_follows_from_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_slow_rank_sits_out_where_the_scenario_says_so() -> None:
     whole = grid((4, 4))
-    assert attended(whole, UNIFORM) is attended(whole, SLOW_LINK) is whole
-    assert attended(whole, SELDOM) == sitting_out(whole, (0,), 4)
+    assert without_slow_rank(whole, UNIFORM) is without_slow_rank(whole, SLOW_LINK) is whole
+    assert without_slow_rank(whole, SELDOM) == with_ranks_absent(whole, (0,), 4)
 
 
 def test_pairs_lose_less_than_a_joined_round_each_time_as_the_next_pair_has_not_heard_of_it() -> None:

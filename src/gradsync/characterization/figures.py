@@ -149,7 +149,7 @@ def footprints_of(ranks: Sequence[Gradients], sample: int | None = None) -> list
 
     Args:
         ranks: for every rank its gradients by parameter name.
-        sample: as in `characterize`.
+        sample: the most rows read of each tensor (elements, if it has no rows); None: all.
 
     Raises:
         ValueError: for no ranks, names or shapes that differ between ranks, or gradients that cannot be read.
@@ -170,11 +170,12 @@ def footprints_of(ranks: Sequence[Gradients], sample: int | None = None) -> list
 def characterize_footprints(
     steps: Sequence[Sequence[Footprints]], *, partitions: int | None = None
 ) -> Characterization:
-    """Returns the same figures as `characterize`, from recorded footprints (indices of gradients' non-zero elements).
+    """Returns figures of density, ranks' overlap and skewness, from footprints (indices of gradients' non-zeros).
 
     Args:
         steps: for every step, and in it for every rank, footprints by parameter name.
-        partitions: as in `characterize`.
+        partitions: a number n for skewness beside 2, 4, ... 128: the density of the densest of n even contiguous
+            partitions over the tensor's.
 
     Raises:
         ValueError: for no steps or ranks, or footprints that differ in names, shapes, samples or numbers of ranks.

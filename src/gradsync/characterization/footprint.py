@@ -66,7 +66,7 @@ class Sampling:
 
     @classmethod
     def at_most(cls, sample: int | None, units: int) -> Sampling:
-        """Returns the sampling that selects at most `sample` of `units` units; None selects all."""
+        """Returns the rule that samples at most `sample` of a tensor's `units` rows or elements; None: all of them."""
         step = 1
         while sample is not None and step * sample < units:
             step *= 2
@@ -98,7 +98,7 @@ def _places(units: int, step: int) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _in_sample(units: int, step: int) -> Tensor:
-    """Returns a bool mask, (units,), of the sampled units; a look-up in it costs a tenth of hashing each index."""
+    """Returns which rows or elements are sampled, one of every `step`: (units,) bool; faster than hashing indices."""
     mask = torch.zeros(units, dtype=torch.bool)
     mask[_places(units, step)] = True
     return mask
@@ -230,7 +230,7 @@ def write_footprints(file: BinaryIO, steps: Sequence[Footprints], **more: Any) -
 
 
 def read_footprints(file: BinaryIO) -> tuple[list[dict[str, Footprint]], dict[str, Any]]:
-    """Reads a file of `write_footprints`: returns indices of non-zeros by step and parameter name, and its `more`.
+    """Returns from a file of `write_footprints` the indices of non-zeros by step and name, and the other JSON entries.
 
     Raises:
         ValueError: for another kind of file, or another version.

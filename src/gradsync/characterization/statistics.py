@@ -318,7 +318,7 @@ class _PartitionCounts:
 
 
 def full_sparsity(size: int, ranks: int, partitions: int | None) -> Sparsity:
-    """Returns figures of `size` elements or rows without zeros on any rank: all 1, also skewness over `partitions`."""
+    """Returns figures, all 1, of `size` elements or rows non-zero on all ranks, and of 2, 4, ... `partitions` parts."""
     one = Estimate(value=1.0)
     everywhere = Range(mean=1.0, least=1.0, most=1.0)
     ks, numbers = _powers_and(ranks), _partition_numbers(size, partitions)

@@ -89,7 +89,7 @@ def _skews(view: Sparsity, n: int) -> str:
 
 
 def figures(found: Characterization) -> list[tuple[str, str, go.Figure]]:
-    """Returns plots of summed gradients' density, ranks' overlap and skewness: each (title, hint, plotly figure)."""
+    """Returns plots, each (title, how to read it, plot): density of sums over ranks, ranks' overlap, unevenness."""
     shown = views(found)
     return [
         ("Density of the sum", "Flat: the ranks touch the same places. A straight rise: different ones.", _sums(shown)),

@@ -33,7 +33,7 @@ def purpose(what: str, detail: str) -> str:
 
 
 class Board:
-    """The notices that one group's members leave in the store, as keys below a `name` that all members use."""
+    """Notices in the store, under `name`: which members of a group failed, wait, are at a barrier, or closed it."""
 
     def __init__(self, store: distributed_c10d.Store, name: str) -> None:
         self._store = store

@@ -150,7 +150,7 @@ class GlooGroup(TorchGroup):
 
     @property
     def at_once_bytes(self) -> float:
-        """The most bytes sent by a member at which starting all messages at once costs less than rounds or a ring."""
+        """An all-gather or all-to-all in which each member sends at most so many bytes starts all messages at once."""
         limit = float(DIRECT_BYTES)
         if self.alpha_s is not None and self.bytes_per_s is not None:
             latency_s = self.stage_s + (self.size - 1) * self.alpha_s

@@ -371,7 +371,7 @@ class TorchGroup(Group):
         return Pending(wait)
 
     def _exchange_at_once(self, buffer: Tensor, sent: Sequence[int], own: Tensor, bound: int) -> Pending[list[Tensor]]:
-        """Does an `exchange` as one all-to-all; `buffer` has the messages to the other members, perhaps padded."""
+        """Sends `sent[j]` bytes of `buffer` to member j; returns received messages (up to `bound` bytes) and `own`."""
         arrived = self._all_to_all(buffer, sent, [0 if peer == self.rank else bound for peer in range(self.size)])
         return Pending(lambda timeout_s: cut_to_lengths(arrived.wait(timeout_s), self.rank, own))
 

@@ -65,7 +65,7 @@ def drive_in_turns(
 
     Returns:
         the coroutines' results, and the seconds of processor time before the first operation, between operations and
-            after the last, `Work` included, as means over the ranks.
+            after the last, as means over the ranks; local computations that schemes await (`Work`) are included.
     """
     results: dict[int, T] = {}
     arrived: list[Any] = [None] * len(coroutines)
@@ -85,7 +85,7 @@ def drive_in_turns(
 
 
 def _until_operation(coroutine: Coroutine[Any, Any, Any], value: Any) -> Pending[Any]:
-    """Resumes the coroutine with `value`, does any `Work` that it awaits, and returns the next group operation."""
+    """Returns the coroutine's next collective, running computations (`Work`) before; StopIteration if none is left."""
     pending: Pending[Any] = coroutine.send(value)
     while isinstance(pending, Work):
         pending = coroutine.send(pending.wait(0.0))
@@ -187,12 +187,12 @@ class Synchronization:
         self._tell_progress()
 
     def go_on(self) -> None:
-        """Lets the communication thread issue all remaining operations, once all buckets are ready; does not block."""
+        """Makes the communication thread issue all remaining operations; does not block. All buckets must be ready."""
         self._handed_over = True
         self._thread.submit(self.advance)
 
     def wait_for(self, bucket: str) -> None:
-        """Blocks, after `go_on`, until this bucket is synchronised, or raises the error that stopped the step."""
+        """Blocks until this bucket is synchronised, or raises the step's error; `go_on` must have been called."""
         assert self._handed_over
         with self._progress:
             self._progress.wait_for(lambda: bucket in self.results or self._ended or self._cancelled)
@@ -216,7 +216,8 @@ class Synchronization:
     def advance(self, *, joined: bool = False) -> None:
         """Issues operations in order up to the first bucket that is not ready, or to the end if all buckets are.
 
-        `joined`: whether the caller is the thread of backward, after its end, which then also does work left to it.
+        `joined`: the caller is the thread of backward, and backward has ended: so it also runs computations (`Work`)
+        that schemes left to this thread.
         """
         with self._turn, torch.no_grad():
             if self._ended or self._cancelled:
@@ -241,7 +242,7 @@ class Synchronization:
     def _run_turns(self, *, joined: bool) -> bool:
         """Issues operations in order as far as buckets are ready; returns whether all of the step have ended.
 
-        `joined`: the caller is the thread of backward, and so does computations (`Work`) left to that thread itself.
+        `joined`: the caller is the thread of backward, so it also runs the computations (`Work`) left to this thread.
         """
         while self._position < len(self._order):
             bucket, stage = self._order[self._position]
@@ -287,10 +288,10 @@ class Synchronization:
         if self._cancelled:
             work.give_up()
         if self._on_cuda:
-            work.follow_this_stream()
+            work.record_inputs()
         if work.device != OFFLOAD or self._offload is None:
             return False
-        work.hand_to(self._offload)
+        work.submit_to(self._offload)
         return True
 
     def _give_up_work(self) -> None:
@@ -339,7 +340,7 @@ class Synchronization:
 
 
 def _failed(error: BaseException) -> Work[Any]:
-    """Returns a `Work` that raises this error where it is awaited."""
+    """Returns a computation (`Work`) that raises this error where it is awaited."""
 
     def fail() -> None:
         raise error

@@ -15,7 +15,7 @@ from .group import Group, GroupError, Pending, split, swapped, with_lengths
 T = TypeVar("T")
 
 
-class _Meeting:
+class _SharedMemory:
     """Memory shared by the threads of one group: each member's input to each collective, by the collective's number."""
 
     def __init__(self, size: int) -> None:
@@ -24,12 +24,12 @@ class _Meeting:
         self.brought: dict[int, dict[int, Any]] = {}
         self.taken: dict[int, int] = {}
         self.failure: str | None = None
-        self._meetings: dict[tuple[int, ...], _Meeting] = {}  # of subgroups, by their places
+        self._meetings: dict[tuple[int, ...], _SharedMemory] = {}  # of subgroups, by their places
 
-    def of(self, places: tuple[int, ...]) -> _Meeting:
+    def of(self, places: tuple[int, ...]) -> _SharedMemory:
         """Returns the shared memory of the subgroup of the members at these places, made at the first call."""
         with self.changed:
-            meeting = self._meetings.setdefault(places, _Meeting(len(places)))
+            meeting = self._meetings.setdefault(places, _SharedMemory(len(places)))
             meeting.failure = meeting.failure or self.failure
             return meeting
 
@@ -67,7 +67,7 @@ class _Meeting:
 class LocalGroup(Group):
     """One member of a group whose members are threads of a process; `LocalGroup.world(size)` makes all members."""
 
-    def __init__(self, rank: int, meeting: _Meeting, members: tuple[int, ...], placement: Placement) -> None:
+    def __init__(self, rank: int, meeting: _SharedMemory, members: tuple[int, ...], placement: Placement) -> None:
         self.rank = rank
         self.members = members
         self._placement = placement
@@ -78,7 +78,7 @@ class LocalGroup(Group):
     @classmethod
     def world(cls, size: int, placement: Placement | None = None) -> list[LocalGroup]:
         """Makes a group of `size` members, and returns each member's `LocalGroup`, by rank."""
-        meeting, members = _Meeting(size), tuple(range(size))
+        meeting, members = _SharedMemory(size), tuple(range(size))
         return [cls(rank, meeting, members, placement or Placement.one_per_node(size)) for rank in members]
 
     def subgroup(self, places: tuple[int, ...]) -> Group:

@@ -71,7 +71,7 @@ class RecordingGroup(Group):
         return self.inner.device
 
     def subgroup(self, places: tuple[int, ...]) -> Group:
-        """Returns the subgroup, which writes into the same ledger."""
+        """Returns the group of the members at indices `places`, which records sent bytes in this group's `ledger`."""
         if len(places) == self.size:
             return self
         if places not in self._subgroups:
@@ -125,7 +125,7 @@ class RecordingGroup(Group):
         self.inner.close()
 
     def _sent_bytes(self, pattern: Pattern, buffer: Tensor, numels: Sequence[int]) -> float:
-        """Returns the bytes that this member sends by the transport model; `numels` are the members' part lengths."""
+        """Computes the bytes this member sends in a `pattern` collective where member j has `numels[j]` elements."""
         part_bytes = [float(numel * buffer.element_size()) for numel in numels]
         return sum(nbytes for _, nbytes in self.transport.sends(pattern, part_bytes, self.rank))
 

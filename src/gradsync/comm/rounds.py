@@ -89,7 +89,7 @@ class Rounds:
         return work
 
     def stop(self, patience_s: float) -> None:
-        """Ends the thread after waiting for at most `patience_s`; a hanging all-to-all is left running."""
+        """Stops the thread after its queued all-to-alls; returns after `patience_s` even if one hangs and runs on."""
         self._thread.stop(patience_s)
 
     def _turns(

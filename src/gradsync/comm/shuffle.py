@@ -135,7 +135,7 @@ class GroupSchedule:
 
     @property
     def left(self) -> float:
-        """The share of the sum of squared distances to the mean that is left after one cycle, in the worst case."""
+        """The values' summed squared distances to their mean after all `rounds`, over those before, at worst."""
         return float(np.linalg.norm(self.product() - 1 / self.size, 2) ** 2)
 
     def spread(self, momentum: float = 0.0, *, averaged: bool = False) -> float:
@@ -328,7 +328,7 @@ def _with_all(groups: Mapping[RankGroup, float], size: int) -> Round:
     return Round((*groups, *((rank,) for rank in alone)), (*groups.values(), *(1.0 for _ in alone)))
 
 
-def sitting_out(schedule: GroupSchedule, ranks: Collection[int], every: int) -> GroupSchedule:
+def with_ranks_absent(schedule: GroupSchedule, ranks: Collection[int], every: int) -> GroupSchedule:
     """Returns the schedule in which these ranks join their groups in only one of `every` rounds, and else are alone.
 
     The other members of their groups average without them. The joined round differs from time to time, so that over the
@@ -363,7 +363,7 @@ def one_of(every: int, length: int) -> frozenset[int]:
     return frozenset(every * turn + turn * shared // length for turn in range(length))
 
 
-def resting(schedule: GroupSchedule, every: int) -> GroupSchedule:
+def with_local_steps(schedule: GroupSchedule, every: int) -> GroupSchedule:
     """Returns the schedule with `every` - 1 rounds without averaging inserted before each of its rounds (local SGD).
 
     A cycle is as exact as before; in the inserted rounds the ranks' values drift apart.
@@ -386,7 +386,7 @@ def thinned(schedule: GroupSchedule, every: int) -> GroupSchedule:
     meetings = tuple(each for each in schedule.rounds if not each.rests)
     if every == 1 or not meetings:
         return schedule
-    left = iter(sitting_out(GroupSchedule(meetings), range(schedule.size), every).rounds)
+    left = iter(with_ranks_absent(GroupSchedule(meetings), range(schedule.size), every).rounds)
     return GroupSchedule(tuple(each if each.rests else next(left) for each in schedule.rounds * every))
 
 
@@ -407,7 +407,7 @@ def _radices(size: int, most: int) -> tuple[int, ...] | None:
 
 @lru_cache(maxsize=4096)
 def _parts(size: int, most: int) -> tuple[int, ...]:
-    """Returns the sizes of the parts into which `exact` divides ranks, for few rounds of groups of at most `most`."""
+    """Divides `size` ranks into parts that form grids of sides up to `most`, for few rounds; returns their sizes."""
     if _radices(size, most) is not None:
         return (size,)
     largest = (part for part in range(-(-size // 2), size) if _radices(part, most) is not None)
@@ -415,15 +415,15 @@ def _parts(size: int, most: int) -> tuple[int, ...]:
 
 
 def _cost(parts: tuple[int, ...], most: int) -> tuple[int, int]:
-    """Returns the numbers of rounds and parts of `exact` for parts of these sizes and groups of at most `most`."""
+    """Returns the sort key of a division of ranks into parts of these sizes: (averaging rounds, number of parts)."""
     return max(_depth(part, most) for part in parts) + _num_rounds_after(parts, most), len(parts)
 
 
 def _num_rounds_after(parts: Sequence[int], most: int) -> int:
-    """Returns the number of rounds of an `exact` schedule after each part of the ranks has averaged over its own grid.
+    """Returns how many rounds bring all ranks to one mean, once each part, a grid of ranks, has averaged within itself.
 
-    Part i then averages with later parts in round i, and again over its grid, one round per dimension of at most `most`
-    ranks. The last part needs no more: it has the mean of all ranks after its groups with all other parts.
+    Part i, of `parts[i]` ranks, averages with later parts in round i, then again over its grid, one round per dimension
+    of at most `most` ranks. The last part needs no more: it has all ranks' mean after its groups with all other parts.
     """
     return max(place + 1 + _depth(part, most) for place, part in enumerate(parts[:-1]))
 

@@ -53,7 +53,7 @@ class JobThread:
         self._jobs.put(job)
 
     def stop(self, patience_s: float = 5.0) -> None:
-        """Ends the thread after the queued jobs, waiting for at most `patience_s`; a hanging job is left running."""
+        """Stops the thread after its queued jobs; returns after `patience_s` even if one hangs and runs on."""
         self._stopped = True
         self._jobs.put(None)
         if self._thread is not threading.current_thread():  # garbage may be collected on any thread

@@ -22,7 +22,7 @@ class Work(Pending[T]):
     """A local computation that a scheme awaits. It runs once, on the first thread that calls `run`.
 
     `device` names the thread meant for it: `COMPUTE` or `OFFLOAD`. A thread that waits for the result does the work
-    itself, unless `hand_to` gave it to another thread. Errors of the computation are raised to the waiting thread.
+    itself, unless `submit_to` gave it to another thread. Errors of the computation are raised to the waiting thread.
     """
 
     def __init__(self, function: Callable[[], T], device: str, name: str) -> None:
@@ -42,12 +42,12 @@ class Work(Pending[T]):
     def ended(self) -> bool:
         return self._ended.is_set()
 
-    def follow_this_stream(self) -> None:
+    def record_inputs(self) -> None:
         """Records an event on this thread's CUDA stream, which makes the inputs; the work will wait for the event."""
         self._inputs = torch.cuda.Event()
         self._inputs.record()
 
-    def hand_to(self, submit: Callable[[Callable[[], None]], None]) -> None:
+    def submit_to(self, submit: Callable[[Callable[[], None]], None]) -> None:
         """Submits the work to another thread by `submit`; waiting threads then no longer do it themselves."""
         self._handed = True
         submit(self.run)

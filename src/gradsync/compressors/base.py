@@ -37,7 +37,7 @@ def sums_point(number: int, copies: int = 1) -> str:
 
 
 def copies_at(point: str) -> int:
-    """Returns how many ranks compress the same sums, from a key of `sums_point`: 4 for "sums 2 of 4"; 0 for others."""
+    """Reads from a state's key how many ranks compress the same sum: 4 for "sums 2 of 4", 1 for "sums 2"; else 0."""
     form = re.fullmatch(rf"{SUMS}(?: \d+)?(?: of (?P<copies>\d+))?", point)
     return 0 if form is None else int(form["copies"] or 1)
 
@@ -66,7 +66,7 @@ class CompressorState:
 
     @property
     def arrived(self) -> list[tuple[int, int]] | None:
-        """The ranges [start, stop) of elements that the last step summed; None: all. Elsewhere the sum is 0."""
+        """The ranges [start, stop) of elements that the ranks summed in the last step, the rest being 0; None: all."""
         return None
 
     def unused(self, names: Collection[str]) -> CompressorState:
@@ -190,7 +190,7 @@ class Compressor(Nameable, ABC, Generic[P]):
 
     @property
     def traits(self) -> CompressorTraits:
-        """The compressor's traits: an attribute of the class, or a `cached_property` if they depend on settings."""
+        """Properties that schemes and planners read before the compressor runs, such as the class of its payloads."""
         return USUAL_TRAITS
 
     @property
@@ -308,7 +308,7 @@ class Compressor(Nameable, ABC, Generic[P]):
         out.copy_(total.mul_(scale))
 
     def remainder(self, x: Tensor, payload: P) -> Tensor:
-        """Subtracts the decoded payload from `x` in place and returns `x`, (numel,), perhaps wider than the payload."""
+        """Subtracts the decoded payload in place from `x`, (numel,) of the same or a wider dtype, and returns `x`."""
         sent = memory.empty_like(x)
         self.sum_into(sent, [payload])
         return x.sub_(sent)

@@ -102,7 +102,8 @@ class ErrorFeedback(Feedback[P]):
     The residual is float32 (float64 for float64) whatever the dtype of x, so that it also holds the rounding error of a
     16-bit payload. It is in units of the gradient: after a change of the learning rate it is applied at the new rate,
     and a rate of 0 loses nothing. NaN and infinity leave NaN in the residual: do not keep the state of such a step.
-    A scheme whose owners compress the sums again has error feedback at both compress points.
+    In a scheme whose ranks each sum one part of the gradients and send the sums back compressed, both compressions have
+    error feedback, each with a residual of its own.
     Wire: as the inner compressor.
     """
 

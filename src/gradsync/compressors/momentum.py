@@ -40,7 +40,7 @@ class MomentumCorrection(Feedback[P]):
 
     g is the gradient, u the momentum, v the residual, C the inner compressor. Nesterov: u = m (u + g); v = v + u + g.
     MomentumCorrection takes the place of ErrorFeedback, and of the optimiser's momentum: set that to 0.
-    With `masking` (factor masking in the paper) u is set to zero in the elements that were sent, so that old gradients
+    With `masking` (factor masking in Lin et al., 2018) u is zeroed in elements that were sent, so that old gradients
     do not move a parameter again after its update; that needs a compressor that sends only some elements. With `clip`
     the gradient of each tensor in the bucket is first scaled to a norm of at most clip / sqrt(ranks), so that the sum
     of independent gradients of all ranks has a norm of about `clip`.

@@ -106,7 +106,7 @@ class Named:
 
 
 def usual_names() -> tuple[str, ...]:
-    """Returns the compressor names that benchmarks measure by default: all families, with each of `numbers`."""
+    """Returns the names that benchmarks measure by default: each family with each of its `numbers`, as "topk0.01"."""
     return tuple(f"{family}{number}" for family, of in FAMILIES.items() for number in of.numbers or ("",))
 
 
@@ -120,7 +120,9 @@ def is_known(name: str) -> bool:
 
 
 def named(name: str, *, momentum: float = 0.0, summands: int = USUAL_RANKS) -> Named:
-    """Returns the named compressor, bare and as trained; its family gets only the arguments that `Family.asks` lists.
+    """Returns the named compressor without error feedback (`bare`), and with it if the name implies it (`trained`).
+
+    `momentum` and `summands` go to the compressor only if `Family.asks` lists them.
 
     Raises:
         ValueError: for an unknown name, listing the known ones, or a number that the compressor refuses.

@@ -87,7 +87,7 @@ class Quantizer(Compressor[P]):
         check_tensor(x, state)
         payload, sections = self._empty(x, state), self._sections(state)
         codes, scales = self._parts(payload)
-        self._bring(scales, x, residual, sections)
+        self._fill_scales(scales, x, residual, sections)
         left = None if residual is None else memory.empty_like(residual)
         kernels.quantize(x, sections, self.grid, codes, scales, residual=residual, next_residual=left)
         return payload, left, state.next()
@@ -95,7 +95,7 @@ class Quantizer(Compressor[P]):
     def _sections(self, state: CompressorState) -> Sections:
         return state.sections(self.seed) if draws(self.grid) else state.spec.sections
 
-    def _bring(self, scales: Tensor, x: Tensor, residual: Tensor | None, sections: Sections) -> None:
+    def _fill_scales(self, scales: Tensor, x: Tensor, residual: Tensor | None, sections: Sections) -> None:
         """Fills `scales`, (blocks,) float32, where the kernel does not compute them; by default does nothing."""
 
     @abstractmethod
@@ -151,7 +151,7 @@ class SharedScaleQuantizer(Quantizer[Summand]):
 
     @property
     def found(self) -> Grid:
-        """The settings by which `observe` finds scales: a block's scale is its largest magnitude on this rank."""
+        """The grid by which `observe` finds scales: blocks as in `grid`, each with its largest magnitude as scale."""
         return Grid(1, block=self.grid.block)
 
     @torch.no_grad()
@@ -280,7 +280,7 @@ class TernGrad(MessageQuantizer):
     def law(self, spec: FlatSpec) -> Law:
         return ternary(_length(spec, self.block), self.clip)
 
-    def _bring(self, scales: Tensor, x: Tensor, residual: Tensor | None, sections: Sections) -> None:
+    def _fill_scales(self, scales: Tensor, x: Tensor, residual: Tensor | None, sections: Sections) -> None:
         if self.clip is not None:
             find_clipped_scales(scales, x, residual, sections, self.block, self.clip)
 

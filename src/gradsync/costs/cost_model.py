@@ -135,7 +135,7 @@ class CostModel:
             (source, to, self.alpha_s if nodes[source] != nodes[to] else intra.latency_s)
             for source, to, _ in traffic.messages()
         ]
-        if traffic.passed_on:
+        if traffic.is_forwarded:
             return traffic.rounds * max(latency_s for _, _, latency_s in waits)
         return busiest(waits)
 

@@ -36,7 +36,8 @@ def forecast(
 ) -> list[Task]:
     """Returns the predicted tasks of a training step, each named `bucket:stage` and on one stream.
 
-    Streams: "kernel" (the issuing thread computes), "link" (transfers), and the devices of awaited work.
+    Streams: "kernel" (the issuing thread computes between transfers), "link" (transfers), and, for computations that a
+    bucket awaits like transfers (`Compute.awaited`), "compute" (backward's thread) and "offload" (another core).
 
     Args:
         order: the issuing thread's turns (bucket, stage): at each it starts that stage of the bucket.
@@ -49,7 +50,7 @@ def forecast(
     return _Player(steps, ready_s, cost, placement, lasting, backward_s).play(order)
 
 
-def turns_as_they_come(
+def greedy_turns(
     stages: Mapping[str, Sequence[str]],
     steps: Mapping[str, Sequence[Step]],
     ready_s: Mapping[str, float],
@@ -169,7 +170,7 @@ class _Player:
             self._for_thread[bucket] = stage, following
 
     def _work(self, bucket: str, stage: str, work: Compute, from_s: float) -> float:
-        """Simulates awaited work on its device, which gets it at `from_s`; returns when the work ends."""
+        """Simulates `work`, which the bucket awaits, on its device, which gets it at `from_s`; returns when it ends."""
         self._begin_prepared(work.device, from_s)
         began_s = max(from_s, self._devices_s.get(work.device, 0.0))
         ended_s = began_s + self._lasting(work.device, began_s, self._cost.seconds(work))
@@ -178,7 +179,7 @@ class _Player:
         return ended_s
 
     def _begin_prepared(self, device: str, until_s: float) -> None:
-        """Simulates the first step of prepared buckets, which begin with work on `device`, if ready by `until_s`."""
+        """Simulates the work on `device` with which a bucket's steps begin, for buckets that are ready by `until_s`."""
         waiting = self._prepared.get(device)
         while waiting and self._ready_s[waiting[0]] <= until_s:
             bucket = waiting.popleft()

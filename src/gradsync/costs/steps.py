@@ -35,7 +35,9 @@ class Compute:
 
 @dataclass(frozen=True)
 class Transfer:
-    """One collective, or several at once, of a stage. `part_bytes` has one entry per member:
+    """A collective, or several that run at once; `stage` names that part of a scheme's exchange, such as "push".
+
+    `part_bytes` has one entry per member:
 
     - `ALL_REDUCE`: the size of the whole buffer, the same for every member;
     - `ALL_GATHER`: the bytes that each member contributes; `BROADCAST`: entry 0 is the buffer;
@@ -43,8 +45,8 @@ class Transfer:
     - `MESSAGES`: the bytes that each member sends in all; `messages` says to whom.
 
     With `groups` there are as many collectives at once, each among the members of one group, as inside each node of a
-    cluster; members of no group take no part. `rounds`, `sent_bytes` and `busiest_bytes` are those of the default
-    transport; `carried_by` has them for any other.
+    cluster; members of no group take no part. `rounds` (messages one after another), `sent_bytes` and
+    `busiest_bytes` are for gloo's way to carry collectives (`DEFAULT_TRANSPORT`); `carried_by` has them for any other.
     """
 
     stage: str
@@ -94,16 +96,16 @@ class Transfer:
 
     @property
     def rounds(self) -> int:
-        """The number of messages one after another on a member's link, by the default transport."""
+        """The number of messages one after another on a member's link, if carried as by gloo."""
         return self.carried_by(DEFAULT_TRANSPORT).rounds
 
     @property
     def busiest_bytes(self) -> float:
-        """The most bytes that one member sends or receives, by the default transport."""
+        """The most bytes that one member sends or receives, if carried as by gloo."""
         return self.carried_by(DEFAULT_TRANSPORT).busiest_bytes
 
     def sent_bytes(self, member: int) -> float:
-        """Returns the bytes that the member sends, by the default transport."""
+        """Returns the bytes that the member sends, if the transfer is carried as by gloo."""
         return self.carried_by(DEFAULT_TRANSPORT).sent_bytes(member)
 
 
@@ -123,7 +125,7 @@ class Traffic:
         return max(self.transport.rounds(self.transfer.pattern, parts) for _, parts in self.transfer.collectives())
 
     @property
-    def passed_on(self) -> bool:
+    def is_forwarded(self) -> bool:
         """Whether members pass on what they receive, in rounds that wait for one another, as in a ring."""
         pattern = self.transfer.pattern
         if pattern is Pattern.MESSAGES:

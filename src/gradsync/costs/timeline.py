@@ -50,8 +50,8 @@ def schedule(activities: Sequence[Activity]) -> list[Task]:
     - An activity that `interrupts` begins as soon as it waits, unless another such one runs: then as soon as that ends.
       Any other activity that runs on the stream stops, and goes on, before anything else, once no interrupting activity
       waits there.
-    - Among other activities a free stream serves the one that waited longest, but none of a queue before the activities
-      of the queue that are earlier in the list have begun, even if the stream is idle meanwhile.
+    - Among other activities a free stream serves the one that waited longest. Activities of one stream with the same
+      `queue` (other than "") begin in the order of the list, even if the stream is idle meanwhile.
     - Among several interrupting activities, too, the one that waited longest is first. Between activities that waited
       equally long, the one that is earlier in the list.
     - At one moment activities first end, then begin one at a time: on all streams together interrupting ones first,

@@ -65,7 +65,7 @@ class BucketRun:
     flags_apart: bool = False  # the flags do not ride with the gradients but are summed after them
     next_state: State | None = None
     carried_residual: Tensor | None = None  # what another plan's schemes left to be sent: goes with the next gradients
-    took_over: bool = False  # some rank carries a residual: what follows from it must be the same on all
+    some_rank_carries: bool = False  # some rank carries a residual: what follows from it must be the same on all
     still_carries: bool = False  # so it will be when the step is kept
     next_carried_residual: Tensor | None = None
     total: Tensor | None = None  # of the result, where it might not be finite
@@ -129,7 +129,7 @@ class BucketRun:
     async def synchronize(self, *, check_finite: bool, marks: StepMarks, step: int) -> Any:
         """Runs the scheme; returns the mean over ranks. `check_finite`: look for NaN; `marks`: sent with gradients."""
         self.total = None
-        x = self.gradients.take(check_finite=check_finite and not self._shows, marks=marks)
+        x = self.gradients.take(check_finite=check_finite and not self._shows_non_finite, marks=marks)
         if self.carried_residual is not None:
             assert isinstance(self.gradients, FlatGradients)
             self.gradients.add(self.carried_residual)  # which is what `x` looks at
@@ -146,12 +146,12 @@ class BucketRun:
         self.gradients.accept(result)
         self.steps += 1
         self.unpredicted[self.scheme.unchanged_since(step)] += 1
-        if not self.next_state and not self.took_over:
+        if not self.next_state and not self.some_rank_carries:
             return
         unused = {name for name in self.bucket.names if not self.gradients.used(name)}
         if self.next_state:
             self.next_state = without(self.next_state, self.state, unused)
-        self.still_carries = bool(unused) and self.took_over
+        self.still_carries = bool(unused) and self.some_rank_carries
         if unused and self.carried_residual is not None:  # their result was given to nobody
             used = [segment.name not in unused for segment in self.bucket.segments]
             lengths = torch.tensor([segment.numel for segment in self.bucket.segments])
@@ -161,21 +161,24 @@ class BucketRun:
 
     @property
     def arrival(self) -> Arrival:
-        """The elements that the step stored by `accept` synchronised, and if others are frozen; all after `commit`."""
+        """The bucket's elements that got synchronised gradients in the step that `accept` stored; after `commit`: all.
+
+        It also says whether optimisers must leave the other elements unchanged.
+        """
         return Arrival(self.bucket, arrived(self.next_state or {}, self.bucket), self.scheme.traits.freezes)
 
-    def spoil(self) -> None:
+    def fill_nan(self) -> None:
         """Overwrites the result by NaN after a step in which some rank saw NaN or infinity.
 
         The state of such a step is dropped, so the result must not be used: NaN tells a GradScaler so, and a finite
         result of a lossy scheme would hide what the rank saw.
         """
         lossy = bool(self.state) and not self.scheme.traits.exact
-        if (lossy or self.took_over) and isinstance(self.gradients, FlatGradients):
-            self.gradients.spoil()
+        if (lossy or self.some_rank_carries) and isinstance(self.gradients, FlatGradients):
+            self.gradients.fill_nan()
 
     @property
-    def _shows(self) -> bool:
+    def _shows_non_finite(self) -> bool:
         """Whether NaN or infinity of any rank shows in the result: then inputs need no check. False if row-sparse."""
         exact = self.scheme.traits.exact and not self.state
         return self.bucket.layout is Layout.FLAT and (exact or self.scheme.traits.shows_infinity)
@@ -189,7 +192,7 @@ class BucketRun:
         """Replaces the scheme's state by the last step's next state if `keep`, else drops that next state."""
         if self.next_state is not None and keep:
             self.state, self.carried_residual = self.next_state, self.next_carried_residual
-            self.took_over = self.still_carries
+            self.some_rank_carries = self.still_carries
         self.next_state = self.next_carried_residual = None
 
     def rescale(self, factor: float) -> None:
@@ -199,7 +202,7 @@ class BucketRun:
 
     def reset_state(self) -> None:
         self.next_state = self.carried_residual = self.next_carried_residual = None
-        self.took_over = self.still_carries = False
+        self.some_rank_carries = self.still_carries = False
         self.state = self.scheme.init(self.bucket, self.group)
 
     def state_slices(self) -> Iterator[StateSlice]:
@@ -238,7 +241,7 @@ class BucketRun:
         )
 
     def _densities(self, profiles: Mapping[str, ParameterProfile]) -> tuple[DensityProfile, ...] | None:
-        """Returns the density of rows of each row-sparse gradient, or one of all elements if dense; None if unknown."""
+        """Returns a profile of rows per gradient if row-sparse, else a single one of all elements; None: unknown."""
         of_rows = self.bucket.layout is Layout.ROWS
         known = [profiles[n].density if of_rows else profiles[n].elements for n in self.bucket.names]
         found = [density for density in known if density is not None]
@@ -247,7 +250,7 @@ class BucketRun:
         return tuple(found) if of_rows else (joined(found),)
 
     def close_prediction(self, profiles: Mapping[str, ParameterProfile]) -> None:
-        """Moves steps from `unpredicted` to `predicted_bytes` by these profiles, before newer ones replace them."""
+        """Adds to `predicted_bytes` the bytes of steps that it lacks, by the profiles that are to be replaced now."""
         predicted = self._predicted_bytes(profiles)
         if predicted is not None:
             self.predicted_bytes = predicted
@@ -313,12 +316,12 @@ class BucketRuns:
     @property
     def have_state(self) -> bool:
         """Whether some bucket's scheme has state, which a step with NaN must leave unchanged; the same on all ranks."""
-        return any(run.state or run.took_over for run in self)
+        return any(run.state or run.some_rank_carries for run in self)
 
     @property
     def keep_values(self) -> bool:
         """Whether some state differs between ranks, as residuals do, so that a checkpoint needs every rank's."""
-        return any(keeps_values(run.state) or run.took_over for run in self)
+        return any(keeps_values(run.state) or run.some_rank_carries for run in self)
 
     def state_slices(self) -> Iterator[StateSlice]:
         """Yields copies of all buckets' scheme state, as slices of parameters."""
@@ -332,8 +335,8 @@ class BucketRuns:
     def restore(self, state: Sequence[StateSlice], gather: Callable[[bytes], list[bytes]]) -> None:
         """Replaces all state by the saved slices; `gather` sends bytes to all ranks and returns all ranks', by rank.
 
-        State of a whole tensor, such as the scores of chunks, must be the same on all ranks; where saved values differ
-        between ranks, the bucket's state of this kind begins anew.
+        State that is not kept for each element (PowerSGD's factors, or numbers by which a scheme chooses ranges to
+        send) must be the same on all ranks; where saved values differ, the bucket's state of this kind begins anew.
         """
         for run in self:
             run.reset_state()
@@ -366,7 +369,7 @@ class BucketRuns:
             run.take_over(saved)
 
     def agree_on_carried(self, gather: Callable[[Tensor], list[Tensor]]) -> None:
-        """Sets `took_over`, on all ranks, for buckets in which some rank has a former plan's residual. Collective.
+        """Sets `some_rank_carries` for buckets in which some rank has a residual of a former plan. Collective.
 
         `gather` sends a tensor, (buckets,) uint8, to all ranks and returns all ranks' tensors, by rank.
         """
@@ -374,7 +377,7 @@ class BucketRuns:
             mine = torch.tensor([run.carried_residual is not None for run in self], dtype=torch.uint8)
             carrying = torch.stack([part.cpu() for part in gather(mine)]).amax(dim=0).tolist()
             for run, carries in zip(self, carrying, strict=True):
-                run.took_over = bool(carries)
+                run.some_rank_carries = bool(carries)
 
     def require_place(self, state: Iterable[StateSlice], advice: str) -> None:
         """Checks that these buckets' schemes can keep all of the state, or send it with the next gradients.

@@ -45,9 +45,10 @@ LOADING = "loading of state"
 
 
 class Engine:
-    """Runs a plan: synchronises gradients (or parameters) over `group`, on a communication thread during backward.
+    """Synchronises gradients (or parameters) over `group` by a plan, on a communication thread during backward.
 
-    `plan` is a `Plan`, or a planner: a function of (profiles, world size) that returns one plan or several to try.
+    A plan has buckets, a scheme of exchange for each, and their order. `plan` is a `Plan`, or a planner: a function of
+    (every parameter's shape and gradient density, world size) that returns one plan or several to try.
     """
 
     def __init__(
@@ -252,11 +253,11 @@ class Engine:
             if run.bucket.id not in self._collected:
                 self._accept(run, running)
         self.arrivals = Arrivals(run.arrival for run in self.bucket_runs)
-        troubled = (run.gradients.troubled or run.broken for run in self.bucket_runs)
-        self._steps_good = not (self.bucket_runs.have_state and any(troubled))
+        non_finite = (run.gradients.has_non_finite or run.broken for run in self.bucket_runs)
+        self._steps_good = not (self.bucket_runs.have_state and any(non_finite))
         if not self._steps_good and self.plan.what is What.GRADIENT:  # nobody would skip parameters
             for run in self.bucket_runs:
-                run.spoil()
+                run.fill_nan()
         self._record(running, backward_ended_s)
         self._marks_checked = False
         if self.device.type == "cpu":
@@ -264,7 +265,7 @@ class Engine:
         if self._guard.is_under_way:
             self._compare()
         if self._apart:
-            self._controller.step_passed()
+            self._controller.leave_out_step()
         else:
             self._plan_on()
         self.step += 1
@@ -660,7 +661,7 @@ class Engine:
             )
 
     def _rescale(self, scale: float) -> None:
-        """Scales residuals from the loss scale of their step to the present one."""
+        """Multiplies residuals by `scale`, the present loss scale, over the loss scale that they were computed with."""
         if self._scale is not None and scale != self._scale:
             for run in self.bucket_runs:
                 run.rescale(scale / self._scale)

@@ -57,7 +57,10 @@ class ProposingPlanner(Protocol):
     settings: str  # what may be proposed: the plan of a checkpoint is gone on with under the same
 
     def follow(self, engine: Any) -> Follows:
-        """Measures the job now, later or not at all, and returns which; then all ranks call `engine.propose(plans)`."""
+        """Begins to measure the engine's job, returning `NOW`; or returns `LATER` (ask again) or `NO` (plan stays).
+
+        When a measurement ends, the planner calls `engine.propose(plans)` on all ranks.
+        """
 
     def resume(self, engine: Any, profile: Profile) -> None:
         """Accepts that the engine runs a checkpoint's plan, made from this profile: nothing is measured for now."""
@@ -210,7 +213,7 @@ class PlanController:
         if usual_step_s is not None and not (isinstance(usual_step_s, float) and usual_step_s > 0):
             raise ValueError(f"the state's usual_step_s must be a number of seconds above 0, got {usual_step_s!r}")
         profile = Profile.from_json(saved["profile"])
-        if why := self._why_anew(profile, saved["settings"]):
+        if why := self._why_not_resumable(profile, saved["settings"]):
             logger.info("the saved plan is not gone on with: %s", why)
             return None
         plan = Plan.from_json(state["plan"])
@@ -251,12 +254,12 @@ class PlanController:
         medians_s = self._gather("times of steps", torch.tensor([self._drift.median_s], dtype=torch.float64))
         return self._drift.judge(max(float(part) for part in medians_s))
 
-    def step_passed(self) -> None:
+    def leave_out_step(self) -> None:
         """Restarts the timing of the plan on trial, as a step listener delayed the last step's exchange."""
         if self._trial is not None:
             self._trial.interrupt()
 
-    def _why_anew(self, profile: Profile, settings: str) -> str:
+    def _why_not_resumable(self, profile: Profile, settings: str) -> str:
         """Returns why a plan made from this profile does not fit this job; "" if it fits."""
         assert self._proposer is not None
         if settings != self._proposer.settings:

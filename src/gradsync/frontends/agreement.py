@@ -25,7 +25,7 @@ from ..comm import Group, LocalGroup, gather_bytes, torch_group
 from ..engine.engine import Engine
 from ..engine.guard import Verification
 from ..engine.plan_control import Planner
-from ..optim.momentum import OneMomentum
+from ..optim.momentum import MomentumCheck
 from ..plans.plan import Plan
 from ..tensors.bucket import TensorSpec, describe_specs, matches, trainable_parameters
 from .buffers import describe_buffers, why_not_broadcast
@@ -83,7 +83,7 @@ def agreed_engine(
             )
         )
         if optimizer is not None:
-            OneMomentum(parameters).check(engines[0].plan, optimizer)
+            MomentumCheck(parameters).check(engines[0].plan, optimizer)
         return engines[0]
 
     try:

@@ -37,7 +37,7 @@ from .switching import (
     Attached,
     Frontend,
     FrontendSwitch,
-    ParametersBeside,
+    ParametersOnTrial,
     averaging_frontend,
     level,
     survive,
@@ -392,7 +392,7 @@ def attach(
     hooks.uneven = uneven
     switch = FrontendSwitch(Frontend(engine, hooks.no_sync, hooks.remove, joinable=lambda: uneven))
     if averaging is not None and optimizer is not None:
-        other = ParametersBeside(switch, hooks, averaging, attached)
+        other = ParametersOnTrial(switch, hooks, averaging, attached)
         switch.choice = GradientsOrParameters(engine, model, optimizer, other)
     return Attachment(switch, model)
 
@@ -400,7 +400,7 @@ def attach(
 def _behind_reducer(
     model: DistributedDataParallel, attached: Attached, plan: Plan | Planner, grad_scaler: torch.amp.GradScaler | None
 ) -> FrontendSwitch:
-    """Registers gradsync as the communication hook of torch's DDP; returns the hook's engine, as a `FrontendSwitch`."""
+    """Registers gradsync as DDP's communication hook; returns an object that holds the hook's engine and closes it."""
     state = DDPState(
         model,
         plan=plan,
@@ -418,7 +418,10 @@ def _behind_reducer(
 def _averaging_switch(
     attached: Attached, plan: Plan | AveragingPlanner, grad_scaler: torch.amp.GradScaler | None
 ) -> FrontendSwitch:
-    """Installs hooks that average parameters; returns the switch for new ones after a loss of ranks. Collective."""
+    """Installs hooks that average parameters, and returns the object that holds them. Collective.
+
+    If `plan` is a planner with `survives`, that object replaces the hooks when ranks are lost.
+    """
     switch = FrontendSwitch(averaging_frontend(attached, plan, grad_scaler))
     if isinstance(plan, AveragingPlanner):
         try:

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from ..engine.engine import Engine
 from ..engine.step_listener import active
 from ..optim.freezing import Freezing
-from ..optim.momentum import OneMomentum
+from ..optim.momentum import MomentumCheck
 from ..plans.plan import Plan
 from ..tensors.bucket import Layout, matches
 from ..tensors.gradient_views import GradientViews
@@ -93,7 +93,7 @@ class AutogradHooks:
         # The value of `_synchronizations` at each optimiser's last step.
         self._used: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._rounds = OptimizerRounds()  # since attach; ranks whose numbers differ must not average
-        self._momentum = OneMomentum(self._parameters)
+        self._momentum = MomentumCheck(self._parameters)
         self._freezing = Freezing(self._parameters, lambda: engine.arrivals)
         self._versions: dict[str, int] | None = None  # versions of gradients that must not change before the step
         self._task = -1  # autograd's id of the backward under way
@@ -215,7 +215,7 @@ class AutogradHooks:
     def rounds(self, number: int) -> None:
         self._rounds.number = number
 
-    def state_to_level(self) -> list[Tensor]:
+    def shared_tensors(self) -> list[Tensor]:
         """Returns the parameters and buffers that must be the same on all ranks when uneven inputs end."""
         model = self._model()
         named = () if model is None else model.named_parameters()
@@ -237,7 +237,7 @@ class AutogradHooks:
             parameter.grad = gradients[name]
 
     @torch.no_grad()
-    def shadow_step(self) -> None:
+    def zero_step(self) -> None:
         """Contributes zero gradients to the other ranks' step; the parameters get the synchronised gradients."""
         self._engine.stepped_alone = True  # the other ranks step their parameters, this one does not
         for parameter in self._parameters.values():
@@ -308,7 +308,10 @@ class AutogradHooks:
         return self._additions_left[name] == 0
 
     def _end_additions(self, additions: Counter[str]) -> None:
-        """Loads into buckets gradients added to less often than in the first backward, whose counts it then records."""
+        """Loads into their buckets gradients that this backward added to less often than the first backward did.
+
+        After the first backward itself: loads all that it added to, and records how often it added to each.
+        """
         given = {name: additions[name] - left for name, left in self._additions_left.items() if left < additions[name]}
         for name in given.keys() & set(self._engine.missing()):
             self._take(name)
@@ -381,7 +384,10 @@ class AutogradHooks:
             self._engine.stepped()
 
     def _require_untouched(self, versions: Mapping[str, int]) -> None:
-        """Raises if `.grad` changed since `versions` were recorded after backward: not all ranks had that backward."""
+        """Raises if a `.grad` was changed between the end of backward, when `versions` were recorded, and the step.
+
+        Called if some rank had no backward: it gets gradients only within `step()`, too late for the same change.
+        """
         changed = [n for n, p in self._parameters.items() if p.grad is not None and p.grad._version != versions.get(n)]
         if changed:
             why = (
@@ -440,7 +446,7 @@ class AutogradHooks:
                 self._groups_of[name].append(group)
 
     def _load_leftover(self, name: str) -> None:
-        """Loads into the engine a `.grad` that this backward did not add to; it counts as used if local ones did."""
+        """Loads a `.grad` untouched by this backward into its bucket, as used if backwards in `no_sync` added to it."""
         gradient = self._parameters[name].grad
         used = gradient is not None and name in self._accumulated
         if not used:
@@ -474,7 +480,7 @@ class AutogradHooks:
         if not len(self._arrived) == len(self._views) == len(self._parameters) or not self._views.hold_all():
             for name, parameter in self._parameters.items():
                 view = self._views.get(name)
-                if view is None or name not in self._arrived or not view.is_lived_in():
+                if view is None or name not in self._arrived or not view.holds_gradient():
                     self._deliver(name, parameter)
         self._views.end()
         if self.factor != 1:

@@ -64,10 +64,11 @@ SECOND_BACKWARD = (
 def check_saved(
     engine: Engine, state: object, references: Mapping[str, TensorSpec] | None, *, strict: bool
 ) -> Mapping[str, Any]:
-    """Checks what one rank's saved state says of averaged parameters, and returns the state. Collective.
+    """Checks one rank's saved state: its reference tensors, and whether ranks' models differed. Returns it. Collective.
 
     Args:
-        references: specs of the tensors from which parameters' differences are sent; None: gradients are averaged.
+        references: shapes and dtypes of the reference tensors, which are subtracted from parameters before these are
+            sent; None: gradients are averaged.
 
     Raises:
         TypeError, ValueError, RuntimeError: on all ranks, if it is no state; or with `strict`, if the saved models
@@ -111,7 +112,7 @@ def _check_saved(size: int, state: object, references: Mapping[str, TensorSpec] 
             raise ValueError(f"the state's reference of {name!r} holds values that are not finite")
 
 
-def companions(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
+def tensors_beside_parameters(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
     """Returns, by name, a tensor with the shape and dtype of each buffer and optimiser state that the plan averages.
 
     It is the floating-point buffer itself, or the parameter that has the optimiser state. The order matters for a
@@ -240,20 +241,21 @@ class Averaging:
         self.are_apart = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns reference tensors, as in `specs`, and the number of ranks if their models differ, else 0."""
+        """Returns "references" (subtracted from what is sent) and "apart": number of ranks if models differ, else 0."""
         self.land()
         references = {name: reference.clone() for name, reference in self._references.items()}
         return {"references": references, APART: self._engine.group.size if self.are_apart else 0}
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
-        """Shapes and dtypes of the reference tensors, by name; parameters are sent as differences from them."""
+        """Shapes and dtypes, by name, of the reference tensors: copies that are subtracted from what is sent."""
         return {name: TensorSpec.of(reference) for name, reference in self._references.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads what `state_dict` returned; load the model first. Collective.
 
-        Reference tensors (see `specs`) without an entry are copied from the model. All ranks then get rank 0's.
+        Reference tensors, which are subtracted from parameters before these are sent, are copied from the model where
+        `state` lacks them. All ranks then get rank 0's reference tensors.
         """
         self.land()
         references = state.get("references", {})

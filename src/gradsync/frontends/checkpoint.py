@@ -89,7 +89,10 @@ class Checkpoint:
         self._load(lambda: self._own_state(state), strict=strict, what=LOADING_PARTS)
 
     def _own_state(self, saved: object) -> Mapping[str, Any]:
-        """Returns the state of one saved rank, or several added up (residuals); all ranks raise if one is missing."""
+        """Returns this rank's saved state, or a sum of some ranks' (perhaps none) if another number of ranks saved.
+
+        All ranks raise if the state of some saved rank is missing.
+        """
         engine = self._engine()
         rank, size = engine.group.rank, engine.group.size
         parts: dict[int, dict[str, Any]] = {}

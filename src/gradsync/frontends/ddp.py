@@ -26,7 +26,7 @@ from ..engine.engine import Engine
 from ..engine.guard import VERIFY_EVERY, Verification
 from ..engine.plan_control import Planner
 from ..optim.freezing import Freezing
-from ..optim.momentum import OneMomentum
+from ..optim.momentum import MomentumCheck
 from ..plans.plan import Plan
 from ..tuning.default import default_planner, planner_of
 from .agreement import DEFAULT_TIMEOUT_S, agreed_engine, exclusions, forget, unwrapped
@@ -174,7 +174,7 @@ class _Exchange:
         self._factor = 1.0  # scales the mean over all ranks, where only some still have inputs
         self._modules = weakref.WeakSet(model.modules())
         self._additions = Additions(inner, exclude)
-        self._momentum = OneMomentum(parameters)
+        self._momentum = MomentumCheck(parameters)
         engine = self.engine
         self._freezing = Freezing(parameters, lambda: engine.arrivals)
         self._handles = [

@@ -67,11 +67,11 @@ class Regrouping:
             averaging.watch = self._watch
 
     def remove(self) -> None:
-        """Stops timing rounds."""
+        """Stops timing rounds of averaging (exchanges of parameters), by removing a hook from the optimiser."""
         self._handle.remove()
 
     def consider(self) -> None:
-        """Forms new groups of ranks that average if clearly faster or more exact; models must be equal. Collective."""
+        """Changes which ranks average together, for speed or closer models. Collective, while all models are equal."""
         engine, placement = self._engine, self._engine.group.placement
         figures = [self._rounds.young_s or 0.0, self._rounds.now_s or 0.0, self._removed, self._removed_rounds]
         mine = torch.tensor(figures, dtype=torch.float64, device=engine.device)
@@ -90,10 +90,13 @@ class Regrouping:
             engine.replan(Plan.from_json(text))
             self._begin()
         elif changed:
-            self._rounds.plan_stays()
+            self._rounds.keep_plan()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns, to be saved: planner settings, ranks' node numbers, and seconds of a round when the plan was new."""
+        """Returns the planner's settings, ranks' node numbers and `young_s`; the engine saves the plan itself.
+
+        `young_s`: seconds that a round of averaging took when the plan was new.
+        """
         return {**self._same_job, "young_s": self._rounds.young_s}
 
     def saved(self, state: Mapping[str, Any]) -> SavedGroups | None:
@@ -128,7 +131,7 @@ class Regrouping:
         return {"settings": repr(self._planner), "nodes": list(self._engine.group.placement.nodes)}
 
     def _begin(self, young_s: float | None = None) -> None:
-        """Begins to time rounds of averaging by the engine's plan; `young_s`: seconds of one when the plan was new."""
+        """Begins to time rounds of averaging; `young_s`: seconds of a round when groups were new; None: not known."""
         self._schedule = schedule_of(self._engine.plan)
         self._cycle = self._planner.cycle(self._schedule)
         self._rounds = Rounds(self._cycle, young_s)
@@ -136,14 +139,14 @@ class Regrouping:
         self._count_removed_anew()
 
     def _count_removed_anew(self) -> None:
-        """Zeroes the sum of `_count_removed`, which begins again after one cycle (rounds until groups repeat)."""
+        """Zeroes the sum of distances averaging cut; counting skips the next cycle (rounds until groups repeat)."""
         self._removed_from = self._engine.step + self._cycle
         self._removed, self._removed_rounds = 0.0, 0  # sums over whole cycles
         self._under_way: list[float] = []  # rounds of the unfinished cycle
         self._squares = torch.zeros(2, dtype=torch.float64, device=self._engine.device)
 
     def _communication_s(self) -> float:
-        """Returns the seconds of communication of all buckets since the plan changed."""
+        """Returns all buckets' seconds of communication since the engine got its present plan (buckets and groups)."""
         return sum(run.communication_s for run in self._engine.bucket_runs)
 
     def _watch(self, own: Tensor, average: Tensor) -> None:
@@ -177,7 +180,8 @@ class Regrouping:
     def _better_plan(self, group: Group, removed: float | None) -> str:
         """Returns rank 0's plan with clearly faster or more accurate groups of ranks, as JSON, or "" if there is none.
 
-        `removed`: the mean `share_removed` of rounds. Only rank 0 decides, as other processors may round differently.
+        `removed`: how much a round of averaging cut a rank's squared distance to all ranks' mean, averaged over rounds
+        and ranks (`share_removed`); None: not known. Only rank 0 decides, as other processors may round differently.
         """
         model, optimizer = self._model(), self._optimizer()
         found: Plan | None = None

@@ -30,7 +30,7 @@ from ..tensors.bucket import matches
 from ..tuning.rates import measured_cluster
 from .agreement import agreed_engine, buffers_of, forget, gather_texts, group_of
 from .autograd import AutogradHooks
-from .averaging import SCALED, Averaging, companions
+from .averaging import SCALED, Averaging, tensors_beside_parameters
 from .choosing import GradientsOrParameters
 from .regrouping import Regrouping
 from .torch_hooks import Hook
@@ -80,13 +80,13 @@ class FrontendSwitch:
 
     Attributes:
         present: the frontend in force.
-        resting: the frontend that pauses while another one is tried, if there is one.
+        paused: the frontend that pauses while another one is tried, if there is one.
         choice: the trial of averaged gradients against averaged parameters, if there is one.
         surviving: builds a new frontend when ranks are lost; only if `AveragingPlanner.survives` is set.
     """
 
     present: Frontend
-    resting: Frontend | None = None
+    paused: Frontend | None = None
     choice: GradientsOrParameters | None = None
     surviving: Surviving | None = None
 
@@ -102,7 +102,7 @@ class FrontendSwitch:
             self.choice.remove()
         if self.surviving is not None:
             self.surviving.close()
-        for frontend in (self.present, self.resting):
+        for frontend in (self.present, self.paused):
             if frontend is not None:
                 frontend.close()
 
@@ -146,7 +146,7 @@ class Attached:
         return Attached(self.model, self.optimizer, process_group, self.timeout_s, self.exclude, self.verification)
 
 
-class ParametersBeside:
+class ParametersOnTrial:
     """Replaces averaging of a model's gradients by averaging of its parameters, on trial; see `choosing.Parameters`."""
 
     def __init__(
@@ -185,7 +185,7 @@ class ParametersBeside:
             self._attached, plan, regroups=None if cluster is None else (self._planner, cluster)
         )
         self._hooks.rest()
-        self._switch.present, self._switch.resting = frontend, present
+        self._switch.present, self._switch.paused = frontend, present
 
     def wait(self) -> None:
         averaging = self._switch.present.averaging
@@ -193,17 +193,17 @@ class ParametersBeside:
         averaging.land()
 
     def end(self) -> None:
-        averaging, resting = self._switch.present.averaging, self._switch.resting
-        assert averaging is not None and resting is not None
+        averaging, paused = self._switch.present.averaging, self._switch.paused
+        assert averaging is not None and paused is not None
         averaging.consensus()
         self._switch.present.close()
-        self._switch.present, self._switch.resting = resting, None
+        self._switch.present, self._switch.paused = paused, None
         self._hooks.go_on()
 
     def keep(self) -> None:
-        assert self._switch.resting is not None
-        self._switch.resting.close()
-        self._switch.resting = None
+        assert self._switch.paused is not None
+        self._switch.paused.close()
+        self._switch.paused = None
         survive(self._switch, self._planner, self._attached)
 
 
@@ -215,7 +215,7 @@ class Surviving:
     """
 
     def __init__(self, switch: FrontendSwitch, planner: AveragingPlanner, attached: Attached) -> None:
-        self._switch, self._planner, self._attached = switch, planner.of_others(), attached
+        self._switch, self._planner, self._attached = switch, planner.for_other_ranks(), attached
         timeout_s = attached.timeout_s
         mine = secrets.token_hex(8).encode()
         name: list[bytes] = switch.present.engine.call(
@@ -345,7 +345,7 @@ def averaging_frontend(
         made = plan
     if made is not None and made.what is What.EARLY_PARAMETER and optimizer is not None:
         refusal = refusal or why_not_in_parts(optimizer)
-    also = None if made is None else companions(model, made)
+    also = None if made is None else tensors_beside_parameters(model, made)
     engine, parameters = agreed_engine(
         model,
         default_plan if made is None else made,  # never used: without a plan, `refusal` raises first
@@ -369,7 +369,10 @@ def averaging_frontend(
 def _frontend_of(
     engine: Engine, attached: Attached, regroups: tuple[AveragingPlanner, Cluster] | None, *, apart: bool
 ) -> Frontend:
-    """Returns `averaging_frontend`'s result, made with this engine; `regroups` lets it change the ranks' groups."""
+    """Returns an object that averages the model's parameters by `engine`; `regroups` lets it change the ranks' groups.
+
+    With `apart` the ranks' models differ, and become their mean; else they become rank 0's.
+    """
     model, optimizer, exclude = attached.model, attached.optimizer, attached.exclude
     assert optimizer is not None
     if not apart:
@@ -395,9 +398,9 @@ def _frontend_of(
 
 
 def _planned(planner: AveragingPlanner, attached: Attached, refusal: str) -> tuple[Plan | None, Cluster | None, str]:
-    """Returns (plan that averages parameters, links between nodes, ""), or (None, None, why this rank cannot).
+    """Returns (plan that averages parameters, links between nodes, ""), or (None, None, why this rank cannot, or "").
 
-    `refusal`: why this rank cannot average parameters, or ""; there is no plan, nor a measurement, if any rank has one.
+    `refusal`: why this rank cannot average parameters, or "". If any rank refuses, none plans or measures links.
     """
     timeout_s, optimizer = attached.timeout_s, attached.optimizer
     group = group_of(attached.process_group, timeout_s)

@@ -30,7 +30,7 @@ EVERY_BACKWARD = (
 
 
 # Hooks that `Join` may call; several where models join together.
-_open: weakref.WeakSet[_Shadow] = weakref.WeakSet()
+_open: weakref.WeakSet[_ZeroStepHook] = weakref.WeakSet()
 
 
 class Shadowed(Protocol):
@@ -52,10 +52,10 @@ class Shadowed(Protocol):
     def put_gradients(self, own: Any) -> None:
         """Restores this rank's own gradients, `own`, which `take_gradients` removed from the parameters."""
 
-    def shadow_step(self) -> None:
+    def zero_step(self) -> None:
         """Contributes zero gradients to the other ranks' step; the parameters get the synchronised gradients."""
 
-    def state_to_level(self) -> list[Tensor]:
+    def shared_tensors(self) -> list[Tensor]:
         """Returns the parameters and buffers that must be the same on all ranks when uneven inputs end."""
 
 
@@ -69,7 +69,7 @@ class UnevenInputs(Joinable):
         self._model = weakref.ref(model)
         self.frontend, self._engine, self._process_group = frontend, engine, process_group
         self._joinable: weakref.ref[Joinable] = weakref.ref(self)
-        self._context: weakref.ref[_Shadow] | None = None  # the hook of the present `join`, or of one that failed
+        self._context: weakref.ref[_ZeroStepHook] | None = None  # the hook of the present `join`, or of one that failed
         self._divide_by_all = True
         self._expects_backward = False  # a forward of the present `join` announced a synchronised backward
 
@@ -80,7 +80,7 @@ class UnevenInputs(Joinable):
         """Returns the hook by which `joinable` takes part in `Join` for the model; `settings`: arguments of `join`."""
         self._joinable = weakref.ref(joinable)
         self._divide_by_all = settings.get("divide_by_initial_world_size", True)
-        shadow = _Shadow(self)
+        shadow = _ZeroStepHook(self)
         self._context, self._expects_backward = weakref.ref(shadow), False
         return shadow
 
@@ -123,7 +123,7 @@ class UnevenInputs(Joinable):
         return True
 
     def _last_with_inputs(self, told: list[int]) -> int:
-        """Returns the last rank that still has inputs, and sets the factor that scales the coming step's gradients."""
+        """Returns the highest rank with inputs (`told[rank]` not 0); sets the factor of the coming step's gradients."""
         have_inputs = [rank for rank, theirs in enumerate(told) if theirs]
         self.frontend.factor = 1.0 if self._divide_by_all else len(told) / len(have_inputs)
         return have_inputs[-1]
@@ -142,14 +142,14 @@ class UnevenInputs(Joinable):
         source = self._last_with_inputs(told)
         if any(theirs & BROADCASTS for theirs in told):
             self.frontend.broadcast_buffers(source)
-        return self.frontend.shadow_step if any(theirs & SYNCHRONIZES for theirs in told) else None
+        return self.frontend.zero_step if any(theirs & SYNCHRONIZES for theirs in told) else None
 
     def level(self, *, is_last: bool) -> None:
         """Ends a `join`: overwrites all ranks' models with that of a rank that had inputs to the end."""
         self._context, self.frontend.factor = None, 1.0
         source = max(rank for rank, was_last in enumerate(self.tell(int(is_last))) if was_last)
         rounds = torch.tensor([self.frontend.rounds], device=self._engine.device)
-        self.spread([rounds, *self.frontend.state_to_level()], source)
+        self.spread([rounds, *self.frontend.shared_tensors()], source)
         self.frontend.rounds = int(rounds)
 
     def spread(self, tensors: list[Tensor], source: int) -> None:
@@ -158,7 +158,7 @@ class UnevenInputs(Joinable):
         self._engine.call("the model of a rank", lambda group: broadcast_from(group, tensors, timeout_s, source))
 
 
-class _Shadow(JoinHook):
+class _ZeroStepHook(JoinHook):
     """The hook that `Join` calls on a rank without further inputs."""
 
     def __init__(self, inputs: UnevenInputs) -> None:

@@ -399,7 +399,7 @@ def section_blocks(sections: Sections, block: int) -> int:
 
 
 def sign_scales_shape(sections: Sections, *, block: int, scale: SignScale) -> tuple[int, ...]:
-    """Returns the shape of the scales that `pack_signs` writes: (blocks,), for "two" (blocks, 2), for "one" (0,).
+    """Returns the shape of `pack_signs`' scales: (blocks,), for "two" (blocks, 2), for "one" (0,): no scale is stored.
 
     Raises:
         ValueError: for an unknown `scale`, or a negative block.

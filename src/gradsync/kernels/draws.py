@@ -29,7 +29,10 @@ def draw(place: int, seed: int) -> int:
 
 
 class RunDraw(NamedTuple):
-    """Parameters of `random_k` for a section: a random permutation of [0, a b) maps 0, 1, ... to the drawn runs."""
+    """Parameters by which `random_k` draws runs (adjacent elements) of a section.
+
+    A random permutation of [0, a * b), of at least `runs` numbers, maps 0, 1, ... to the numbers of the drawn runs.
+    """
 
     offset: int  # the place of the section in the flat tensor
     length: int  # elements of the section
@@ -94,6 +97,8 @@ def rotations(sections: Sections, chunk: int) -> Iterator[Rotation]:
 def rotation_sizes(lengths: Sequence[int], chunk: int) -> list[int]:
     """Returns the number of elements of each chunk that `hadamard` rotates, for tensors of these lengths.
 
+    A tensor is cut into chunks of `chunk` elements, and its remainder into powers of two, as 12 into 8 and 4.
+
     Raises:
         ValueError: if `chunk` is not a power of two in [1, MAX_ROTATED].
     """
@@ -113,16 +118,16 @@ def check_rotation(sections: Sections, chunk: int) -> None:
 
 
 def most_lanes(columns: int) -> int:
-    """Returns the most neighbours that may share a draw in a count sketch with `columns` counters in a row.
+    """Returns the most neighbouring elements that a count sketch with `columns` counters in a row may hash together.
 
-    This is the largest power of two up to 32 and the square root of `columns`, so that a row has at least as many
-    windows of counters as a window has counters; see `count_sketch`.
+    They go to one window, as many adjacent counters. This is the largest power of two up to 32 and the square root of
+    `columns`, so that a row has at least as many windows as a window has counters.
     """
     return min(MOST_LANES, 1 << max(math.isqrt(columns).bit_length() - 1, 0))
 
 
 def sketch_lanes(columns: int) -> int:
-    """Returns how many neighbouring elements share a draw in a count sketch with `columns` counters in a row.
+    """Returns how many neighbouring elements a count sketch with `columns` counters in a row hashes together.
 
     This is the largest power of two up to `most_lanes` that divides `columns`.
     """
@@ -135,7 +140,7 @@ def sketch_keys(seed: int, row: int) -> tuple[int, int]:
 
 
 def check_sketch(sections: Sections, columns: Sequence[int], rows: int) -> None:
-    """Raises ValueError if a count sketch has no rows, or a section of it no seed, or elements and no counters.
+    """Raises ValueError if a count sketch has no rows, a section no seed, or a section with elements no counters.
 
     A row must have fewer than 2^31 counters for a section, as many as a draw of 32 bits can tell apart.
     """

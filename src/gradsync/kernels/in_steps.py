@@ -98,7 +98,10 @@ class Steps(NamedTuple):
         return ElementUnion(parts, size, self)
 
     def join_elements(self, parts: Sequence[PackedPositions], values: Sequence[Tensor], seed: int, out: Tensor) -> None:
-        """Writes all owners' (summing ranks') elements to `out`, (size,), by the map drawn from `seed`; 0 elsewhere."""
+        """Writes all owners' (summing ranks') elements to `out`, (size,), at their indices, and 0 elsewhere.
+
+        A map drawn from `seed` gives the index of a position in an owner's part.
+        """
         check_owners(len(parts))
         check_rotated_size(out.numel(), len(parts))
         check_each("values", values, len(parts))

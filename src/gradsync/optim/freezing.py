@@ -39,7 +39,8 @@ class Freezing:
     def before(self, optimizer: Optimizer, *, has_closure: bool = False, is_watched: bool = False) -> None:
         """Prepares a step that shall change only elements with exchanged gradients.
 
-        Optimisers of `OF_ELEMENTS` get smaller substitute parameters of these; else, or if watched, others are copied.
+        Optimisers of `OF_ELEMENTS` get smaller substitute parameters with only these elements. For other optimisers,
+        or if watched, the elements that must not change are copied, and `after` restores them.
 
         Args:
             has_closure: the step was called with a closure.
@@ -63,7 +64,7 @@ class Freezing:
         partial = [(p, sections) for p, sections in found if sections is not None and _between(sections, p.numel())]
         if partial:
             any_shape = type(optimizer) in OF_ELEMENTS and not is_watched
-            self._under_way[id(optimizer)] = (_OfWhatArrived if any_shape else _TakenBack)(optimizer, partial)
+            self._under_way[id(optimizer)] = (_SubstituteStep if any_shape else _RestoringStep)(optimizer, partial)
 
     @torch.no_grad()
     def after(self, optimizer: Optimizer) -> None:
@@ -87,7 +88,7 @@ class _Step(ABC):
         """Restores the optimiser's parameters after a step that raised an exception."""
 
 
-class _OfWhatArrived(_Step):
+class _SubstituteStep(_Step):
     """A step on smaller substitutes of parameters, with only the elements whose gradients were exchanged."""
 
     def __init__(self, optimizer: Optimizer, partial: Iterable[tuple[Tensor, Sections]]) -> None:
@@ -140,7 +141,7 @@ class _ArrivedPart:
             put(values, self._sections, state[name])
 
 
-class _TakenBack(_Step):
+class _RestoringStep(_Step):
     """A step on whole parameters, after which elements whose gradients were not exchanged are restored from a copy."""
 
     def __init__(self, optimizer: Optimizer, partial: Iterable[tuple[Tensor, Sections]]) -> None:

@@ -66,7 +66,7 @@ def take_momentum(optimizer: Optimizer, parameters: Iterable[Tensor]) -> float:
     return float(momenta[0])
 
 
-class OneMomentum:
+class MomentumCheck:
     """Checks that no parameter gets momentum twice: from its gradient's compressor and from the optimiser.
 
     Call `check` before every step: plans change, and schedulers cycle momentum. Without a compressor that has momentum

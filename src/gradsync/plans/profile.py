@@ -219,7 +219,7 @@ class Span(StrEnum):
 
 
 class SpanEstimate(Data):
-    """The measured costs of collectives in the groups of a `Span`, for each rank while all these groups are busy."""
+    """The costs of collectives among all ranks, inside nodes or across nodes, measured in all such groups at once."""
 
     span: Span
     size: int = Field(ge=2)  # members of one group

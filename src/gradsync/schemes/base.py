@@ -99,7 +99,8 @@ class Scheme(Nameable, ABC, Generic[X]):
 
         Args:
             x: a flat tensor, (numel + flags,), or a tuple of `SparseRows`, one for each table. The flags, behind the
-                gradients, are a few numbers to be summed too: for each segment whether a parameter was used, and marks.
+                gradients, are a few numbers to be summed too: from the sums the engine reads which parameters any rank
+                used, and whether all ranks are in the same training step.
             state: what `init` or the last training step returned.
             group: the ranks that synchronise the bucket.
             scale: 1 / ranks for the mean.
@@ -119,7 +120,8 @@ class Scheme(Nameable, ABC, Generic[X]):
         """Returns the computations and transfers of `synchronize`, in order, with their bytes; cost models read them.
 
         Args:
-            specs: shape and dtype of each table, or of one flat bucket, (numel + flags,): flags say what was used.
+            specs: shape and dtype of each table, or of one flat bucket, (numel + flags,). Flags are numbers behind the
+                gradients that say, among other things, which parameters this rank used.
             profiles: the density of each of `specs`; none for a flat bucket of which no density is known.
             placement: the ranks on their nodes.
             step: the number of the training step, on which few schemes depend.

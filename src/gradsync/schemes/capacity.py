@@ -21,7 +21,7 @@ from ..costs.steps import Pattern, Transfer
 from ..tensors.bucket import TensorSpec
 from ..tensors.density import DensityProfile
 from .formats import RowFormat, head_nbytes
-from .tables import RowGroup, Survey, groups_of, origins
+from .tables import OwnRows, RowGroup, groups_of, origins
 
 ROOM_MARGIN, ROOM_MARGIN_ROWS = 1.5, 16  # room for more rows than measured, as batches differ; costs memory, no traffic
 
@@ -80,7 +80,10 @@ class RowCapacity(Nameable):
         return groups_of(members.values(), specs)
 
     def fits(self, header: Sequence[int]) -> bool:
-        """Whether a rank's counts of rows, `header`, are within `capacity`, and rows equal if `same_rows` says so."""
+        """Whether one rank's rows are as planned: no table has more than `capacity`, `same_rows` tables have the same.
+
+        `header`: per table the rank's number of rows, `ABSENT`, or `SAME_AS` - t for the rows of table t.
+        """
         origin = origins(header)
         rows = [max(header[first], 0) for first in origin]
         return all(
@@ -138,8 +141,11 @@ def with_margin(rows: float, num_rows: int) -> int:
     return min(math.ceil(ROOM_MARGIN * rows) + ROOM_MARGIN_ROWS, num_rows)
 
 
-def write_header(message: Tensor, survey: Survey) -> None:
-    """Copies this rank's number of rows in each table to `message`, (bytes,) uint8, after space for the length."""
+def write_header(message: Tensor, survey: OwnRows) -> None:
+    """Copies this rank's number of rows in each table to `message`, (bytes,) uint8, behind its first 8 bytes.
+
+    In these the process group writes the message's length.
+    """
     message[LENGTH_BYTES : head_nbytes(len(survey.header))].copy_(survey.header.view(torch.uint8))
 
 

@@ -19,7 +19,7 @@ from ..tensors.sparse import SparseRows
 from .base import Scheme, State, Traits
 from .capacity import RowCapacity, opened, write_header
 from .formats import RowFormat, head_nbytes
-from .tables import Agreement, Survey, Tables, common_groups, expected_groups, specs_of
+from .tables import AgreedRows, OwnRows, Tables, common_groups, expected_groups, specs_of
 
 
 @register
@@ -42,16 +42,16 @@ class AGSparse(RowCapacity, Scheme[Tables]):
         return ("gather",) if self.capacity else ("sizes", "gather")
 
     async def synchronize(self, x: Tables, state: State, group: Group, scale: float) -> tuple[Tables, State]:
-        survey, specs = Survey.of(x), specs_of(x)
+        survey, specs = OwnRows.of(x), specs_of(x)
         if self.capacity:
             planned = RowFormat.whole(self.planned_groups(specs))
             bound, message = self.largest_nbytes(planned), self._message(x, survey, planned)
             headers, bodies = opened(await group.exchange([message] * group.size, [bound] * group.size), len(x))
             if all(map(self.fits, headers)):
-                return _sum_messages(bodies, Agreement.of(headers, planned.groups), planned, scale), state
+                return _sum_messages(bodies, AgreedRows.of(headers, planned.groups), planned, scale), state
         else:
             headers = [header.tolist() for header in await group.all_gather(survey.header)]  # to size the messages
-        agreed = Agreement.of(headers, common_groups(headers, specs))
+        agreed = AgreedRows.of(headers, common_groups(headers, specs))
         format = RowFormat.whole(agreed.groups)
         message = _pack(x, survey, format, agreed.rows[group.rank])
         sizes = [int(format.nbytes(rows)) for rows in agreed.rows]
@@ -75,20 +75,20 @@ class AGSparse(RowCapacity, Scheme[Tables]):
             Compute("sum_tables", n * message + summed, calls=len(specs)),
         )
 
-    def _message(self, x: Tables, survey: Survey, planned: RowFormat) -> Tensor:
+    def _message(self, x: Tables, survey: OwnRows, planned: RowFormat) -> Tensor:
         """Returns this rank's message: header and rows, or only the header if the rows do not fit the capacity."""
         header = survey.header.tolist()  # the host sizes the message
         format = planned if self.fits(header) else RowFormat.whole(())
-        (rows,) = Agreement.of([header], format.groups).rows
+        (rows,) = AgreedRows.of([header], format.groups).rows
         message = _pack(x, survey, format, rows, head=head_nbytes(len(x)))
         write_header(message, survey)
         return message
 
 
-def _pack(tables: Tables, survey: Survey, format: RowFormat, rows: Sequence[int], head: int = 0) -> Tensor:
+def _pack(tables: Tables, survey: OwnRows, format: RowFormat, rows: Sequence[int], head: int = 0) -> Tensor:
     """Returns a message with this rank's rows of all tables, repeated rows merged.
 
-    The caller fills the first `head` bytes. `rows`: for each group of tables with the same rows, the number of these.
+    The caller fills the first `head` bytes. `rows`: the number of rows in each group of tables that have the same rows.
     """
     message = torch.empty(head + int(format.nbytes(rows)), dtype=torch.uint8, device=tables[0].values.device)
     written = format.sections(message[head:], rows)
@@ -101,7 +101,7 @@ def _pack(tables: Tables, survey: Survey, format: RowFormat, rows: Sequence[int]
     return message
 
 
-def _sum_messages(messages: Sequence[Tensor], agreed: Agreement, format: RowFormat, scale: float) -> Tables:
+def _sum_messages(messages: Sequence[Tensor], agreed: AgreedRows, format: RowFormat, scale: float) -> Tables:
     """Returns the tables with `scale` times the sum of the rows in all ranks' messages, added in rank order."""
     received = [format.sections(message, rows) for message, rows in zip(messages, agreed.rows, strict=True)]
     result: dict[int, SparseRows] = {}

@@ -55,12 +55,13 @@ class CoarseGrained(Scheme[Tensor]):
     Wire: that of `scheme` for max(1, ratio x chunks) chunks, the last one padded with zeros, and one number a chunk.
 
     Attributes:
-        scheme: sums the message: the chosen chunks end to end and then the flags. It is exact and keeps no state, or is
+        scheme: sums the message: the chosen chunks end to end, one number for each chunk of the bucket if `choice` is
+            "late", and flags that say which parameters a rank used. It is exact and keeps no state, or is
             `HalfPrecision` of such a scheme; then each rank scales p by a power of two before rounding, and the
             rounding error goes to the residual. (The rounding error of the sum itself is lost.)
         ratio: the share of chunks that travel, in (0, 1].
         chunk: the elements of a chunk.
-        choice: "late" chooses by scores that the last step predicts. The message of each step ends with the mean
+        choice: "late" chooses by scores that the last step predicts. The message of each step also carries the mean
             magnitude of each chunk's residual, or of p in chosen chunks, so that no rank ever waits for a choice. A
             residual gathered over k steps is expected to be larger by one k-th in the next step. (By p itself the ranks
             would choose again the chunks just emptied; by the residual alone, the chunks with the largest gradients
@@ -145,7 +146,7 @@ class CoarseGrained(Scheme[Tensor]):
         return ("scores", *stages) if self.choice == "exact" else stages
 
     def init(self, bucket: Bucket, group: Group) -> State:
-        """Returns the state before the first step: residuals of zero, and first numbers for each chunk, as its score.
+        """Returns the state before the first step: zero residuals, and start values of each chunk's score, age etc.
 
         Raises:
             ValueError: if `scheme` keeps state.
@@ -355,7 +356,10 @@ class CoarseGrained(Scheme[Tensor]):
         return {LEVELS: torch.where(means.isfinite(), after, before)}  # all may be 0
 
     def _root_mean_squares(self, sums: Tensor) -> Tensor:
-        """Returns the root mean square of each chunk in `sums` (over ranks), (chunks,) float32, alike to the bit."""
+        """Returns the root mean square of the elements of each chunk of `sums`, gradients summed over ranks.
+
+        Shape (chunks,), float32; the same bits on all ranks.
+        """
         squares = torch.empty(len(sums) // self.chunk, dtype=torch.float64, device=sums.device)
         kernels.squared_norms(sums, Sections((len(sums),)), squares, block=self.chunk)
         return squares.div_(self.chunk).sqrt_().float()
@@ -395,9 +399,10 @@ class ChunkState(CompressorState):
 
 @dataclass(frozen=True)
 class Factors:
-    """Three factors whose product is the scale of a sum: they multiply the message, its sum on the way, and the result.
+    """Three factors whose product is the scale of a sum: `before` multiplies each rank's message, `after` the sum.
 
-    With 16-bit messages `before` is a power of two, which rounds nothing, and `through` is 1.
+    `through` is the scale that the scheme which sums the messages applies. With 16-bit messages `before` is a power of
+    two, which rounds nothing, and `through` is 1.
     """
 
     before: float = 1.0  # of the message, on each rank

@@ -32,7 +32,11 @@ NAMES_IN_WORDS = f"{', '.join(USUAL)}, with other ratios too, and behind them an
 
 
 def named(ratio: float) -> CoarseGrained:
-    """Returns the scheme named `csc<ratio>`: it sums this share of the chunks, by "agreement", and freezes the rest."""
+    """Returns the scheme named `csc<ratio>`: it sums this share of the chunks.
+
+    It prefers chunks of large norm in which ranks do not cancel out. In chunks not sent, weights and optimiser state
+    stay as they are.
+    """
     return CoarseGrained(ratio=ratio, chunk=CHUNK, scoring="agreement", freeze=True)
 
 

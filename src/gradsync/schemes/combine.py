@@ -89,7 +89,10 @@ class Hierarchical(Scheme[Any]):
         return f"{self.name} of {self.intra.title} and {self.inter.title}"
 
     def planned_for(self, profiles: Sequence[DensityProfile]) -> Scheme[Any]:
-        """Returns the hierarchy planned by densities: `intra` by `profiles`, `inter` by those of the nodes' sums."""
+        """Returns the hierarchy with the settings, such as capacities of messages, that follow from measured densities.
+
+        Settings of `intra` follow from `profiles`, those of `inter` from the densities of the nodes' sums.
+        """
         sums = self._across(profiles)
         parts: dict[str, Any] = {"intra": self.intra.planned_for(profiles), "inter": self.inter.planned_for(sums)}
         return replace(self, **parts)

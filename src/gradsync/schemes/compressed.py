@@ -420,9 +420,9 @@ def _sums_of(spec: FlatSpec, dtype: torch.dtype) -> FlatSpec:
 
 
 def message_nbytes(payload_nbytes: int, behind: int = 0) -> int:
-    """Returns the bytes of a message with a payload and `behind` flags, padded to a multiple of 8.
+    """Returns the bytes of a message: a payload, one byte for each of `behind` flags (parameter used?), and padding.
 
-    Due to the padding the next message in a buffer begins where any dtype can be viewed.
+    The number is a multiple of 8, so that the next message in a buffer begins where any dtype can be viewed.
     """
     return int(aligned(payload_nbytes + behind))
 
@@ -430,7 +430,7 @@ def message_nbytes(payload_nbytes: int, behind: int = 0) -> int:
 def message_of(payload: Payload, behind: Tensor | None = None) -> Tensor:
     """Returns a new message, (bytes,) uint8: the payload, and one byte, 0 or 1, for each of the flags `behind`.
 
-    `behind` is 1-D, of any dtype; a byte is 1 where a number is not zero.
+    `behind` (was each parameter used?) is 1-D, of any dtype; a byte is 1 where a number is not zero.
     """
     nbytes = message_nbytes(payload.nbytes, 0 if behind is None else len(behind))
     return write_message(memory.empty(nbytes, torch.uint8, payload.data.device), payload, behind)

@@ -205,9 +205,9 @@ def _pushed(held: Sequence[Held | None], groups: Sequence[tuple[int, ...]], *, r
 def _gathered(
     held: Sequence[Held | None], opened: Sequence[Held | None], groups: Sequence[tuple[int, ...]]
 ) -> tuple[Held | None, ...]:
-    """Returns the elements that each rank holds after an all-gather or broadcast, with the payloads of all members.
+    """Returns the elements each rank holds after an all-gather or broadcast, with all payloads of its process group.
 
-    `opened` has the ranges before the reduce-scatter, reduce, all-to-all or gather that the task belongs to.
+    `opened` has the ranges before the reduce-scatter, reduce, all-to-all or gather that this collective completes.
     """
     after: list[Held | None] = [None] * len(held)
     for group in groups:

@@ -85,5 +85,8 @@ class StripedGroups:
 
 @lru_cache(maxsize=64)
 def striped(groups: tuple[RowGroup, ...], size: int, most_shared: int = MOST_SHARED) -> StripedGroups:
-    """Returns the columns of groups of tables divided among `size` owners, up to `most_shared` left to all; cached."""
+    """Returns the division of each table group's columns among `size` owners (ranks that sum them); cached.
+
+    If equal division leaves up to `most_shared` columns of a group over, every rank sums these.
+    """
     return StripedGroups(groups, size, most_shared)

@@ -21,10 +21,10 @@ from .capacity import RowCapacity, opened, write_header
 from .formats import RowFormat, Section, head_nbytes
 from .owners import MOST_SHARED, StripedGroups, striped
 from .tables import (
-    Agreement,
+    AgreedRows,
     Columns,
+    OwnRows,
     RowGroup,
-    Survey,
     Tables,
     common_groups,
     expected_groups,
@@ -89,7 +89,7 @@ class BalancedParallelism(RowCapacity, Partitioned[Tables, OwnedColumns]):
         self, x: Tables, state: State, group: Group, scale: float, *, keep_fp32: bool = False
     ) -> tuple[OwnedColumns, State]:
         # Push: to each owner its columns of this rank's rows.
-        survey, specs = Survey.of(x), specs_of(x)
+        survey, specs = OwnRows.of(x), specs_of(x)
         dtype = kernels.accumulation_dtype(specs[0].dtype) if keep_fp32 else specs[0].dtype
         if self.capacity:
             stripes = self._striped(self.planned_groups(specs), group.size)
@@ -97,11 +97,11 @@ class BalancedParallelism(RowCapacity, Partitioned[Tables, OwnedColumns]):
             messages = self._messages(x, survey, stripes, group.rank)
             headers, bodies = opened(await group.exchange(messages, bounds), len(x))
             if all(map(self.fits, headers)):
-                agreed = Agreement.of(headers, stripes.groups)
+                agreed = AgreedRows.of(headers, stripes.groups)
                 return _sum_columns(bodies, agreed, stripes, group.rank, scale, dtype), state
         else:
             headers = [header.tolist() for header in await group.all_gather(survey.header)]  # to size the messages
-        agreed = Agreement.of(headers, single_groups(specs) if self.owns_alike else common_groups(headers, specs))
+        agreed = AgreedRows.of(headers, single_groups(specs) if self.owns_alike else common_groups(headers, specs))
         stripes = self._striped(agreed.groups, group.size)
         messages = await _push_by_sizes(x, survey, agreed, stripes, group)
         return _sum_columns(messages, agreed, stripes, group.rank, scale, dtype), state
@@ -169,12 +169,12 @@ class BalancedParallelism(RowCapacity, Partitioned[Tables, OwnedColumns]):
             groups = expected_groups(specs, profiles)
         return self._striped(groups, size)
 
-    def _messages(self, x: Tables, survey: Survey, stripes: StripedGroups, rank: int) -> list[Tensor]:
+    def _messages(self, x: Tables, survey: OwnRows, stripes: StripedGroups, rank: int) -> list[Tensor]:
         """Returns a message for each owner: the header (numbers of rows), and the rows if they fit in `capacity`."""
         header = survey.header.tolist()  # the host sizes the messages
         if not self.fits(header):
             stripes = self._striped((), stripes.size)
-        (rows,) = Agreement.of([header], stripes.groups).rows
+        (rows,) = AgreedRows.of([header], stripes.groups).rows
         _, messages = _pack_stripes(x, survey, stripes, rows, rank, head=head_nbytes(len(x)))
         for message in messages:
             write_header(message, survey)
@@ -182,7 +182,7 @@ class BalancedParallelism(RowCapacity, Partitioned[Tables, OwnedColumns]):
 
 
 async def _push_by_sizes(
-    x: Tables, survey: Survey, agreed: Agreement, stripes: StripedGroups, group: Group
+    x: Tables, survey: OwnRows, agreed: AgreedRows, stripes: StripedGroups, group: Group
 ) -> list[Tensor]:
     """Sends each owner its columns in messages whose sizes all ranks know; returns the messages to this rank."""
     outgoing, parts = _pack_stripes(x, survey, stripes, agreed.rows[group.rank], group.rank)
@@ -197,7 +197,7 @@ async def _push_by_sizes(
 
 
 def _pack_stripes(
-    tables: Tables, survey: Survey, stripes: StripedGroups, rows: Sequence[int], rank: int, *, head: int = 0
+    tables: Tables, survey: OwnRows, stripes: StripedGroups, rows: Sequence[int], rank: int, *, head: int = 0
 ) -> tuple[Tensor, list[Tensor]]:
     """Packs the rows for all owners; returns the other owners' messages end to end, and a list of all messages.
 
@@ -215,7 +215,7 @@ def _pack_stripes(
     return outgoing, parts
 
 
-def _write_group(tables: Tables, survey: Survey, stripes: StripedGroups, number: int, owners: list[Section]) -> None:
+def _write_group(tables: Tables, survey: OwnRows, stripes: StripedGroups, number: int, owners: list[Section]) -> None:
     """Sums repeated rows of one group of tables, and writes each owner's columns to its message: one pass a table."""
     group, first = stripes.groups[number], owners[0]
     indices = first.positions.room()
@@ -238,7 +238,7 @@ def _write_group(tables: Tables, survey: Survey, stripes: StripedGroups, number:
 
 
 def _sum_columns(
-    messages: list[Tensor], agreed: Agreement, stripes: StripedGroups, rank: int, scale: float, dtype: torch.dtype
+    messages: list[Tensor], agreed: AgreedRows, stripes: StripedGroups, rank: int, scale: float, dtype: torch.dtype
 ) -> OwnedColumns:
     """Returns `scale` times the sum of this owner's columns over all ranks, added in rank order, as `dtype`."""
     format = stripes.formats[rank]
@@ -268,7 +268,7 @@ def _sum_columns(
 
 
 def _join_stripes(parts: list[Tensor], shard: OwnedColumns) -> Tables:
-    """Returns tables of whole rows: columns of one owner from `parts`, 1-D, and columns that all sum from `shard`."""
+    """Returns tables of whole rows: each owner's columns, 1-D in `parts`, and columns that all summed, in `shard`."""
     stripes = shard.stripes
     offsets = [0] * stripes.size
     result: dict[int, SparseRows] = {}

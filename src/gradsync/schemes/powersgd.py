@@ -216,7 +216,7 @@ class PowerSGD(Scheme[Tensor]):
         return step >= self.start_step and bool(parts.runs)
 
     def _message_numel(self, parts: Parts) -> int:
-        """Returns the number of elements in the message of P and everything uncompressed, without flags."""
+        """Returns the number of elements of P and all uncompressed gradients, without flags (was a parameter used?)."""
         return self.rank * parts.num_rows + sum(parts.dense_lengths)
 
     def _qs(self, parts: Parts, flat: Tensor) -> list[Tensor]:
@@ -262,7 +262,7 @@ class Parts:
         return self.lengths[::2]
 
     def matrices(self, flat: Tensor) -> list[Tensor]:
-        """Returns the matrices of each run as one view of `flat`, (numel,), with the shape (count, rows, columns)."""
+        """Returns each run of equal, evenly spaced matrices as a view of `flat`, (numel,): (count, rows, columns)."""
         start = flat.storage_offset()
         return [
             flat.as_strided((run.count, run.rows, run.columns), (run.spacing, run.columns, 1), start + run.offset)
@@ -274,14 +274,14 @@ class Parts:
         return list(flat.split(self.lengths)[::2])
 
     def factors(self, flat: Tensor, rank: int, *, of_rows: bool) -> list[Tensor]:
-        """Returns each run's factors, P if `of_rows` else Q, as views of `flat`: (count, rank, rows or columns)."""
+        """Returns P (`of_rows`) or Q of each run of equal matrices, views of `flat`: (count, rank, rows or columns)."""
         lengths = [run.rows if of_rows else run.columns for run in self.runs]
         numels = [run.count * rank * length for run, length in zip(self.runs, lengths, strict=True)]
         views = zip(flat.split(numels), self.runs, lengths, strict=True)
         return [view.view(run.count, rank, length) for view, run, length in views]
 
     def joined(self, factors: Sequence[Tensor], device: torch.device) -> Tensor:
-        """Returns the factors Q of all segments, (rank * columns,) each, as one flat tensor on `device`, run by run."""
+        """Joins segments' factors Q, (rank * columns,) each, on `device`, 1-D, in order of runs of equal matrices."""
         return torch.cat([factors[place] for place in self._places]).to(device)
 
     def by_segment(self, flat: Tensor, rank: int) -> tuple[Tensor, ...]:

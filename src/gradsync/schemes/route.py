@@ -343,7 +343,7 @@ class Route(Scheme[Tensor]):
             yield Compute("add_payloads", float((leg.members + 1) * one), calls=len(after.pieces))
 
     def _transfer(self, leg: Leg, group: tuple[int, ...], whole: FlatSpec, behind: int, step: int) -> Transfer:
-        """Returns the transfer, unnamed, of a leg (task) among the ranks `group`; the bucket has `behind` flags."""
+        """Returns a task's transfer among ranks `group`, with stage ""; `behind`: number of flags (parameter used?)."""
         flags = behind if leg.carries_flags else 0
         before, after = [leg.before[rank] for rank in group], [leg.after[rank] for rank in group]
 
@@ -411,7 +411,7 @@ def _agree_stage(following: Leg) -> str:
 
 
 def _at_once(stage: str, leg: Leg, each: Sequence[Transfer], size: int, groups: Sequence[tuple[int, ...]]) -> Transfer:
-    """Returns one transfer among `size` ranks for the transfers of a collective in several process groups at once."""
+    """Merges the transfers of a collective, `each` in one of the process `groups`, into one among all `size` ranks."""
     if leg.task.scope is Scope.ALL:
         return replace(each[0], stage=stage)
     return Transfer.at_once(stage, size, groups, each)

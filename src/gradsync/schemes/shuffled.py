@@ -89,7 +89,7 @@ class Shuffled(Scheme[Tensor]):
         return Traits(Layout.FLAT, lossy=self.scheme.traits.lossy, mixes=True, carries_flags=True)
 
     def stages(self, size: int) -> tuple[str, ...]:
-        """Returns `scheme`'s stage names in the group with the most; ranks of other groups idle in stages they lack."""
+        """Returns `scheme`'s stage names in the group of ranks with most stages; groups idle in stages they lack."""
         groups = self.schedule.distinct or ((0,),)
         return max((self.scheme.stages(len(group)) for group in groups), key=len)
 

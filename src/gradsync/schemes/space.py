@@ -177,9 +177,9 @@ def schedule(point: Point, size: int, pull_by: Communication | None = None) -> S
 
 
 def _owned(point: Point, size: int, pull_by: Communication) -> Schedule:
-    """Returns the rounds that bring parts to owners (push) and sums to all ranks (pull).
+    """Returns the rounds that bring parts to owners (push) by `point`'s path, sums to all ranks (pull) by `pull_by`.
 
-    In a hierarchy the number of owners is the largest power of two up to `size`.
+    If `point`'s path is the hierarchy of pairs, the number of owners is the largest power of two up to `size`.
     """
     hierarchy = point.communication is Communication.HIERARCHY
     owners = _core(size) if hierarchy else size

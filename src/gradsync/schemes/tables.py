@@ -72,14 +72,14 @@ class RowGroup:
 
 
 @dataclass(frozen=True)
-class Survey:
+class OwnRows:
     """This rank's distinct rows of each table, and the header, which tells other ranks how many there are."""
 
     unions: tuple[kernels.RowUnion, ...]  # the same object for tables with the same rows
     header: Tensor  # (tables,) int64: the number of distinct rows, ABSENT, or SAME_AS - t
 
     @classmethod
-    def of(cls, tables: Tables) -> Survey:
+    def of(cls, tables: Tables) -> OwnRows:
         """Finds the distinct rows of this rank's tables, and the tables that have the same rows.
 
         Raises:
@@ -99,7 +99,7 @@ class Survey:
 
 
 @dataclass(frozen=True)
-class Agreement:
+class AgreedRows:
     """The numbers of rows of all ranks in each group of tables, read from their headers: the same on every rank."""
 
     groups: tuple[RowGroup, ...]
@@ -107,7 +107,7 @@ class Agreement:
     present: tuple[bool, ...]  # per table: whether any rank has a gradient for it
 
     @classmethod
-    def of(cls, headers: Sequence[Sequence[int]], groups: tuple[RowGroup, ...]) -> Agreement:
+    def of(cls, headers: Sequence[Sequence[int]], groups: tuple[RowGroup, ...]) -> AgreedRows:
         """Returns each rank's number of rows in each group of tables, and which tables have a gradient on any rank.
 
         headers[rank][table] is a number of rows, `ABSENT`, or `SAME_AS` - t if table t of this rank has the same rows.
@@ -145,7 +145,7 @@ def specs_of(tables: Tables) -> tuple[TensorSpec, ...]:
 
 
 def expected_groups(specs: tuple[TensorSpec, ...], profiles: tuple[DensityProfile, ...]) -> tuple[RowGroup, ...]:
-    """Returns groups of tables that are expected to have the same rows: those whose profiles name one pattern."""
+    """Returns groups of tables expected to have the same non-zero rows, as their profiles' equal `pattern` says."""
     members: dict[object, list[int]] = {}
     for position, profile in enumerate(profiles):
         members.setdefault(profile.pattern or position, []).append(position)

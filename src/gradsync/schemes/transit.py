@@ -233,7 +233,7 @@ class Transit:
         ]
 
     def _summand(self, leg: Leg) -> Tensor:
-        """Returns this rank's 1-D summand of an all-reduce: dense range or payloads, flags (was a parameter used?)."""
+        """Returns this rank's 1-D summand of an all-reduce: range or payloads, then flags (was a parameter used?)."""
         if leg.task.kind is Kind.COMM:
             if leg.scales:
                 self.dense.mul_(self.scale)  # before the sum, to keep half-precision sums in range
@@ -273,7 +273,7 @@ class Transit:
         ]
 
     def _nbytes(self, leg: Leg, held: Held) -> int:
-        """Returns the bytes of a message with the elements `held`, and with flags if the leg carries them."""
+        """Returns the bytes of a message: the elements `held`, and flags (parameter used?) if the task sends them."""
         sizes = self.route.item_nbytes(leg, held, self.spec, self.step)
         return room_nbytes(sizes, len(self.flags) if leg.carries_flags else 0)
 
@@ -298,7 +298,7 @@ class Transit:
         return room
 
     def _items(self, leg: Leg, message: Tensor, held: Held) -> list[Tensor]:
-        """Returns views of a message's payloads, or dense range; ORs its flags (was a parameter used?) into `flags`."""
+        """Returns views of a message's payloads or dense range, `held`; ORs flags (parameter used?) to `self.flags`."""
         sizes = self.route.item_nbytes(leg, held, self.spec, self.step)
         starts = starts_of(sizes)
         if leg.carries_flags:

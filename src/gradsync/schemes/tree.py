@@ -26,7 +26,10 @@ ROOTED = ("reduce", "gather")  # first steps that leave everything with one memb
 
 
 class Kind(StrEnum):
-    """The kinds of a route's tasks, by names of ByteComp (EuroSys 2023): C is for payloads, L for summable payloads."""
+    """The kinds of a route's tasks, by ByteComp's names (EuroSys 2023): compression, decompression and collectives.
+
+    In collectives' names, "Comm...", C means that payloads are sent, L that they are summed, 1 or 2 the step of two.
+    """
 
     COMP = "Comp"
     DECOMP = "Decomp"

@@ -160,7 +160,7 @@ def _require_once(slices: Sequence[StateSlice]) -> None:
 
 
 def _scale_of(saved: Mapping[str, Any]) -> float | None:
-    """Returns the loss scale by which saved residuals are multiplied; None where nothing scaled the loss."""
+    """Returns the loss scale that the saved residuals contain as a factor; None if the loss was not scaled."""
     scale = saved.get("loss_scale")
     if scale is not None and not (isinstance(scale, float) and 0 < scale < math.inf):
         raise ValueError(f"the state's loss_scale must be a positive number, got {scale!r}")

@@ -234,17 +234,18 @@ def carried_slices(bucket: Bucket, flat: Tensor) -> Iterator[StateSlice]:
 
 
 def _copies(point: str) -> int:
-    """Returns how many ranks keep the same residual at a compress point where sums over ranks are compressed.
+    """Returns how many ranks keep equal copies of a residual of sums over ranks, to divide it by; CARRIED counts as 1.
 
-    1 at the point CARRIED (a former plan's residuals); 0 at any other point, as where gradients are compressed.
+    0 means that no sums are compressed at this point, as at SENT, where each rank keeps the residual of its gradient.
     """
     return 1 if point == CARRIED else copies_at(point)
 
 
 def has_place(states: Iterable[Mapping[str, Kept]], part: StateSlice) -> bool:
-    """Whether buckets with these states have room for all elements of the slice, so that `with_slices` loses none.
+    """Whether buckets with these states keep a tensor for every element of the slice, into which it can be loaded.
 
-    A tensor of a whole segment needs only one of its name: if the shapes differ, `with_slices` drops the slice.
+    For a tensor of a whole segment, whether one of the same name is kept, even if its shape differs and loading drops
+    the slice.
     """
     point, _, name = part.point.partition(".")
     if part.whole:

@@ -167,7 +167,7 @@ class FlatSpec:
 
     @cached_property
     def sections(self) -> Sections:
-        """The segments' lengths and offsets in their parameters, as kernels take them; no seeds for random numbers."""
+        """The segments' lengths and offsets in their parameters, for kernels; `seeds` of the `Sections` is empty."""
         return Sections(self.lengths, tuple(segment.start for segment in self.segments))
 
     @property

@@ -31,10 +31,10 @@ class GradientView:
 
     def __init__(self, name: str, parameter: nn.Parameter, memory: FlatGradients, tensor: Tensor) -> None:
         self.name, self.parameter, self.memory = name, parameter, memory
-        self.lie_at(tensor)
+        self.move_to(tensor)
 
-    def lie_at(self, tensor: Tensor) -> None:
-        """Makes `tensor`, a view of the bucket's memory with the parameter's shape and dtype, the gradient's place."""
+    def move_to(self, tensor: Tensor) -> None:
+        """Stores `tensor`, of the parameter's shape and dtype, as the view; copies nothing, keeps `param.grad`."""
         self.tensor, self._address, self._strides = tensor, tensor.data_ptr(), tensor.stride()
 
     def holds(self, gradient: Tensor) -> bool:
@@ -42,7 +42,7 @@ class GradientView:
         is_dense = gradient.layout is torch.strided
         return is_dense and gradient.data_ptr() == self._address and gradient.stride() == self._strides
 
-    def is_lived_in(self) -> bool:
+    def holds_gradient(self) -> bool:
         """Returns whether the parameter has a gradient and this lies in the view."""
         gradient = self.parameter.grad
         return gradient is not None and self.holds(gradient)
@@ -87,9 +87,9 @@ class GradientViews:
         self._movable = {
             view.name
             for views in self._by_bucket
-            if views and views[0].memory.references <= sum(view.is_lived_in() for view in views)
+            if views and views[0].memory.references <= sum(view.holds_gradient() for view in views)
             for view in views
-            if view.is_lived_in() and not _is_held(view.parameter)
+            if view.holds_gradient() and not _is_held(view.parameter)
         }
         self._by_name, self._by_bucket = {}, []
 
@@ -131,7 +131,7 @@ class GradientViews:
     def keep_values(self, name: str) -> None:
         """Saves the values of a gradient that this step's result will overwrite, for `restore` to write back."""
         view = self._by_name.get(name)
-        if view is not None and name not in self._borrowed and view.is_lived_in():
+        if view is not None and name not in self._borrowed and view.holds_gradient():
             self._unrenewed[name] = view.tensor.clone()
 
     def restore(self, name: str) -> None:
@@ -177,7 +177,7 @@ class GradientViews:
             return False
 
     def end(self) -> None:
-        """Ends a training step: gradients that still lie in the previous plan's memory are no longer moved."""
+        """Ends a training step: forgets which gradients lie in the previous plan's memory, for `may_move`."""
         self._movable.clear()
 
     def _remember_memory(self) -> None:
@@ -197,7 +197,7 @@ class GradientViews:
             for view in views:
                 tensor = memory.view(view.name)
                 assert tensor is not None
-                view.lie_at(tensor)
+                view.move_to(tensor)
             self._remember_memory()
         lendable = self._lendable - self._unfit
         borrowed = [view for view in free if view.name in lendable and view.parameter.requires_grad]

@@ -125,14 +125,15 @@ class FlatGradients:
         """
         values = self.flat[: self.bucket.numel]
         loaded = [float(segment.name in self._loaded) for segment in self.bucket.segments]
-        troubled = float(check_finite and not all_finite(values))
-        self.flags.copy_(torch.tensor([*loaded, troubled, *marks.flags()], dtype=self.flat.dtype))
+        has_non_finite = float(check_finite and not all_finite(values))
+        self.flags.copy_(torch.tensor([*loaded, has_non_finite, *marks.flags()], dtype=self.flat.dtype))
         return self.flat if self.bucket.flags_ride else values
 
     def accept(self, result: Tensor) -> None:
         """Copies the scheme's result, of the shape that `take` returned, into the bucket unless it lies there already.
 
-        Without `bucket.flags_ride` the result contains no flags: the caller must sum `flags` over the ranks before.
+        If `bucket.flags_ride`, it ends with the summed flags (numbers such as whether a rank used a parameter). If not,
+        the caller must have summed `flags` over the ranks before this call.
         """
         target = self.flat if self.bucket.flags_ride else self.flat[: self.bucket.numel]
         if result.data_ptr() != target.data_ptr():
@@ -146,18 +147,19 @@ class FlatGradients:
         return bool(self.flags[positions[0]] > 0)  # a host read, rare: only where this rank did not use the parameter
 
     @property
-    def troubled(self) -> bool:
+    def has_non_finite(self) -> bool:
         """Whether any rank had non-finite values in this step, if `take` checked for them; valid after `accept`."""
         return bool(self.flags[-1 - NUM_MARKS] > 0)
 
-    def spoil(self) -> None:
+    def fill_nan(self) -> None:
         """Sets all synchronised values to NaN."""
         self.flat[: self.bucket.numel].fill_(torch.nan)
 
     def unload(self, name: str, out: Tensor | None, *, sparse: bool, shape: torch.Size) -> Tensor:
-        """Returns a parameter's synchronised gradient, of shape `shape`: the view if there is one, else `out`.
+        """Returns a parameter's synchronised gradient, of shape `shape`: `view(name)`, or `out` where that is None.
 
-        Only this bucket's elements of `out` are overwritten; None: a new tensor. `sparse`: return a sparse COO tensor.
+        With `sparse`, a sparse COO copy of the view is returned instead of the view. In `out` only this bucket's
+        elements are overwritten; None, or a sparse one: a new tensor, whose other elements are uninitialised.
         """
         view = self._views.get(name)
         if view is not None:
@@ -209,7 +211,7 @@ class RowGradients:
         return self._result[name].present
 
     @property
-    def troubled(self) -> bool:
+    def has_non_finite(self) -> bool:
         """Whether the summed tables have non-finite values, if `take` was to check; the same answer on every rank."""
         return self._check_finite and not all(bool(r.values.isfinite().all()) for r in self._result.values())
 

@@ -41,9 +41,9 @@ class IndexFormat(StrEnum):
         return 0 if self is IndexFormat.DENSE else aligned(kernels.packed_nbytes(count, length, self.bits(length)))
 
     def bits(self, length: int) -> int:
-        """Returns the number by which kernels know the format: 32 or 64 (LIST), 16 or 8 (OFFSETS), or 1 (BITMAP).
+        """Returns the bits of one entry, by which kernels know the format; raises KeyError for DENSE.
 
-        It is the bits of one entry; a list has entries of 32 bits if indices in [0, length) fit. DENSE has no number.
+        16 for OFFSETS_16, 8 for OFFSETS_8, 1 for BITMAP; for LIST 32 if indices in [0, length) fit, else 64.
         """
         listed = 8 * index_dtype(length).itemsize
         return {"list": listed, "offsets_16": 16, "offsets_8": 8, "bitmap": 1}[self]
@@ -102,5 +102,5 @@ class Positions:
 
     @property
     def _offsets(self) -> Tensor:
-        """The bytes of `packed` without padding, in a format of offsets: positions relative to the start of a block."""
+        """The bytes of `packed`, uint8, without the padding at the end; only for OFFSETS_16 and OFFSETS_8."""
         return self.packed[: kernels.offsets_nbytes(self.count, self.length, self.format.bits(self.length))]

@@ -42,9 +42,9 @@ ORDER = (Follows.NO, Follows.LATER, Follows.NOW)
 
 
 class AutoMeasurement(Measurement):
-    """A measurement made by `AutoPlanner`: while it runs, other models wait and are measured after it.
+    """A measurement of one model's step times and costs by `AutoPlanner`; other models are measured after it.
 
-    While another `StepListener` is active (`measure` or a recorder), models attached then are not measured at all.
+    They are not measured at all if they were attached during a measurement or recording that the user began.
     """
 
 

@@ -23,7 +23,7 @@ from .kernels import kernel_costs
 
 @dataclass
 class MeasuringPlanner:
-    """A planner that returns `default_plans` by measured costs of links and kernels.
+    """A planner that returns the plans worth a trial, best guess first, from measured costs of links and kernels.
 
     It compares schemes by bytes alone before `measure` was called, and on groups without measured links.
     """

@@ -29,7 +29,7 @@ Array = NDArray[np.float64]
 
 
 def median_of(repeats: Sequence[float]) -> Interval:
-    """Returns the median with its 95 % confidence interval between two order statistics; few repeats: all of them."""
+    """Returns the median with its 95 % interval between two order statistics; up to 8 repeats: least and greatest."""
     from scipy.special import bdtr
 
     ordered = sorted(repeats)

@@ -35,7 +35,10 @@ def measured_links(group: Group, timeout_s: float, budget_s: float = BUDGET_S) -
 
 
 def groups_of(group: Group) -> dict[Span, Group]:
-    """Returns the ranks' groups to measure: all, this rank's inside and across nodes. The first call is collective."""
+    """Returns the process groups whose links are measured, by span; empty for one rank. The first call is collective.
+
+    ALL: all ranks; in a hierarchy also INSIDE: this node's ranks, and ACROSS: on each node the rank of the same index.
+    """
     made = {Span.ALL: lambda: group, Span.INSIDE: group.within_node, Span.ACROSS: group.across_nodes}
     return {span: made[span]() for span in spans_of(group.placement)}
 

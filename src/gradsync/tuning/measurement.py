@@ -66,11 +66,12 @@ class Kind(Enum):
 
 
 class Measurement(StepListener):
-    """Measures one model: that of `engine`, or `model`, or the first one whose gradients are exchanged while active.
+    """Measures one model's step times and gradients, and links and kernels, for a `Profile` that planners use.
 
-    The model makes `warmup` steps as usual, one step in which gradients are examined, and `2 * steps` timed steps: in
-    every second one a transfer or compression runs during backward. The last step sets `profile` and calls `then`, on
-    all ranks at once; with `ends_script` it raises `RecordingDone` to end the script.
+    The model is `engine`'s, or `model`, or the first that exchanges gradients inside `active`. It makes `warmup` usual
+    steps, one that measures the gradients' densities and errors of compression, and `2 * steps` timed ones: in every
+    second one a transfer or compression runs during backward. The last step sets `profile` and calls `then(engine,
+    profile)`, on all ranks at once; with `ends_script` it raises `RecordingDone` to end the script.
 
     Raises:
         ValueError: for settings out of their range.
@@ -274,7 +275,8 @@ class Measurement(StepListener):
     def _figures(self, names: Sequence[str]) -> Array:
         """Returns this rank's seconds in the steps after the warm-up, (steps, 7 + len(names)) float64.
 
-        Columns: forward, backward, optimiser, rest; `Aside`: alone, in this step, during backward; ready times by name.
+        Columns: forward, backward, optimiser, rest; of the transfer or compression that runs beside backward: its time
+        alone, its time in this step, and the part of that during backward; each parameter's ready time, in order.
         """
         rows = [
             [

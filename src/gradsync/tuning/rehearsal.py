@@ -43,7 +43,7 @@ def rehearse(schemes: Sequence[Scheme[Any]]) -> list[Sample]:
         for inputs, specs, profile in _buckets() if scheme.traits.layout is Layout.FLAT else _tables():
             fitting = scheme.planned_for([profile])
             computed = parts(fitting.steps(specs, (profile,), Placement.one_per_node(RANKS)))
-            samples += _samples(computed, segments_s(fitting, inputs))
+            samples += _samples(computed, times_between_awaits_s(fitting, inputs))
     return samples
 
 
@@ -66,7 +66,7 @@ def rehearse_dense(schemes: Sequence[Scheme[Any]], numel: int) -> list[Sample]:
         profile = DensityProfile(flat.numel, float(flat.numel))
         computed = parts(scheme.steps(bucket.specs, (profile,), Placement.one_per_node(ranks)))
         states = [scheme.init(bucket, group) for group in LocalGroup.world(ranks)]
-        samples += _samples(computed, segments_s(scheme, inputs, states, DENSE_REPEATS))
+        samples += _samples(computed, times_between_awaits_s(scheme, inputs, states, DENSE_REPEATS))
     return samples
 
 
@@ -81,7 +81,7 @@ def parts(steps: Sequence[Step]) -> list[tuple[Compute, ...]]:
     return [tuple(part) for part in found]
 
 
-def segments_s(
+def times_between_awaits_s(
     scheme: Scheme[Any], inputs: Sequence[Any], states: Sequence[State] | None = None, repeats: int = REPEATS
 ) -> list[float]:
     """Times `scheme.synchronize`: returns seconds before its first await, between awaits, and after the last one.
@@ -100,7 +100,7 @@ def segments_s(
         copies = [x.clone() if isinstance(x, torch.Tensor) else x for x in inputs]  # flat buckets are overwritten
         each = zip(copies, states, groups, strict=True)
         coroutines = [scheme.synchronize(x, state, group, 1.0) for x, state, group in each]
-        ended, seconds = drive_in_turns(coroutines, _use_caches())
+        ended, seconds = drive_in_turns(coroutines, _cache_filler())
         states = [state for _, state in ended]
         runs.append(seconds)
     return [statistics.median(times) for times in zip(*runs[1:], strict=True)]
@@ -111,7 +111,7 @@ def _samples(computed: Sequence[tuple[Compute, ...]], seconds: Sequence[float]) 
     return [(part, s) for part, s in zip(computed, seconds, strict=True) if part]
 
 
-def _use_caches() -> Callable[[], object]:
+def _cache_filler() -> Callable[[], object]:
     """Returns a function that overwrites memory as large as a core's caches, to displace other data from them."""
     return torch.empty(MOST_CACHED_BYTES, dtype=torch.uint8).zero_
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gradsync.comm.shuffle import RankGroup, Round, grid, together
 from gradsync.costs.cluster import Cluster, Link
 from gradsync.planner import AveragingPlanner
-from gradsync.planner.averaging.grouping import groupings, judge, round_s, seated, step_s
+from gradsync.planner.averaging.grouping import groupings, judge, placed_by_annealing, round_s, step_s
 
 LINK = Link(1.25e9, 30e-6)  # 10 Gbit/s
 SLOW = Link(1.25e9 / 4, 30e-6)
@@ -162,8 +162,8 @@ def test_nodes_are_seated_where_uplinks_have_less_to_carry() -> None:
     cluster = racks(4, 4, share=0.5)
     scattered = grid((2,) * 4).with_ranks([4 * (rank % 4) + rank // 4 for rank in range(16)])
     shuffled = scattered.with_ranks([5, 12, 0, 9, 3, 14, 7, 10, 1, 8, 15, 6, 2, 11, 4, 13])
-    moved = seated(shuffled, cluster)
-    assert moved.is_exact and moved == seated(shuffled, cluster)
+    moved = placed_by_annealing(shuffled, cluster)
+    assert moved.is_exact and moved == placed_by_annealing(shuffled, cluster)
     before, after = (
         sum(max(uplink_loads(each.groups, cluster)) for each in schedule.rounds) for schedule in (shuffled, moved)
     )

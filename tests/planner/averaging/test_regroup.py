@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 from torch.optim import SGD
 
-from gradsync.comm.shuffle import GroupSchedule, Round, crossing, exact, grid, sitting_out, together
+from gradsync.comm.shuffle import GroupSchedule, Round, crossing, exact, grid, together, with_ranks_absent
 from gradsync.costs.cluster import Cluster, Link, Placement
 from gradsync.planner import AveragingPlanner
 from gradsync.planner.averaging.grouping import Grouping, judge, round_s
@@ -75,7 +75,7 @@ def test_a_stall_is_no_change() -> None:
 def test_what_stays_is_what_counts_from_then_on() -> None:
     rounds = watched([0.1] * WATCHED + [0.2] * WATCHED)
     assert rounds.young_s == pytest.approx(0.1) and rounds.now_s == pytest.approx(0.2)
-    rounds.plan_stays()
+    rounds.keep_plan()
     assert rounds.young_s == rounds.now_s
 
 
@@ -141,7 +141,7 @@ class Job:
             self._begin()
         else:
             for rounds in self.rounds:
-                rounds.plan_stays()
+                rounds.keep_plan()
 
 
 def test_contention_that_moves_is_followed_and_forgotten() -> None:
@@ -193,7 +193,7 @@ def test_a_planner_goes_over_to_groups_for_the_links_of_now() -> None:
     plan = planner.regrouped(PAIRS, model, optimizer, placement, slow(3, 0.1))
     assert plan is not None
     assert plan.digest == planner.plan(model, optimizer, placement, slow(3, 0.1)).digest
-    assert schedule_of(plan) == sitting_out(together(NODES), (3,), 8)
+    assert schedule_of(plan) == with_ranks_absent(together(NODES), (3,), 8)
     racks = Cluster(NODES, LINK, rack_size=2, trunk=Link(1e7))
     over = planner.regrouped(PAIRS, model, optimizer, placement, racks)
     assert over is not None and schedule_of(over) == crossing([range(2), range(2, 4)], 1)
@@ -221,7 +221,7 @@ SCHEDULES = [
     grid((4, 4)),
     grid((2,) * 4),
     crossing([range(8), range(8, 16)], 1),
-    sitting_out(grid((4, 4)), (5,), 4),
+    with_ranks_absent(grid((4, 4)), (5,), 4),
     exact(11, 3),  # with relaxations
 ]
 

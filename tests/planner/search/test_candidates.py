@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from tests.planner.test_options import PARAMETERS, job
 
 from gradsync.compressors import BlockInt, ErrorFeedback
 from gradsync.costs.cluster import Placement
@@ -20,6 +19,7 @@ from gradsync.planner.solver.joint import search
 from gradsync.schemes import HalfPrecision
 from gradsync.tensors.bucket import TensorSpec
 from gradsync.tensors.density import ParameterProfile
+from tests.planner.search.test_options import PARAMETERS, job
 
 FEEDBACK = ErrorFeedback(BlockInt(8))
 SPECS = {p.name: p.tensor for p in PARAMETERS}

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.planner.test_options import job
-from tests.planner.test_reasons import ALLOWED, DENSE, FEEDBACK, SPECS, plan_of
-
 from gradsync.planner.search.job import Job
 from gradsync.planner.search.polish import merged, polished
 from gradsync.planner.search.predict import predict
 from gradsync.planner.search.ways import Constraints, ways_of
 from gradsync.schemes import CompressedTwoWay
+from tests.planner.search.test_options import job
+from tests.planner.search.test_reasons import ALLOWED, DENSE, FEEDBACK, SPECS, plan_of
 
 
 def at_once() -> Job:

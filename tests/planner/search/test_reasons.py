@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.planner.test_options import PARAMETERS, job
-
 from gradsync.compressors import BlockInt, ErrorFeedback
 from gradsync.costs.cluster import Placement
 from gradsync.costs.cost_model import CostModel
@@ -15,6 +13,7 @@ from gradsync.planner.search.reasons import describe, explain
 from gradsync.planner.search.ways import Constraints, exact_ways, ways_of
 from gradsync.plans.plan import Plan
 from gradsync.schemes import AllReduce, BalancedParallelism, CompressedTwoWay, HalfPrecision
+from tests.planner.search.test_options import PARAMETERS, job
 
 FEEDBACK = ErrorFeedback(BlockInt(8))
 ALLOWED = Constraints(lossy=(FEEDBACK,), exact=("head.bias",))

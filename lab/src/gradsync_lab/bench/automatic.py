@@ -114,7 +114,7 @@ ENDINGS_IN_WORDS = (
 
 
 @dataclass(frozen=True)
-class Parted:
+class NameParts:
     """The parts of a name as bf16_cuts3: compressor or dense scheme, search for a plan, and number of buckets."""
 
     lossy: str
@@ -144,7 +144,7 @@ class Parted:
         return _planner(constraints, world_size, self.search)
 
 
-def parted(name: str) -> Parted | None:
+def parted(name: str) -> NameParts | None:
     """Splits a name into compressor or scheme, search for a plan and number of buckets, if any; None for other names.
 
     Raises:
@@ -165,13 +165,13 @@ def parted(name: str) -> Parted | None:
             f"dense; use {', '.join(EVERYTHING)}"
         )
     if ending in ENDINGS:
-        return Parted(stem, ending)
+        return NameParts(stem, ending)
     if not ending.startswith(CUTS):
         raise ValueError(f"unknown search {ending!r} in the method {name!r}; there are {ENDINGS_IN_WORDS}")
     number = ending.removeprefix(CUTS)
     if not re.fullmatch(r"[1-9]\d*", number):
         raise ValueError(f"{name!r}: behind {CUTS} there must be a whole number of buckets from 1 on, got {number!r}")
-    return Parted(stem, CUTS, int(number))
+    return NameParts(stem, CUTS, int(number))
 
 
 def automatic(name: str, momentum: float = 0.0) -> Automatic | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from gradsync.comm.shuffle import resting, together
+from gradsync.comm.shuffle import together, with_local_steps
 from gradsync.compressors import BlockInt, Cast, Compressor
 from gradsync.planner import AveragingPlanner
 from gradsync.planner.averaging.plan import filled
@@ -57,7 +57,7 @@ def averaging_method(name: str) -> AveragingMethod | None:
         return AveragingMethod(partial(_everything_by, Gossip.one_peer_exponential))
     if match := re.fullmatch(r"local_sgd(\d+)", name):
         every = int(match[1])
-        return AveragingMethod(lambda model, size: AveragingPlanner(schedule=resting(together(size), every)))
+        return AveragingMethod(lambda model, size: AveragingPlanner(schedule=with_local_steps(together(size), every)))
     base, *endings = name.removeprefix(DS_SYNC).split("_")
     if not name.startswith(DS_SYNC) or base:
         return None

@@ -24,7 +24,7 @@ from gradsync.characterization.statistics import Estimate
 from gradsync.schemes.elements import nonzeros
 from gradsync.schemes.owners import striped
 from gradsync.schemes.row_owners import EvenSplit
-from gradsync.schemes.tables import RowGroup, Survey, common_groups, single_groups
+from gradsync.schemes.tables import OwnRows, RowGroup, common_groups, single_groups
 from gradsync.tensors.bucket import TensorSpec
 from gradsync.tensors.sparse import SparseRows
 
@@ -202,7 +202,7 @@ def computed(workload: Workload, n: int, seed: int) -> Iterator[Gradient]:
 
 def of_tables(ranks: Sequence[tuple[SparseRows, ...]]) -> Gradient:
     """Returns the `Gradient` made of each rank's row-sparse tables."""
-    surveys = [Survey.of(tables) for tables in ranks]
+    surveys = [OwnRows.of(tables) for tables in ranks]
     specs = tuple(TensorSpec((table.num_rows, table.dim), table.values.dtype) for table in ranks[0])
     rows = tuple(tuple(map(_indices, survey.unions)) for survey in surveys)
     return Gradient(specs, rows, common_groups([survey.header.tolist() for survey in surveys], specs))

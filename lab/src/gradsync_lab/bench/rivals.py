@@ -16,7 +16,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gradsync.comm.shuffle import resting, together
+from gradsync.comm.shuffle import together, with_local_steps
 from gradsync.costs.timeline import Task
 from gradsync.engine.bucket_run import BucketStatistics
 from gradsync.schemes import Scheme, Shuffled
@@ -91,7 +91,7 @@ class PostLocalSGD(Rival):
         local = PostLocalSGDState(self._group, None, GRADIENT_STEPS, post_local_gradient_allreduce=False)
         self.ddp.register_comm_hook(local, post_localSGD_hook)
         self._hook = optimizer.register_step_post_hook(self._after_step)
-        self.mixes_by = Shuffled.by(resting(together(dist.get_world_size()), every))
+        self.mixes_by = Shuffled.by(with_local_steps(together(dist.get_world_size()), every))
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._averager.average_parameters(optimizer.param_groups)

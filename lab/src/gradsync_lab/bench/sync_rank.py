@@ -121,7 +121,7 @@ def take_turns(exchanges: dict[str, Contender], spec: SyncSpec) -> tuple[dict[st
     return times, {name: total / spec.repeats for name, total in sent_bytes.items()}
 
 
-def fit_samples(group: TorchGroup, spec: SyncSpec) -> list[tuple[int, float, float]]:
+def timed_all_reduces(group: TorchGroup, spec: SyncSpec) -> list[tuple[int, float, float]]:
     """Times all-reduces of several sizes: returns (rounds, bytes on the busiest link, median seconds) of each."""
     steps = [Transfer("", Pattern.ALL_REDUCE, (float(nbytes),) * spec.world_size) for nbytes in FIT_SIZES_BYTES]
     return [(bound_rounds(s), link_bytes(s, group), median_s(group, int(s.part_bytes[0]), spec)) for s in steps]
@@ -156,7 +156,7 @@ def bound_rounds(transfer: Transfer) -> int:
     on an exchange's time must count alike: else the fitted rate is too high, or the bound too low.
     """
     traffic = transfer.carried_by(DEFAULT_TRANSPORT)
-    return 1 if traffic.passed_on or traffic.busiest_bytes > DIRECT_BYTES else traffic.rounds
+    return 1 if traffic.is_forwarded or traffic.busiest_bytes > DIRECT_BYTES else traffic.rounds
 
 
 def median_s(group: TorchGroup, nbytes: int, spec: SyncSpec) -> float:
@@ -421,7 +421,7 @@ def exchange(text: str) -> dict[str, Any]:
     """Runs all cases of the settings in `text`, JSON, and returns this rank's measurements."""
     spec = SyncSpec.model_validate_json(text)
     group = torch_group(timeout_s=TIMEOUT_S)
-    fit = fit_samples(group, spec)
+    fit = timed_all_reduces(group, spec)
     cost = agreed_cost(fit, stage_s(group, spec, fit[0]), memory_bytes_per_s(spec), group)
     event(kind="fit")
     cases = [dense_case(nbytes, group, spec, cost) for nbytes in DENSE_SIZES_BYTES]

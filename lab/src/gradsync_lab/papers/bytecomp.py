@@ -207,7 +207,7 @@ class Simulated:
         return self.iteration_s("FP32") / self.iteration_s(system)
 
     def published_over_fp32(self, system: str) -> float | None:
-        bar = bar_of(system)
+        bar = published_system(system)
         return None if bar is None else self.job.published_s("FP32") / self.job.published_s(bar)
 
     def misplaced(self) -> list[str]:
@@ -215,7 +215,10 @@ class Simulated:
         found = []
         for place, first in enumerate(COMPARED):
             for second in COMPARED[place + 1 :]:
-                bars = math.log(self.job.published_s(str(bar_of(first))) / self.job.published_s(str(bar_of(second))))
+                bars = math.log(
+                    self.job.published_s(str(published_system(first)))
+                    / self.job.published_s(str(published_system(second)))
+                )
                 ours = self.iteration_s(first) - self.iteration_s(second)
                 if abs(bars) > READ_OFF and bars * ours <= 0:
                     found.append(f"{first} and {second}")
@@ -231,7 +234,7 @@ class Simulated:
         return found
 
 
-def bar_of(system: str) -> str | None:
+def published_system(system: str) -> str | None:
     """Returns the name of the published throughput to compare a system with; None if the paper has none.
 
     Both "HiPress" (its rule of costs) and "HiPress, released" (a least size to compress) are compared with HiPress.
@@ -261,7 +264,7 @@ def throughput_table(simulated: list[Simulated]) -> Table:
     for each in simulated:
         values = []
         for system in SYSTEMS:
-            bar = bar_of(system)
+            bar = published_system(system)
             published = None if bar is None else each.job.published[PUBLISHED_SYSTEMS.index(bar)]
             values.append((system, each.throughput(system), published))
         rows.add(each.job.name, values)
@@ -307,7 +310,8 @@ def unexplained_table(simulated: list[Simulated]) -> Table:
     for each in simulated:
         model = paper_model(each.job.model)
         left = {
-            s: each.job.published_s(str(bar_of(s))) - each.iteration_s(s) for s in ("HiTopKComm", "BytePS-Compress")
+            s: each.job.published_s(str(published_system(s))) - each.iteration_s(s)
+            for s in ("HiTopKComm", "BytePS-Compress")
         }
         tensors, gigabytes = len(model.gradients), 1e-9 * sum(model.nbytes)
         rows.add(

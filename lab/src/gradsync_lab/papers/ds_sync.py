@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gradsync.comm.shuffle import GroupSchedule, Round, crossing, grid, sitting_out, together
+from gradsync.comm.shuffle import GroupSchedule, Round, crossing, grid, together, with_ranks_absent
 from gradsync.costs.cluster import Cluster, Link, Placement
 from gradsync.costs.cost_model import CostModel
 from gradsync.costs.steps import Step, Transfer, busiest, transfers
@@ -130,7 +130,7 @@ def iteration_s(schedule: GroupSchedule, scenario: Scenario) -> float:
 
     The result is the mean over ranks, rounds and, where there is chance, worlds (independent draws).
     """
-    waits = [Wait.of(each, scenario) for each in attended(schedule, scenario).rounds]
+    waits = [Wait.of(each, scenario) for each in without_slow_rank(schedule, scenario).rounds]
     worlds = max(RANKS_DRAWN // schedule.size, 1) if scenario.is_random else 1
     settling, rounds = (len(waits) * -(-least // len(waits)) for least in (SETTLING, ROUNDS))
     draw, ready_s, begun_s = np.random.default_rng(SEED), np.zeros((worlds, schedule.size)), 0.0
@@ -141,10 +141,10 @@ def iteration_s(schedule: GroupSchedule, scenario: Scenario) -> float:
     return (float(ready_s.mean()) - begun_s) / rounds
 
 
-def attended(schedule: GroupSchedule, scenario: Scenario) -> GroupSchedule:
+def without_slow_rank(schedule: GroupSchedule, scenario: Scenario) -> GroupSchedule:
     """Returns the schedule of groups without the slow rank in the rounds that it skips."""
     every = scenario.joins_every
-    return schedule if every == 1 else sitting_out(schedule, (SLOW,), every)
+    return schedule if every == 1 else with_ranks_absent(schedule, (SLOW,), every)
 
 
 def grids(size: int) -> Iterator[tuple[int, ...]]:
@@ -206,7 +206,7 @@ def spreads_table() -> Table:
         values = (each.spread(momentum, averaged=averaged) for each in SCHEDULES.values())
         name = f"momentum {momentum}, {'averaged' if averaged else 'local'}" if momentum else "no momentum"
         rows.add(name, zip(SCHEDULES, values, (None, *stated), strict=True))
-    seldom = [attended(each, SELDOM) for each in SCHEDULES.values()]
+    seldom = [without_slow_rank(each, SELDOM) for each in SCHEDULES.values()]
     rows.add(
         "no momentum, one rank in every 4th",
         ((n, each.spread(), None) for n, each in zip(SCHEDULES, seldom, strict=True)),
@@ -254,7 +254,7 @@ def _spread(radices: Sequence[int], scenario: Scenario) -> float | None:
         return grid_spread(radices)
     if math.prod(radices) > MOST_FOR_SPREAD:
         return None
-    return attended(grid(radices), scenario).spread()
+    return without_slow_rank(grid(radices), scenario).spread()
 
 
 LOADS = {  # worked out by other code, by RACKS

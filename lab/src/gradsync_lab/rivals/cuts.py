@@ -185,7 +185,7 @@ class _Labels:
     sources: Ints  # (n,) number of the label that ends there
 
 
-class _Fusion:
+class _LabelSearch:
     """A search for the best cuts that extends labels (ways to cut the first items into buckets) bucket by bucket.
 
     A label is kept unless another one frees all resources as early. Where a task's seconds are not linear in its bytes,
@@ -270,7 +270,7 @@ def _least(rows: Floats) -> Ints:
 def _best_by_labels(problem: Problem, option: int) -> tuple[Part, ...]:
     known = [cut_at(problem, option, stops) for stops in ((), range(problem.size))]
     limit_s = min(deferred_s(problem, parts) for parts in known) * (1 + ROUNDING)
-    fusion = _Fusion(problem, item_options(problem, option))
+    fusion = _LabelSearch(problem, item_options(problem, option))
     labels: list[_Labels | None] = [fusion.empty]
     for stop in range(1, problem.size + 1):
         labels.append(fusion.extend(labels, stop, limit_s))
@@ -278,7 +278,7 @@ def _best_by_labels(problem: Problem, option: int) -> tuple[Part, ...]:
 
 
 def _by_count_labels(problem: Problem, options: Sequence[int], most: int) -> Iterator[tuple[float, tuple[Part, ...]]]:
-    fusion = _Fusion(problem, options)
+    fusion = _LabelSearch(problem, options)
     before: list[_Labels | None] = [fusion.empty, *[None] * problem.size]
     layers: list[list[_Labels | None]] = []
     for _ in range(min(most, problem.size)):

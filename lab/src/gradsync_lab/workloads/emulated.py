@@ -51,7 +51,7 @@ def measured_times(workload: Workload, *, sparse: bool, steps: int = MEASURED_ST
     torch.set_num_threads(1)
     try:
         model = workload.model(sparse=sparse)
-        watch = _Watch(model)
+        watch = _GradientTimer(model)
         optimizer = workload.optimizer(model)
         batches = workload.batches(0, 1, seed=0)
         seen = [watch.step(workload, optimizer, next(batches)) for _ in range(UNCOUNTED_STEPS + steps)]
@@ -67,7 +67,7 @@ def measured_times(workload: Workload, *, sparse: bool, steps: int = MEASURED_ST
     )
 
 
-class _Watch:
+class _GradientTimer:
     """Runs training steps of a model and records when each gradient is accumulated."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -119,7 +119,7 @@ class Emulated:
     def model(self, *, sparse: bool, seed: int = 0) -> nn.Module:
         """Returns the workload's model with a forward that sleeps; backward returns gradients at measured times."""
         model = self.workload.model(sparse=sparse, seed=seed)
-        model.forward = _Asleep(model, self._gradients(sparse, seed), self.times[sparse])
+        model.forward = _SleepingForward(model, self._gradients(sparse, seed), self.times[sparse])
         return model
 
     def _gradients(self, sparse: bool, seed: int) -> list[dict[str, Tensor]]:
@@ -149,7 +149,7 @@ class Emulated:
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         """Returns an optimizer whose step only sleeps, for the measured time."""
-        assert isinstance(model.forward, _Asleep)
+        assert isinstance(model.forward, _SleepingForward)
         return _SleepingOptimizer(model, model.forward.times.optimizer_s)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
@@ -166,7 +166,7 @@ class _SleepingOptimizer(Optimizer):
         time.sleep(self._step_s)
 
 
-class _Asleep:
+class _SleepingForward:
     """The forward of an emulated model: sleeps for the measured time, and returns a zero with a sleeping backward."""
 
     def __init__(self, model: nn.Module, gradients: list[dict[str, Tensor]], times: ComputeTimes) -> None:
@@ -178,13 +178,13 @@ class _Asleep:
         # Copied here: autograd takes over memory without other references, as it does for real gradients.
         gradients = {n: g.clone() for n, g in self._gradients[int(step) % len(self._gradients)].items()}
         clock = _Clock()
-        token = _node(_Rest, torch.zeros((), requires_grad=True), clock, self.times.backward_s)
+        token = _node(_EndOfBackward, torch.zeros((), requires_grad=True), clock, self.times.backward_s)
         by_readiness = sorted(gradients, key=lambda name: self.times.ready_s.get(name, 0.0))
         for name in reversed(by_readiness):
             ready_s = self.times.ready_s.get(name, 0.0)
             token = _node(_Ready, self._parameters[name], token, gradients.pop(name), clock, ready_s)
         asleep.sleep_until(self.times.forward_s)
-        return _node(_Begin, token, clock)
+        return _node(_StartClock, token, clock)
 
 
 def _node(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
@@ -207,8 +207,8 @@ class _Clock:
             time.sleep(left_s)
 
 
-class _Begin(torch.autograd.Function):
-    """The autograd node that backward runs first: it restarts the `_Clock` by which `_Ready` and `_Rest` sleep."""
+class _StartClock(torch.autograd.Function):
+    """The autograd node that backward runs first: it restarts the `_Clock` of `_Ready` and `_EndOfBackward`."""
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, clock: _Clock) -> Tensor:
@@ -236,7 +236,7 @@ class _Ready(torch.autograd.Function):
         return gradient, incoming[0], None, None, None
 
 
-class _Rest(torch.autograd.Function):
+class _EndOfBackward(torch.autograd.Function):
     """The autograd node that backward runs last: it sleeps from the last gradient to the measured end of backward."""
 
     @staticmethod

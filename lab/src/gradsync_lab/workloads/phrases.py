@@ -123,12 +123,12 @@ def _phrases(path: Path) -> list[Pair]:
 
 def _paragraphs(german_help: Path, english_help: Path) -> list[Pair]:
     """Returns paragraphs of LibreOffice's help as (German, English), where both exist and differ, once each, sorted."""
-    german, english = _by_place(german_help), _by_place(english_help)
+    german, english = _paragraphs_by_id(german_help), _paragraphs_by_id(english_help)
     pairs = {(german[place], english[place]) for place in german.keys() & english.keys()}
     return sorted((one, other) for one, other in pairs if one and other and one != other)
 
 
-def _by_place(directory: Path) -> dict[tuple[str, str], str]:
+def _paragraphs_by_id(directory: Path) -> dict[tuple[str, str], str]:
     """Returns the text of each paragraph of LibreOffice's help in one language, by (file, id of the HTML element)."""
     texts = {}
     for path in directory.rglob("*.html"):

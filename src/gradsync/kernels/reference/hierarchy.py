@@ -22,9 +22,9 @@ def hierarchical_hash(
     Each owner's table has slots that are filled in parallel, and a serial part. An index, whose owner is that of
     `owners_by_hash`, takes the first empty slot among those of its rehashes, else the next place of the serial part.
     The result lists each owner's indices, in an order that differs by implementation and number of threads. Unlike in
-    the paper, slots are taken by compare-and-swap (the paper's write, read back and compare can lose an index), empty
-    is all ones and indices begin with 0, and indices that find no place are returned. It is a rival to measure
-    `partition_rotated` against, which needs no memory.
+    the paper, slots are taken by compare-and-swap (the paper's write, read back and compare can lose an index), an
+    empty slot holds -1, not 0, so that index 0 can be stored, and indices that find no place are returned. It is a
+    rival to measure `partition_rotated` against, which needs no memory.
 
     Args:
         indices: (nnz,) int64 or int32, not negative, distinct (duplicates are returned as duplicates), in any order.
@@ -35,7 +35,7 @@ def hierarchical_hash(
         threads: native only: threads that insert at the same time; by default torch's number, and 1 for little work.
 
     Raises:
-        ValueError: a negative index, another n, no slots, or more than 2^31 - 1 for one owner.
+        ValueError: a negative index, another n, no slots, or a table of 2^31 places or more (slots and serial part).
         TypeError: other dtypes.
     """
     # In a round, all indices without a slot try the same rehash, and of those that meet in an empty slot the smallest

@@ -59,7 +59,7 @@ def _elements(drawn: RunDraw, device: torch.device) -> Tensor:
 
 
 def _permuted(numbers: Tensor, drawn: RunDraw) -> Tensor:
-    """Maps numbers by a random permutation of [0, a b): a Feistel network, adding draws of one half to the other."""
+    """Maps numbers by a random permutation of [0, drawn.a * drawn.b): a Feistel network by `drawn.key`."""
     left, right = numbers // drawn.b, numbers % drawn.b
     for number in range(0, _ROUNDS, 2):
         left = (left + (draws_at(right + (number << 32), drawn.key) * drawn.a >> 32)) % drawn.a

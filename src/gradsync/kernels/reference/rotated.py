@@ -84,7 +84,7 @@ def check_dealt(
     Args:
         counts: the number of items (elements or rows) of each owner.
         values: (nnz,) or (nnz, dim) floating.
-        places: a name for messages, such as "positions", and the outputs of positions or indices, (count,) each.
+        places: a name for error messages, such as "positions", and the outputs of positions or indices, (count,) each.
         outs: (count,) or (count, dim) for each owner, in the dtype of `values`.
 
     Raises:
@@ -117,7 +117,7 @@ def write_by_owner(
     Args:
         order: (nnz,) int64: the numbers of all items, the first owner's first.
         counts, values, outs: as in `check_dealt`.
-        places: a name for messages, all items' positions or indices, (nnz,), and the outputs of them, (count,) each.
+        places: a name for error messages, all items' positions or indices, (nnz,), and their outputs, (count,) each.
     """
     name, all_places, places_out = places
     check_dealt(counts, values, (name, places_out), outs)

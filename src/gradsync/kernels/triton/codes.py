@@ -456,10 +456,11 @@ def _runs(
 ) -> _Runs:
     """Returns a table of the runs (adjacent blocks of one length), for programs that handle `tile` elements of a block.
 
-    With tile = 0 it handles bytes of a block's codes instead: as many as the longest block has, rounded up to a power
-    of two, at most BLOCK. `starts`: the place of each section's first element in its own tensor. The columns: first
-    program, first element, elements of a block, bytes of a block's codes, first block, place of the first element in
-    its own tensor, tiles of a block, first byte.
+    With tile = 0 a program handles bytes of a block's codes instead: as many as the longest block has, rounded up to a
+    power of two, at most BLOCK. `lengths`, `starts`: for each section of the flat tensor, which is cut into blocks, its
+    elements and the place of its first element in its own tensor. The columns: first program, first element, elements
+    of a block, bytes of a block's codes, first block, place of the first element in its own tensor, tiles of a block,
+    first byte.
     """
     found = list(runs(Sections(lengths, starts, tuple(range(len(lengths)))), grid))  # sections' numbers for seeds
     of_bytes, longest = tile == 0, max((run.nbytes for run in found), default=1)

@@ -84,7 +84,7 @@ class OwnerPartition:
         self.counts: list[int] = []  # until the host has read them
 
     def read_counts(self, faults: Tensor) -> list[int]:
-        """Sets `counts` and returns the integers in `faults`, 1-D, after one transfer from the device for both."""
+        """Sets `counts` (items per owner) and returns the integers of `faults`, 1-D, with one transfer to the host."""
         numbers: list[int] = torch.cat([self._begins, faults]).tolist()
         begins, found = numbers[: len(self._begins)], numbers[len(self._begins) :]
         self.counts = [stop - start for start, stop in zip(begins[:-1], begins[1:], strict=True)]

@@ -172,10 +172,10 @@ def decode_offsets(message: Tensor, size: int, bits: int, out: Tensor) -> None:
 
 
 def _with_full(counts: Tensor, offsets: Tensor) -> Tensor:
-    """Returns the number of indices in each block, (blocks,): its count byte, or 256 if count and first offset are 255.
+    """Returns the number of indices in each block, (blocks,), from count bytes, in which 255 stands for 255 or 256.
 
-    If all or none of the blocks with count 255 have 256 indices, the total number of offsets says so, and a damaged
-    offset is found later, as out of order; for a mix of both, one program goes through these blocks.
+    A block of 256 stores its first offset as 255, which a block of 255 cannot begin with. If all or none of the blocks
+    with 255 are full, the number of `offsets` says so; for a mix of both, one program looks at their first offsets.
     """
     candidates = (counts == _FULL - 1).nonzero().flatten()
     missing = len(offsets) - int(counts.sum())

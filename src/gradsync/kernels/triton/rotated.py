@@ -114,10 +114,10 @@ def _join(
     VALUE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One program copies the values at one block of an owner's positions to the elements of `out` at these positions.
+    """One program copies one block of an owner's values to `out`, each to the index that its position stands for.
 
-    No two programs write the same element, as owner and position determine it, and of equal neighbours only the last
-    one is written.
+    Position q is that of the owner's q-th element; `element_of` gives its index. No two programs write the same one, as
+    owner and position determine it, and of neighbours with equal positions only the last one is written.
     """
     owner = tl.program_id(0) % n
     count = tl.load(counts + owner)
@@ -173,7 +173,8 @@ def join_rotated(positions: Sequence[Tensor], values: Sequence[Tensor], seed: in
 def _refuse_join(positions: Sequence[Tensor], seed: int, size: int) -> None:
     """Raises ValueError for the first owner (rank) with a position that is out of range or less than the one before.
 
-    Positions count the elements of an owner. They, and the indices in the whole tensor, must be in [0, size).
+    Position q is that of the owner's q-th element, whose index in the whole tensor `rotated_index` finds by the seed.
+    Position and index must be in [0, size).
     """
     for owner, position in enumerate(positions):
         check_range("join_rotated", position, size, "size", owner)

@@ -211,9 +211,9 @@ def _scatter(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """One program copies rows of `values` to rows of `dense`: of items with the same row, only the last one is written.
+    """One program copies rows of `values` to rows of `dense`; if several go to the same row, only the last is written.
 
-    `rows`: sorted row indices in `dense`, each with one writer; `order`: the row of `values` for each.
+    `rows`: sorted row indices in `dense`, which may repeat; `order`: for each entry of `rows`, the row of `values`.
     """
     at, column = place_in(dim, ROWS, COLUMNS)
     row = tl.load(rows + at, mask=at < count, other=0).to(tl.int64)
@@ -238,7 +238,7 @@ def _accumulate(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """One program adds rows of `values` to rows of `dense`; of items with equal rows, the first adds all, in order."""
+    """One program adds rows of `values` to rows of `dense`; if several go to one row, one lane adds all, in order."""
     at, column = place_in(dim, ROWS, COLUMNS)
     row = tl.load(rows + at, mask=at < count, other=-1).to(tl.int64)
     before = tl.load(rows + at - 1, mask=(at > 0) & (at < count), other=-1).to(tl.int64)

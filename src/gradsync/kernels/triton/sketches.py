@@ -125,11 +125,12 @@ def _estimate(
 
 
 def _rows_of(sections: Sections, columns: Sequence[int], rows: int) -> list[tuple[int, ...]]:
-    """Returns the rows of the kernels' table, ten numbers for each section and row of counters.
+    """Returns the table that the kernels read: a tuple of ten integers for each section and each of its `rows`.
 
-    First element, elements, place of the first element in its own tensor, counters in a row, elements of a group that
-    is added as a whole (one per lane), first counter, keys of the counters and of the signs, first group, first window
-    (as many adjacent counters as a group has elements). Firsts are counted over all sections and rows.
+    A group is `lanes` neighbouring elements, which are added at once to a window of `lanes` neighbouring counters. The
+    integers: the section's first element in the flat tensor, number of elements, place of the first in its own tensor,
+    counters in a row (`columns` of the section), `lanes`; then, of this row, the first counter, two hash keys, the
+    first group and the first window. Counters, groups and windows are numbered through all sections and rows.
     """
     found, begin, counters, groups, windows = [], 0, 0, 0, 0
     for length, start, seed, count in zip(sections.lengths, sections.places, sections.seeds, columns, strict=True):

@@ -22,7 +22,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...comm.shuffle import EXACT, GroupSchedule, RankGroup, Round, crossing, exact, resting, sitting_out, together
+from ...comm.shuffle import (
+    EXACT,
+    GroupSchedule,
+    RankGroup,
+    Round,
+    crossing,
+    exact,
+    together,
+    with_local_steps,
+    with_ranks_absent,
+)
 from ...costs.cluster import SLOW, Cluster, Link, Placement
 from ...costs.steps import transfers
 from ...schemes import AllReduce
@@ -38,7 +48,7 @@ COOLEST = 1e-3  # last temperature of the annealing, as a share of the first cos
 
 @dataclass(frozen=True)
 class Grouping:
-    """A schedule (which nodes average in which round), its expected step time, and how far nodes stay apart by it."""
+    """A schedule (which nodes average in which round), its step time, and squared distances of nodes' parameters."""
 
     name: str
     schedule: GroupSchedule
@@ -91,14 +101,15 @@ def groupings(
             continue
         for every in range(1, most_local_steps + 1):
             if _rested_spread(judged.spread, every, cluster.nodes) <= most_spread + EXACT:
-                rested = judged if every == 1 else _rested(judged, every, cluster, nbytes, compute_s)
+                rested = judged if every == 1 else _with_local_steps(judged, every, cluster, nbytes, compute_s)
                 found.setdefault(rested.schedule, rested)
     return sorted(found.values(), key=lambda grouping: grouping.step_s)
 
 
 def judge(name: str, schedule: GroupSchedule, cluster: Cluster, nbytes: float, compute_s: float) -> Grouping:
-    """Returns the schedule with its seconds per step on the cluster, and how far nodes stay apart (`spread`, `left`).
+    """Returns the schedule with its seconds per step on the cluster, and how far apart nodes' parameters stay.
 
+    `spread` is their mean squared distance to their mean, `left` the largest share of it that a cycle of rounds leaves.
     Arguments as in `groupings`.
     """
     return Grouping(
@@ -111,9 +122,9 @@ def judge(name: str, schedule: GroupSchedule, cluster: Cluster, nbytes: float, c
     )
 
 
-def _rested(judged: Grouping, every: int, cluster: Cluster, nbytes: float, compute_s: float) -> Grouping:
+def _with_local_steps(judged: Grouping, every: int, cluster: Cluster, nbytes: float, compute_s: float) -> Grouping:
     """Returns the grouping changed so that nodes average only after each `every`-th training step."""
-    schedule = resting(judged.schedule, every)
+    schedule = with_local_steps(judged.schedule, every)
     return replace(
         judged,
         name=f"{judged.name}, after {every} steps",
@@ -219,7 +230,7 @@ def _candidates(cluster: Cluster, largest: int, budget: int, seed: int) -> Itera
         yield name, schedule
         if slow and len(slow) < cluster.nodes:
             for every in SITTING_OUT:
-                yield f"{name}, slow nodes in one round of {every}", sitting_out(schedule, slow, every)
+                yield f"{name}, slow nodes in one round of {every}", with_ranks_absent(schedule, slow, every)
 
 
 def _of_all(cluster: Cluster, largest: int, budget: int, seed: int) -> Iterator[tuple[str, GroupSchedule]]:
@@ -230,7 +241,7 @@ def _of_all(cluster: Cluster, largest: int, budget: int, seed: int) -> Iterator[
         schedule = exact(n, most)
         known.setdefault(schedule, f"exact, groups of up to {max(map(len, schedule.distinct))}")
     for schedule, name in known.items():
-        yield name, seated(schedule, cluster, seed) if len(racks) > 1 else schedule
+        yield name, placed_by_annealing(schedule, cluster, seed) if len(racks) > 1 else schedule
     if len(racks) > 1:
         for groups in range(1, min(budget, max(map(len, racks))) + 1):
             yield f"crossing, {groups} at a time", crossing(racks, groups)
@@ -238,7 +249,7 @@ def _of_all(cluster: Cluster, largest: int, budget: int, seed: int) -> Iterator[
                 yield f"crossing, {groups} at a time, kept apart", crossing(racks, groups, keep_apart=True)
 
 
-def seated(schedule: GroupSchedule, cluster: Cluster, seed: int = 0) -> GroupSchedule:
+def placed_by_annealing(schedule: GroupSchedule, cluster: Cluster, seed: int = 0) -> GroupSchedule:
     """Returns the schedule with nodes permuted, by simulated annealing, so that the busiest links carry least."""
     draw, rounds = random.Random(seed), [_RoundLoads(each, cluster) for each in schedule.rounds]
     nodes = np.arange(cluster.nodes)
@@ -259,7 +270,7 @@ def seated(schedule: GroupSchedule, cluster: Cluster, seed: int = 0) -> GroupSch
 
 
 class _RoundLoads:
-    """A calculator of the seconds of the busiest link in one round of averaging, for many orders of the nodes."""
+    """Computes how long a round's busiest link sends, for any assignment of nodes to places in the round's groups."""
 
     def __init__(self, each: Round, cluster: Cluster) -> None:
         groups = [group for group in each.groups if len(group) > 1]

@@ -102,7 +102,7 @@ class AveragingPlanner:
 
     def measures(self, placement: Placement) -> bool:
         """Whether link rates between nodes must be measured: nodes are several, no links or schedule were given."""
-        given = self.cluster is not None or self.schedule is not None or self._must_sum(placement)
+        given = self.cluster is not None or self.schedule is not None or self._averages_all_together(placement)
         return not given and placement.num_nodes > 1
 
     def remaps(self, placement: Placement) -> bool:
@@ -148,14 +148,14 @@ class AveragingPlanner:
         what = What.EARLY_PARAMETER if self.early else What.PARAMETER
         return Plan.make(specs | dict(sorted(beside.items())), placement.size, buckets, what=what)
 
-    def of_others(self) -> AveragingPlanner:
-        """Returns a planner with the same settings for other ranks, without `cluster` and `schedule`."""
+    def for_other_ranks(self) -> AveragingPlanner:
+        """Returns a planner with the same settings, but no `cluster` or `schedule`, for the ranks left after a loss."""
         return replace(self, cluster=None, schedule=None)
 
     def grouping(self, cluster: Cluster, nbytes: float) -> Grouping:
-        """Returns the schedule of nodes to use on the cluster's links, with its seconds per step, and nodes' distances.
+        """Returns the schedule of nodes to use on these links, its step time, and the distances of nodes' parameters.
 
-        Of the schedules that are about as quick as the quickest, it is the one in which nodes stay closest together.
+        Of the schedules about as quick as the quickest, it is the one that keeps nodes' parameters closest together.
 
         Args:
             nbytes: bytes that each node averages in a step.
@@ -218,7 +218,7 @@ class AveragingPlanner:
     def _schedule(self, placement: Placement, cluster: Cluster | None, nbytes: float) -> GroupSchedule:
         nodes, schedule = placement.num_nodes, self.schedule
         if schedule is None:
-            if nodes == 1 or self._must_sum(placement):
+            if nodes == 1 or self._averages_all_together(placement):
                 return together(placement.size)
             assert cluster is not None, "a cluster is given, or its links were measured"
             schedule = self.grouping(cluster, nbytes).schedule
@@ -229,7 +229,7 @@ class AveragingPlanner:
             )
         return schedule
 
-    def _must_sum(self, placement: Placement) -> bool:
+    def _averages_all_together(self, placement: Placement) -> bool:
         """Whether all ranks must average together, as lost ranks left the nodes with different numbers of ranks."""
         return self.survives and self.cluster is None and placement.ranks_per_node is None
 

@@ -46,7 +46,7 @@ class Rounds:
         """The present seconds of a round of averaging, a median of means over some rounds each; None: not known yet."""
         return statistics.median(self._figures) if len(self._figures) == FIGURES else None
 
-    def plan_stays(self) -> None:
+    def keep_plan(self) -> None:
         """Sets `young_s`, with which `links_changed` compares later seconds of rounds, to `now_s`; the plan stays."""
         self.young_s = self.now_s
 
@@ -66,8 +66,8 @@ def links_changed(young_s: Sequence[float], now_s: Sequence[float]) -> bool:
 def is_better(found: Grouping, present: Grouping, budget: int | None) -> bool:
     """Whether averaging should go over from the groups of nodes in `present` to those in `found`.
 
-    True if `found` is clearly quicker; or keeps nodes clearly closer together at about the same time, as where a slow
-    node that sat out has recovered; or if more than `budget` groups of `present` cross one rack's uplink in a round.
+    True if `found` is clearly quicker; or keeps nodes' parameters clearly closer together in steps about as long, as
+    where a slow node that sat out has recovered; or if more than `budget` groups of `present` cross one rack's uplink.
     """
     if budget is not None and present.crossing > budget:
         return True
@@ -93,10 +93,9 @@ def share_removed(distance: float, norm: float, relaxation: float = 1.0) -> floa
 def spread_for(most_apart: float, removed: float, nodes: int, per_node: int) -> float:
     """Returns the largest `Grouping.spread` with which ranks stay within the distance `most_apart` after a round.
 
-    A spread is the nodes' mean squared distance to their mean, in units of the noise that a training step adds to a
-    node's mean. In the long run rounds of averaging remove what steps add, whichever nodes average together. So
-    `removed`, the mean of `share_removed` over ranks and cycles, measures that noise. With momenta that stay each
-    rank's own (0.9), distances are 0.9 to 1.1 times the estimate if nodes average along the lines of a grid, twice if
-    their groups cross racks, and 0.7 to 0.8 times if all nodes make several steps and then average together.
+    Distances are of a rank's parameters to the ranks' mean, over the parameters' norm. A spread is the nodes' mean
+    squared distance, in units of what a training step adds to it. In the long run rounds of averaging remove what
+    steps add, so `removed`, the mean of `share_removed` over ranks and cycles, measures the unit. If each rank keeps
+    its own momentum of 0.9, measured distances are 0.7 to 1.1 times `most_apart`, and twice if groups cross racks.
     """
     return most_apart**2 * (per_node - 1 / nodes) / removed if removed else math.inf

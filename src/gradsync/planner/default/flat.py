@@ -29,7 +29,7 @@ from .network import Network
 
 def dense_schemes(placement: Placement) -> tuple[Scheme[Any], ...]:
     """Returns the schemes for dense buckets, the backend's own all-reduce first."""
-    return (AllReduce(), *over_nodes([(ReduceScatter(), AllReduce())], placement))
+    return (AllReduce(), *two_level_schemes([(ReduceScatter(), AllReduce())], placement))
 
 
 def element_schemes(placement: Placement) -> tuple[Scheme[Any], ...]:
@@ -39,10 +39,10 @@ def element_schemes(placement: Placement) -> tuple[Scheme[Any], ...]:
         (ReduceScatter(), BalancedElements()),
         (SparseReduceScatter(), AllReduce()),
     ]
-    return (BalancedElements(), *over_nodes(stages, placement))
+    return (BalancedElements(), *two_level_schemes(stages, placement))
 
 
-def over_nodes(
+def two_level_schemes(
     stages: Sequence[tuple[Partitioned[Any, Any], Scheme[Any]]], placement: Placement
 ) -> Iterator[Scheme[Any]]:
     """Yields a two-level scheme for each (inside nodes, across nodes) pair; none unless `placement.is_hierarchy`."""
@@ -73,7 +73,7 @@ def flat_scheme(
     return found.chosen.scheme
 
 
-def across_at_once(order: Iterable[tuple[str, str]], plan: Plan) -> Iterator[tuple[str, str]]:
+def with_early_middle_stages(order: Iterable[tuple[str, str]], plan: Plan) -> Iterator[tuple[str, str]]:
     """Yields turns, (bucket id, stage), as in `order`, but with the middle stages of two-level dense buckets moved up.
 
     They come right after the bucket's first stage; a turn is one stage (collective) of one bucket. Such a bucket

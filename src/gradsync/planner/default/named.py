@@ -57,7 +57,7 @@ def lossy_planner(name: str, momentum: float = 0.0) -> CompressingPlanner:
     """Returns a planner for the scheme of dense buckets, or the compressor (`compressors.named`), with this name.
 
     Raises:
-        ValueError: for an unknown name, or a number that the compressor does not take.
+        ValueError: for an unknown name, or one with a number out of its range, such as the ratio in `csc2`.
     """
     if (scheme := dense_scheme(name, momentum)) is not None:
         return CompressingPlanner(scheme, fewest_elements=fewest_elements(name))
@@ -69,7 +69,7 @@ def lossy_of(name: str, world_size: int, momentum: float = 0.0) -> SchemeOrCompr
     """Returns the scheme or compressor of this name as it is used in training on `world_size` ranks.
 
     Raises:
-        ValueError: for an unknown name, or a number that the compressor does not take.
+        ValueError: for an unknown name, one with a number out of its range (`csc2`), or a momentum out of [0, 1).
     """
     return dense_scheme(name, momentum) or _among(name, momentum, world_size)
 

@@ -17,7 +17,7 @@ from ...plans.plan import BucketPlan, Plan, default_order
 from ...schemes import DOUBLING_OF_ROWS, AGSparse, BalancedParallelism, Scheme, select
 from ...tensors.bucket import Layout, TensorSpec, cut_by_bytes
 from ...tensors.density import DensityProfile, ParameterProfile
-from .flat import across_at_once, dense_schemes, element_schemes, flat_scheme, flat_spec, over_nodes
+from .flat import dense_schemes, element_schemes, flat_scheme, flat_spec, two_level_schemes, with_early_middle_stages
 from .network import Network
 
 FIRST_BUCKET_BYTES = 1 << 20  # size of DDP's first bucket, for an early start of communication
@@ -72,9 +72,9 @@ def default_plan(
 ) -> Plan:
     """Returns a plan with DDP-sized buckets of dense parameters in ready order, and buckets of sparse tables.
 
-    Tables of one dtype that are ready together share a bucket, as do tables with the same rows. A table that is ready
-    earlier than some dense parameters is exchanged at once, with all its stages. Deterministic in its arguments, which
-    are the same on every rank.
+    Tables of one dtype share a bucket if they are ready together, or if their gradients are known to have the same
+    non-zero rows. A table that is ready earlier than some dense parameters is exchanged at once, with all its stages.
+    Deterministic in its arguments, which are the same on every rank.
 
     Args:
         profiles: parameters in model order, with what was measured of each. Before readiness was measured (`position`
@@ -111,7 +111,7 @@ def default_plan(
     named = [([p.name for p in members], scheme) for members, scheme in buckets]
     plan = Plan.make(specs, world_size, named)
     turns = _order(plan, dense_between=dense_between)
-    return plan.model_copy(update={"order": tuple(across_at_once(turns, plan))})
+    return plan.model_copy(update={"order": tuple(with_early_middle_stages(turns, plan))})
 
 
 PlannedBucket = tuple[list[ParameterProfile], Scheme[Any]]
@@ -223,7 +223,7 @@ def _placement(world_size: int, network: Network | None) -> Placement:
 def timed_schemes(placement: Placement) -> tuple[Scheme[Any], ...]:
     """Returns the schemes for sparse tables that compete by their expected time where the network was measured."""
     inside = BalancedParallelism(owners="table_stripe")
-    hierarchies = over_nodes([(inside, between) for between in SPARSE_SCHEMES], placement)
+    hierarchies = two_level_schemes([(inside, between) for between in SPARSE_SCHEMES], placement)
     return (*SPARSE_SCHEMES, DOUBLING_OF_ROWS, *hierarchies)
 
 

@@ -72,7 +72,11 @@ def _handicaps(
     seen: tuple[DensityProfile, ...],
     network: Network,
 ) -> dict[Scheme[Any], float]:
-    """Returns a factor on each rival's expected seconds, above 1 if it was expected to be faster but not chosen."""
+    """Returns a factor for the expected seconds of each rival scheme: p / r if p > r, which trials disproved, else 1.
+
+    p and r are the seconds that were expected for `scheme`, which is in use, and for the rival, by the densities when
+    the plan was made (`then`). The rivals that are keys have the capacities for the present densities (`seen`).
+    """
     present_s = price(scheme.planned_for(then).steps(specs, then, network.placement), network)
     expected_s = {r: price(r.planned_for(then).steps(specs, then, network.placement), network) for r in rivals}
     return {r.planned_for(seen): max(present_s / expected_s[r], 1.0) for r in rivals}

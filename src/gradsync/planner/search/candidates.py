@@ -95,8 +95,8 @@ def candidate_plans(job: Job, constraints: Constraints | None = None) -> list[Pl
 
     Candidates are the best two among the search's plan and its plans with only one of the lossy schemes or compressors
     allowed; the best plan in fewer buckets, as predictions are least certain about costs of calls and gains of overlap;
-    and unless plans must be lossy, the best exact plan, and the best plans made without a search. Of plans with a far
-    longer predicted step at most one is tried, as a second plan: predictions are only as good as the measurements.
+    and unless plans must be lossy, the best exact plan, and the best plans made without a search. Plans with a far
+    longer predicted step are left out, unless only one plan would remain, as predictions may be wrong.
     """
     if job.world_size == 1:
         return default_plans(job.profiles, 1)

@@ -114,7 +114,7 @@ class Formulation:
 def formulate(job: Job, ways: Sequence[Way]) -> Formulation:
     """Returns the planning problem of a job, with these ways (schemes with their gradients) as options.
 
-    Tables that share a way with `members` are one item, which is ready with the last of them.
+    All `members` of a way, such as tables, share a bucket: they are one item, which is ready with the last of them.
 
     Raises:
         ValueError: for a gradient that no way takes.
@@ -157,7 +157,10 @@ def formulate(job: Job, ways: Sequence[Way]) -> Formulation:
 
 
 def _items(job: Job, ways: Sequence[Way]) -> list[tuple[str, ...]]:
-    """Returns the names in each item, in order of readiness: all `members` of a way together, other gradients alone."""
+    """Returns the names of the gradients in each item, the unit of planning, in order of readiness.
+
+    The `members` of a way (a scheme for gradients that share a bucket) are one item; any other gradient is an item.
+    """
     together = {name: way.members for way in ways if way.members is not None for name in way.members}
     names = [p.name for p in in_ready_order(job.profiles)]
     items = dict.fromkeys(together.get(name, (name,)) for name in names)
@@ -168,7 +171,7 @@ def _items(job: Job, ways: Sequence[Way]) -> list[tuple[str, ...]]:
 def _by_dtype(
     items: Sequence[tuple[str, ...]], known: Mapping[str, ParameterProfile], way: Way
 ) -> dict[torch.dtype, set[int]]:
-    """Returns, by dtype as a bucket has one, the indices of items (gradients) that may take the scheme of `way`."""
+    """Returns, for each dtype, the indices of the items of one dense gradient that may take the scheme of `way`."""
     found: dict[torch.dtype, set[int]] = {}
     for number, (name, *others) in enumerate(items):
         profile = known[name]
@@ -186,7 +189,10 @@ def flat_of(profile: ParameterProfile) -> TensorSpec:
 
 
 def _option_of_members(way: Way, members: Sequence[ParameterProfile], network: Network) -> Option:
-    """Returns the option of a way with `members`, which are always one bucket, so that its tasks take constant time."""
+    """Returns the option (chain of timed tasks) to exchange `members` by `way.scheme`.
+
+    The times are constant, as these parameters are always one bucket.
+    """
     if way.scheme.traits.layout is Layout.ROWS:
         specs, seen = tuple(p.tensor for p in members), tuple(p.density for p in members)
     else:
@@ -199,7 +205,7 @@ def _option_of_members(way: Way, members: Sequence[ParameterProfile], network: N
 
 
 def _option(scheme: Scheme[Any], dtype: torch.dtype, flats: Sequence[TensorSpec | None], network: Network) -> Option:
-    """Returns a scheme's option (timed tasks) for dense gradients; `flats`: None for any that may not take it."""
+    """Returns a scheme's option (timed tasks) for dense gradients; `flats`: each one's spec, None if not allowed."""
     if scheme.traits.depends_on_shapes:
         return _option_by_shapes(scheme, flats, network)
     chains = [
@@ -218,7 +224,11 @@ def _steps(scheme: Scheme[Any], spec: TensorSpec, network: Network) -> tuple[Ste
 
 
 def _option_by_shapes(scheme: Scheme[Any], flats: Sequence[TensorSpec | None], network: Network) -> Option:
-    """Returns the option of a scheme whose steps depend on shapes: a task per step, `amounts` being items' bytes."""
+    """Returns the option (chain of timed tasks) of a scheme whose steps depend on shapes, with one task per step.
+
+    `flats`: the spec of each item (gradient), None if it may not take the scheme. The `amounts` of a task are the bytes
+    of its step for each item alone.
+    """
     alone = [{} if flat is None else _by_name(_steps(scheme, flat, network)) for flat in flats]
     longest = max(alone, key=len)
     demands = []

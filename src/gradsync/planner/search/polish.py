@@ -13,7 +13,7 @@ from ...plans.plan import BucketPlan, Plan
 from ...tensors.bucket import Layout
 from .job import Job
 from .options import Way
-from .predict import played, predict, steps_of
+from .predict import predict, predict_steps, steps_of
 from .reasons import SAME, alternatives, may_take, with_buckets, with_scheme
 from .turns import with_best_turns
 
@@ -21,7 +21,7 @@ from .turns import with_best_turns
 def polished(plan: Plan, job: Job, ways: Sequence[Way]) -> Plan:
     """Returns the plan with other schemes for single buckets where the predicted step gets clearly shorter."""
     steps = {bucket.id: steps_of(bucket, bucket.scheme, job) for bucket in plan.buckets}
-    seconds = played(plan, job, steps).seconds
+    seconds = predict_steps(plan, job, steps).seconds
     for place, bucket in enumerate(plan.buckets):
         best = min(alternatives(plan, place, job, ways, steps), key=lambda other: other.step_s, default=None)
         if best is not None and best.step_s < (1 - SAME) * seconds:

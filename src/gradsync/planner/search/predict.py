@@ -49,10 +49,10 @@ def predict(plan: Plan, job: Job) -> Prediction:
         ValueError: for a plan that does not fit the job.
     """
     plan.check({p.name: p.tensor for p in job.profiles}, job.world_size)
-    return played(plan, job, {bucket.id: steps_of(bucket, bucket.scheme, job) for bucket in plan.buckets})
+    return predict_steps(plan, job, {bucket.id: steps_of(bucket, bucket.scheme, job) for bucket in plan.buckets})
 
 
-def played(plan: Plan, job: Job, steps: Mapping[str, Sequence[Step]]) -> Prediction:
+def predict_steps(plan: Plan, job: Job, steps: Mapping[str, Sequence[Step]]) -> Prediction:
     """Returns the predicted step of a plan that fits the job; `steps` has the steps of the schemes, by bucket id."""
     exchange: list[Task] = []
     reached_s: dict[float, float] = {}

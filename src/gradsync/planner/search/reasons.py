@@ -17,7 +17,7 @@ from ..default.plan import BUCKET_BYTES, default_plan
 from ..default.revise import reordered
 from .job import Job
 from .options import Way
-from .predict import played, predict, steps_of
+from .predict import predict, predict_steps, steps_of
 from .simplify import AS_LONG
 
 WORTH_IT = 0.02  # share of DDP's step that another plan must save; steps vary by as much
@@ -135,7 +135,7 @@ def alternatives(
     for way in ways:
         if way.scheme.planned_for(()) != present.planned_for(()) and may_take(bucket, present, way, job):
             changed = {**steps, bucket.id: steps_of(bucket, way.scheme, job)}
-            yield Alternative(way.scheme, played(with_scheme(plan, [place], way.scheme), job, changed).seconds)
+            yield Alternative(way.scheme, predict_steps(with_scheme(plan, [place], way.scheme), job, changed).seconds)
 
 
 def may_take(bucket: BucketPlan, present: Scheme[Any], way: Way, job: Job) -> bool:

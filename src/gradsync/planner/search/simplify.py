@@ -1,4 +1,4 @@
-"""Simplifies a plan: among plans about as fast, takes the one with the least loss and the fewest buckets.
+"""Simplifies a plan: among plans about as fast, takes one with less lossy options and fewer buckets.
 
 A search for the shortest step is indifferent to anything that backward hides. There, compression would lose accuracy
 without gain, and every bucket costs the engine some time that no model contains.
@@ -16,12 +16,12 @@ AS_LONG = 1.002  # a step up to so many times the shortest counts as equal: no m
 
 
 def simplified(problem: Problem, solution: Solution, ranks: Sequence[int]) -> Solution:
-    """Returns a simpler plan (less loss, fewer buckets) whose step is at most `AS_LONG` times as long.
+    """Returns a plan with less lossy options and fewer buckets, whose step is at most `AS_LONG` times as long.
 
-    First, all parts with one option change together to one of lower rank, then each part alone; then neighbours merge.
+    First, all parts with one option change together to a less lossy one, then each part alone; then neighbours merge.
 
     Args:
-        ranks: for each option, how much it loses; lower ranks are preferred.
+        ranks: for each option a number that grows with its loss of accuracy (0: exact); lower ones are preferred.
     """
     play, most_s = player(problem), AS_LONG * solution.seconds
     parts = list(solution.parts)
@@ -44,7 +44,10 @@ def simplified(problem: Problem, solution: Solution, ranks: Sequence[int]) -> So
 
 
 def _with_better(problem: Problem, parts: list[Part], places: Sequence[int], ranks: Sequence[int]) -> list[list[Part]]:
-    """Returns a plan per option of less loss (in `ranks`) that the parts at `places` may take, the least loss first."""
+    """Returns a plan for each less lossy option that the parts at `places` may take, the least lossy first.
+
+    `ranks`: for each option a number that grows with its loss of accuracy.
+    """
     present = min(ranks[parts[place].option] for place in places)
     allowed = set.intersection(*(_allowed(problem, parts[place]) for place in places))
     better = sorted((option for option in allowed if ranks[option] < present), key=lambda option: ranks[option])
@@ -55,7 +58,10 @@ def _with_better(problem: Problem, parts: list[Part], places: Sequence[int], ran
 
 
 def _merged(problem: Problem, parts: list[Part], place: int, ranks: Sequence[int]) -> list[list[Part]]:
-    """Returns plans with part `place` and the next merged, by the option of less loss (`ranks`), by both if equal."""
+    """Returns plans with part `place` and the next merged, by the less lossy of their options, by both if equal.
+
+    Empty if the merged part is not allowed. `ranks`: for each option a number that grows with its loss of accuracy.
+    """
     first, second = parts[place : place + 2]
     if problem.alone is not None and any(problem.alone[first.start : second.stop]):
         return []

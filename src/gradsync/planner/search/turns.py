@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ...costs.forecast import turns_as_they_come
+from ...costs.forecast import greedy_turns
 from ...costs.steps import FINISH, Compute
 from ...plans.plan import Plan
 from .job import Job
-from .predict import played, steps_of
+from .predict import predict_steps, steps_of
 
 
 def with_best_turns(plan: Plan, job: Job) -> Plan:
@@ -27,10 +27,8 @@ def with_best_turns(plan: Plan, job: Job) -> Plan:
     }
     network, backward_s = job.network, job.backward_s
     orders = [
-        turns_as_they_come(
-            stages, steps, ready_s, network.cost, network.placement, finish_last=last, backward_s=backward_s
-        )
+        greedy_turns(stages, steps, ready_s, network.cost, network.placement, finish_last=last, backward_s=backward_s)
         for last in (True, False)
     ]
     plans = [plan, *(plan.model_copy(update={"order": tuple(order)}) for order in orders)]
-    return min(plans, key=lambda each: played(each, job, steps).seconds)
+    return min(plans, key=lambda each: predict_steps(each, job, steps).seconds)

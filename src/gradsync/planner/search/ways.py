@@ -51,16 +51,18 @@ _SAME_AS: dict[type[Scheme[Any]], tuple[str, ...]] = {
 class Constraints:
     """The limits on what a job's gradients may lose; all stay exact unless `lossy` names schemes or compressors.
 
-    `most_error` bounds each parameter's relative error in one step: the norm of the error over the gradient's norm, as
-    the attribute `errors` says. Schemes of unknown error are then not allowed. The bound holds with and without error
-    feedback, which sends the error later. With error feedback, `most_delay`, if given, is used instead: it bounds the
-    steps' worth of gradient that a residual holds, see `delay_of`. `most_delay_frozen` is the same bound for schemes
-    that freeze optimiser state of what was not sent: momentum does not decay there, so a residual may hold more; None:
-    as for all. Chunks are not allowed for tensors smaller than one chunk.
+    `most_error` bounds each parameter's relative error in one step: the norm of the error over the gradient's norm,
+    looked up in `errors`, a field of this class. Schemes without an entry are then not allowed. The bound holds with
+    and without error feedback, which sends the error later. With error feedback, `most_delay`, if given, is used
+    instead: it bounds the steps' worth of gradient that a residual holds, see `delay_of`. `most_delay_frozen` is the
+    same bound for schemes that freeze optimiser state of what was not sent: momentum does not decay there, so a
+    residual may hold more; None: as for all. `CoarseGrained`, which sends whole chunks of gradients, is not allowed for
+    tensors smaller than one chunk.
 
-    `leaves` restricts how compressed gradients may travel: the routes (sequences of collectives and coding tasks, the
-    leaves of ByteComp's decision tree), and the schemes that equal a route. None allows all schemes, and routes that
-    compress once: the attribute `errors` holds errors of one compression, and a second one, of sums, adds to them.
+    `leaves` restricts how compressed gradients may travel: by which routes (sequences of collectives and coding tasks,
+    the leaves of ByteComp's decision tree). A scheme that does the tasks of a route is allowed as the route is. None
+    allows all schemes, and routes that compress once: `errors` holds errors of one compression, and a second one, of
+    sums, adds to them.
     """
 
     lossy: tuple[SchemeOrCompressor, ...] = ()
@@ -139,10 +141,10 @@ def ways_of(job: Job, constraints: Constraints | None = None) -> list[Way]:
 
 
 def exact_ways(job: Job, *, besides: frozenset[str] = frozenset()) -> list[Way]:
-    """Returns the exact ways: schemes of tables, all-reduce for dense gradients, sparse schemes for mostly zero ones.
+    """Returns all exact schemes that a search may choose from, each with the gradients that may take it.
 
-    Tables that are ready together share a bucket. Dense gradients that were found to be mostly zero go by rows, as
-    tables, or by elements. `besides`: dense gradients that take another way.
+    Embedding tables that are ready together share a bucket. Dense gradients that were found to be mostly zero may go by
+    rows, as tables, or by elements. `besides`: names of dense gradients that get no exact scheme here.
     """
     placement, network = job.network.placement, job.network
     found_zero = found_schemes(job.profiles, job.world_size, network, placement)
@@ -217,9 +219,9 @@ def _schemes_of(
 
 
 def _admits(leaves: LeafConstraints, scheme: Scheme[Any]) -> bool:
-    """Whether constraints on routes allow the scheme: the route that does the same, on whichever devices.
+    """Whether limits on routes (sequences of collectives and coding tasks) allow the route whose tasks the scheme does.
 
-    `Sparsified` equals no route: it is allowed if the constraints allow routes to compress at least once.
+    Limits on devices are ignored. `Sparsified` is like no route: it is allowed if routes may compress at least once.
     """
     collectives = replace(leaves, without=tuple(name for name in leaves.without if name not in DEVICES))
     if isinstance(scheme, Sparsified):

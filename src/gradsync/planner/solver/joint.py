@@ -98,20 +98,21 @@ def lower_bound(problem: Problem, upper_s: float, *, max_items: int | None = Non
       begins. So chains are simulated exactly, except that demands on COMPUTE never wait.
     - *load*, for a link on which chains have several demands: the maximum over parts of (begin of its first demand +
       all its demands there and those of later parts, which all come later).
-    - *follow*: the same for demands on COMPUTE that end a chain, behind the link and n where most such chains have
-      their last link demand.
+    - *follow*: for demands on COMPUTE that end chains (decoding), the maximum over parts of (end of the part's last
+      link demand + the demands on COMPUTE behind it and those of later parts). Only parts count whose last link demand
+      is the n-th on one link: the link and n that most options have.
     - *end*: the largest bound so far: ends of chains, and for weights w with sum 1 the sum over resources of w * (work
       or load + least load of later parts), which is at most the largest of these.
 
     Labels are combined by + and max only, so a label may be dropped if another one is nowhere above it, or if its end
-    is `upper_s` or more; if an item has more than `labels` of them, near ones are replaced by their componentwise
-    minimum, which is a lower bound of each.
+    is `upper_s` or more; if more than `labels` are left for plans of the same first items, near ones are replaced by
+    their componentwise minimum, which is a lower bound of each.
 
     Args:
         upper_s: the seconds of a known plan; the closer to the best, the faster the computation.
         max_items: most items of a part.
-        labels: labels kept per item; more give a better bound in more time. By default 16 for 314 items, 4 for 1000:
-            half a second to one. Always 1 without the native module.
+        labels: labels kept for plans that end with the same item; more give a better bound in more time. By default 16
+            for 314 items, 4 for 1000: half a second to one. Always 1 without the native module.
     """
     if labels is None:
         labels = min(max(round(16 * (USUAL_SIZE / max(problem.size, 1)) ** 2), 4), 64)

@@ -6,7 +6,7 @@ queue demands on their resources as the machine does, except demands that *follo
 (decoding), or on a resource that the part has used before. If none follows, a recurrence is exact; else there are two
 levels:
 
-- charged, (b): a follower is charged to its resource at once, before it can begin, and holds the resource in whose
+- charged: a follower is charged to its resource at once, before it can begin, and holds the resource in whose
   queue its part stood last until it ends. Never less than `step_s` where options encode, use one channel and decode; an
   estimate with several channels.
 - `deferred_s`: followers wait for the last transfer of all, as in MergeComp's model (arXiv 2103.15195).
@@ -27,7 +27,7 @@ END = len(Resource)  # when the last part is done; in level DEFERRED, seconds of
 
 
 class Level(Enum):
-    """The treatment of tasks in no resource's queue (decoding): charged at once, or all after the last transfer."""
+    """The treatment of followers (mostly decoding), which wait in no queue: charged at once, or after all transfers."""
 
     CHARGED = "charged"
     DEFERRED = "deferred"
@@ -92,7 +92,7 @@ def deferred_s(problem: Problem, parts: Sequence[Part]) -> float:
 
 
 def recurrence_s(problem: Problem, parts: Sequence[Part], level: Level) -> float:
-    """Returns the approximate seconds of a plan's step; `level` says how tasks in no queue (decoding) are treated."""
+    """Returns the approximate seconds of a plan's step; `level`: is decoding done at once, or after all transfers?"""
     check_parts(problem, parts)
     rows = [0.0] * ROWS
     for part in parts:
@@ -108,14 +108,20 @@ def recurrence_s(problem: Problem, parts: Sequence[Part], level: Level) -> float
 
 
 def matrix(problem: Problem, part: Part, level: Level) -> Matrix:
-    """Returns the (max,+) matrix by which one part maps the recurrence's state, times when resources get free."""
+    """Returns the (max,+) matrix that maps the times when resources are free before a part to those after it.
+
+    The matrix equals `advance`. `level`: whether decoding takes its resource's time at once, or after all transfers.
+    """
     backward_s = sum(problem.gaps_s[part.start : part.stop])
     option, seconds = problem.options[part.option], problem.seconds(part.option, part.start, part.stop)
     return matrix_of(lambda rows: advance(rows, backward_s, option, seconds, level), ROWS)
 
 
 def follows(option: Option) -> tuple[bool, ...]:
-    """Returns, for each demand of the option, whether it is a follower, which stands in no resource's queue."""
+    """Returns, for each demand of the option, whether it is a follower, for which recurrences simulate no queue.
+
+    Followers are demands on COMPUTE behind one elsewhere (decoding), and any but the first on each other resource.
+    """
     used: set[Resource] = set()
     found = []
     for demand in option.chain:
@@ -133,10 +139,12 @@ def advance(
     level: Level,
     larger: Callable[[Any, Any], Any] = max,
 ) -> list[Any]:
-    """Returns the times when resources get free after one more part: its share of backward, then its option's tasks.
+    """Returns when each resource (backward's core, another core, links) is free after one more bucket.
 
-    `rows`: these times before the part, by `Resource`, and the entry END; arrays if `larger` is numpy.maximum, one
-    element per state. `seconds`: of each task. `level`: how tasks in no resource's queue are treated.
+    `backward_s` passes until the bucket is ready; then its scheme, `option`, takes `seconds` for each task in turn.
+    `rows`: the times before, by `Resource`, then the entry END, when all buckets are done; arrays of one element per
+    state if `larger` is numpy.maximum. In level CHARGED a follower (see `follows`, mostly decoding) takes its
+    resource's time at once; in DEFERRED its seconds are only added to END, which then is the sum of such seconds.
     """
     after = list(rows)
     ready = after[Resource.COMPUTE] = after[Resource.COMPUTE] + backward_s
@@ -160,7 +168,8 @@ def advance(
 def finish(rows: Sequence[Any], rest_s: float, level: Level, larger: Callable[[Any, Any], Any] = max) -> Any:
     """Returns the seconds of the whole step, given when resources get free after the last part.
 
-    `rows`: these times by `Resource`, and the entry END. `level`: how tasks in no resource's queue were treated.
+    `rows`: these times by `Resource`, then the end of the last part, or in level DEFERRED the seconds of all followers
+    (decoding), which come after all else. `rest_s`: the seconds of backward after the last part is ready.
     """
     if level is not Level.DEFERRED:
         return larger(rows[Resource.COMPUTE] + rest_s, rows[END])

@@ -131,7 +131,7 @@ class Problem:
         return [demand.curve(self.amount(demand, start, stop)) for demand in self.options[option].chain]
 
     def amount(self, demand: Demand, start: int, stop: int) -> float:
-        """Returns the sum of the demand's amounts over the items [start, stop)."""
+        """Returns the argument of `demand.curve`: the bytes (or `demand.amounts` if given) of items [start, stop)."""
         return sum((self.nbytes if demand.amounts is None else demand.amounts)[start:stop])
 
 

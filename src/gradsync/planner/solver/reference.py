@@ -528,7 +528,10 @@ class _Search:
         return now
 
     def _redrawn(self) -> Solution | None:
-        """Returns the best plan so far with some neighbouring parts redrawn at random; None if this is not allowed."""
+        """Returns the best plan with some neighbouring parts cut anew and given options at random, even if slower.
+
+        None if no plan was found before, or if a new part has items that may not take its option.
+        """
         best = self._best.parts
         if not best:
             return None
@@ -552,7 +555,10 @@ class _Search:
 
 
 def _kept(candidates: list[_Label], width: int, *, last: bool) -> list[_Label]:
-    """Returns up to `width` labels with the lowest scores; unless `last`, without ones dominated by a chosen label."""
+    """Returns up to `width` labels (partial plans) with the lowest scores.
+
+    Unless `last` (the plans are complete), leaves out a label if all times of a chosen one are as early or earlier.
+    """
     chosen: list[_Label] = []
     for label in sorted(candidates, key=lambda label: label.score):
         if len(chosen) == width:
@@ -572,7 +578,10 @@ def _parts(label: _Label, places: Sequence[int]) -> list[Part]:
 
 
 def lower_bound(problem: Problem, upper_s: float, max_items: int) -> float:
-    """Returns a lower bound, in seconds, of any plan's step, `upper_s` at most; one label (list of bounds) an item."""
+    """Returns a lower bound, in seconds, of any plan's step, `upper_s` at most.
+
+    For each item, one list of lower bounds of times is kept, which holds for all plans of the items up to this one.
+    """
     if not problem.size:
         return problem.rest_s
     bound = _Bound(problem, upper_s, max_items)
@@ -633,7 +642,10 @@ class _Bound:
         return links[-1] if links else -1
 
     def _look_ahead(self) -> None:
-        """Sets `_last_s`, a last part's least seconds, and `_ahead`, the least weighted seconds from each item on."""
+        """Sets `_last_s`, a last part's least seconds, and `_ahead`, by item the least load of it and later items.
+
+        The load, one for each row of weights, is the seconds of these items' tasks, each times its resource's weight.
+        """
         size, prices = self._problem.size, self.prices
         self._ahead = [[NEVER] * len(self._weights) for _ in range(size)] + [[0.0] * len(self._weights)]
         self._last_s = NEVER
