@@ -30,7 +30,7 @@ from tests.frontends.test_choice import STEPS, attached
 from tests.quick import quickly
 from tests.world import Outcome, Ranks, World
 
-TIMEOUT_S = 8.0
+TIMEOUT_S = 4.0
 LIMIT_S = 90.0  # of a test, where others have the cores
 
 

@@ -26,7 +26,7 @@ COMMANDS = {
     ),
     "simulate": Command(
         None,
-        "Simulates a paper's evaluation and prints it beside the published values: communication (zen), or whole steps.",
+        "Simulates a paper's evaluation beside its published values: communication (zen), or whole steps.",
     ),
     "characterize": Command(
         ".characterize:characterize",

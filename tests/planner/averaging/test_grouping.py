@@ -50,14 +50,14 @@ def test_groups_that_cross_share_the_uplink() -> None:
 @st.composite
 def topologies(draw: st.DrawFn) -> Cluster:
     """Draws racks of any size and rate, the last one perhaps smaller, and up to three nodes with other links."""
-    nodes = draw(st.one_of(st.integers(2, 16), st.sampled_from([17, 19, 23])))
+    nodes = draw(st.one_of(st.integers(2, 12), st.sampled_from([13, 17])))
     trunk = Link(draw(st.floats(0.1, 4.0)) * LINK.bandwidth_bytes_per_s, draw(st.sampled_from([0.0, 30e-6, 1e-3])))
     shares = draw(st.dictionaries(st.integers(0, nodes - 1), st.floats(0.05, 2.0), max_size=3))
     links = {node: Link(share * LINK.bandwidth_bytes_per_s) for node, share in shares.items()}
     return Cluster(nodes, LINK, slow=links, rack_size=draw(st.integers(1, 8)), trunk=trunk)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     topologies(),
     st.one_of(st.none(), st.integers(1, 3)),

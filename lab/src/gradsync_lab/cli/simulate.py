@@ -41,7 +41,7 @@ def simulate(
     paper: Annotated[Paper, typer.Option(help="Whose evaluation to simulate.")] = Paper.ZEN,
     json: Annotated[str | None, typer.Option(help="Write the rows here; - prints them instead of the table.")] = None,
 ) -> None:
-    """Simulates a paper's evaluation and prints it beside the published values: communication (zen), or whole steps."""
+    """Simulates a paper's evaluation beside its published values: communication (zen), or whole steps."""
     rows: Sequence[Any]
     match paper:
         case Paper.ZEN:
