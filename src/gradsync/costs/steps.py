@@ -111,7 +111,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Traffic:
-    """The messages and rounds in which a transport, such as gloo's, carries one transfer."""
+    """Counts the bytes, and the messages one after another, with which a backend such as gloo carries one transfer."""
 
     transfer: Transfer
     transport: Transport

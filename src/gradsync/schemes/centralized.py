@@ -88,7 +88,8 @@ class AGSparse(RowCapacity, Scheme[Tables]):
 def _pack(tables: Tables, survey: OwnRows, format: RowFormat, rows: Sequence[int], head: int = 0) -> Tensor:
     """Returns a message with this rank's rows of all tables, repeated rows merged.
 
-    The caller fills the first `head` bytes. `rows`: the number of rows in each group of tables that have the same rows.
+    The caller fills the first `head` bytes. `survey`: this rank's distinct rows; `rows`: how many they are in each
+    group of tables that have the same row indices.
     """
     message = torch.empty(head + int(format.nbytes(rows)), dtype=torch.uint8, device=tables[0].values.device)
     written = format.sections(message[head:], rows)

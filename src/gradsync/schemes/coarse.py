@@ -367,9 +367,10 @@ class CoarseGrained(Scheme[Tensor]):
 
 @dataclass(frozen=True)
 class ChunkState(CompressorState):
-    """The state of `CoarseGrained` on one rank: residuals (`elements`), and scores and ages of chunks (`together`).
+    """The state of `CoarseGrained` on one rank: residuals, and for each chunk a score by which chunks are chosen.
 
-    `agreed` are the indices of the chunks that the last step sent, int64.
+    Residuals are in `elements`; scores, and steps since a chunk was sent, in `together`, alike on all ranks. `agreed`
+    are the indices of the chunks that the last step sent, int64.
     """
 
     chunk: int = 1  # elements

@@ -272,7 +272,7 @@ def _encode(
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """One program writes one tile of the bytes of codes and, with KEEPS, the next residual of the elements in them."""
+    """One program quantises one tile of elements to codes of BITS bits; with KEEPS it writes their next residual."""
     accumulator: tl.constexpr = tl.float64 if KIND == "f64" else tl.float32
     row = run_of(table, num_runs, COLUMNS)
     number = tl.program_id(0).to(tl.int64) - tl.load(row)

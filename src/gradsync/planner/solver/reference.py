@@ -375,7 +375,7 @@ class _Search:
     def _program(
         self, places: Sequence[int], ways: list[list[_Way]], transitions: float, spread: float
     ) -> list[Solution]:
-        """Runs label setting, a dynamic program over the positions to cut at; returns the best plans, simulated.
+        """Runs a dynamic program over the gradients between which buckets may end, `places`; returns its best plans.
 
         `transitions`: about how many labels (partial plans) may be created. A label's score is its largest lower bound
         plus `spread` times the mean of its bounds over all weightings of resources.
