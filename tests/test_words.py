@@ -46,7 +46,7 @@ def test_the_check_sees_openings() -> None:
 
 # A shape such as (numel,) or (n, dim), or words that say as much.
 SHAPE = re.compile(
-    r"\([^()]*,[^()]*\)|0-D|1-D|2-D|\bflat\b|\bshapes?\b|\bscalar|like `|as `|dtype|numel|rows and|table|See `"
+    r"\([^()]*,[^()]*\)|0-D|1-D|2-D|\bflat\b|\bshapes?\b|\bscalar|like `|as `|dtype|numel|rows and|table"
 )
 
 

@@ -21,6 +21,7 @@ from gradsync.schemes import AllReduce
 from gradsync.tensors.bucket import TensorSpec, trainable_parameters
 from tests.frontends.models import Branches, Perceptron, Tables
 from tests.frontends.twins import Twin, assert_same_gradients, assert_same_on_all_ranks, assert_same_weights, plain
+from tests.quick import quickly
 from tests.world import Ranks, new_oracle_group
 
 World = Callable[[int], Ranks]
@@ -136,6 +137,7 @@ def test_the_hook_is_registered_as_any_other(world: World) -> None:
     world(2).run(registered_by_hand)
 
 
+@quickly()
 def before_the_model() -> None:
     """Makes the state before the model and without process groups, as frameworks that wrap models in DDP do."""
     for state in (gradsync.DDPState(timeout_s=15), gradsync.DDPState(plan="auto", timeout_s=15, exclude=["scale"])):

@@ -89,11 +89,10 @@ def some_die(
     return found
 
 
-@both_ways
 @pytest.mark.parametrize(
-    ("deaths", "compressor"),
-    [({3: 5}, None), ({0: 5, 2: 20}, BlockInt(8)), ({1: 4, 2: 4, 3: 4}, None)],
-    ids=["one", "two in turn, compressed", "all others"],
+    ("deaths", "compressor", "early"),
+    [({3: 5}, None, False), ({0: 5, 2: 20}, BlockInt(8), True), ({1: 4, 2: 4, 3: 4}, None, False)],
+    ids=["one", "two in turn, compressed, early", "all others"],
 )
 def test_those_left_go_on_as_one_where_ranks_die(
     short_lived: World, deaths: dict[int, int], compressor: Compressor[Any] | None, early: bool
