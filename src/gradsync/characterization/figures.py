@@ -52,7 +52,8 @@ class TensorCharacterization(Frozen):
 class Characterization(Frozen):
     """The result of `characterize`: sparsity figures of each parameter's gradient, and of all sparse ones together.
 
-    `together` counts elements of all sparse gradients, concatenated in the order of `tensors` as in one flat bucket.
+    `together` counts elements of all gradients of which at most half is non-zero, whatever their layout, concatenated
+    in the order of `tensors` as in one flat bucket; None without such gradients.
     """
 
     version: Annotated[int, AfterValidator(_equal_to_one)] = 1
@@ -113,8 +114,8 @@ def characterize(
         group: the ranks that take part. The call is collective; all ranks get the same figures. Only indices of
             non-zero rows (and of elements, where rows have zeros) are sent.
         sample: the most rows read of each tensor (elements, if it has no rows), the same on all ranks and in all steps;
-            `footprint.DEFAULT_SAMPLE` is a good number. Dense gradients that are small or mostly non-zero then count as
-            full. None reads everything.
+            `footprint.DEFAULT_SAMPLE` is a good number. Dense gradients that are small, mostly non-zero or not
+            contiguous then count as full. None reads everything.
         partitions: a number n for skewness beside 2, 4, ... 128. Skewness is the density of the densest of n even
             contiguous partitions of a tensor over the tensor's density.
 

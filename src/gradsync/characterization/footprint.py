@@ -108,7 +108,8 @@ def _in_sample(units: int, step: int) -> Tensor:
 class Footprint:
     """The non-zero units (rows or elements) of one tensor's gradient, on one rank in one step, within the sample.
 
-    `full` means that it counts as without zeros (small, or more than half non-zero); indices are not kept then.
+    `full` means that it counts as without zeros (small, not contiguous, or more than half non-zero); indices are not
+    kept then.
     """
 
     shape: Shape
@@ -126,11 +127,11 @@ class Footprint:
 
         Args:
             gradient: None for a parameter that this rank did not use.
-            sample: the most rows to read (elements, if `shape` has no rows); dense gradients that are small or mostly
-                non-zero then count as without zeros (`full`). None reads all.
+            sample: the most rows to read (elements, if `shape` has no rows); dense gradients that are small, mostly
+                non-zero or not contiguous then count as without zeros (`full`). None reads all.
 
         Raises:
-            ValueError: for indices out of range, or a sparse tensor with more or fewer than one sparse dimension.
+            ValueError: for indices out of range, or a sparse tensor that is not COO with one sparse dimension.
         """
         sampling = Sampling.at_most(sample, shape.units)
         if gradient is None or (isinstance(gradient, SparseRows) and not gradient.present):

@@ -297,8 +297,8 @@ class _PartitionCounts:
     def skewness(self, n: int, *, union: bool) -> Estimate:
         """Returns the largest density of n partitions over that of all tensors, as a mean over ranks with non-zeros.
 
-        With `union`, elements count that are non-zero on any rank. Partitions differ in size by one element or row;
-        each density is over the partition's own size.
+        With `union`, elements count that are non-zero on any rank. Partitions differ in size by at most one element
+        or row; each density is over the partition's own size.
         """
         sizes = torch.tensor(self._starts(n), dtype=torch.float64).diff()
         counts = self.counts(n, union=union)
@@ -318,7 +318,7 @@ class _PartitionCounts:
 
 
 def full_sparsity(size: int, ranks: int, partitions: int | None) -> Sparsity:
-    """Returns figures, all 1, of `size` elements or rows non-zero on all ranks, and of 2, 4, ... `partitions` parts."""
+    """Returns figures, all 1, of `size` elements or rows non-zero everywhere, for 2, ... 128 and `partitions` parts."""
     one = Estimate(value=1.0)
     everywhere = Range(mean=1.0, least=1.0, most=1.0)
     ks, numbers = _powers_and(ranks), _partition_numbers(size, partitions)

@@ -21,7 +21,7 @@ NOTHING = "-"
 
 
 def views(found: Characterization) -> dict[str, tuple[str, Sparsity]]:
-    """Returns a dict from each sparse tensor's name, and last "all together", to ("rows" or "elements", figures)."""
+    """Returns ("rows" or "elements", figures) by sparse tensor's name, last "all together"; {} if none is sparse."""
     named = {
         name: ("rows" if tensor.view() is tensor.rows else "elements", tensor.view())
         for name, tensor in found.tensors.items()
@@ -45,8 +45,9 @@ def sparsity_table(found: Characterization, *, compact: bool = False) -> Table:
     """Returns a table of gradients' density, overlap between ranks and skewness, with a row for each sparse tensor.
 
     Densities are of one rank's gradient and of sums over ranks; gamma is the ratio of the sum's to one rank's. Skewness
-    is the density of the densest of 8, or 128, even partitions of a tensor over the tensor's. Sampled figures carry a
-    standard error. `compact`, for narrow terminals, leaves out errors, sums over some ranks, and 128 partitions.
+    is the density of the densest of 8, or 128, even partitions of a tensor over the tensor's. Densities and gamma carry
+    a standard error if sampled. `compact`, for narrow terminals, leaves out errors, sums over some ranks, and 128
+    partitions.
     """
     from rich.table import Table
     from rich.text import Text

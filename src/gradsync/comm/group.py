@@ -130,6 +130,7 @@ class Group(ABC):
 
         Without this, subgroups of former plans would pile up. Subgroups of subgroups are closed too. All members must
         enter the block between the same operations. Groups within and across nodes made with this group stay.
+        `TorchGroup` does all this; other groups close nothing.
         """
         yield
 
@@ -222,8 +223,8 @@ class Group(ABC):
             detail: details of this member, for error messages.
 
         Raises:
-            GroupError: on all members, where one came for another purpose, is in a collective, has left, has failed, or
-                does not come in time.
+            GroupError: on all members that came in time, where one came for another purpose, is in a collective, has
+                left, has failed, or does not come in time.
         """
 
     @abstractmethod

@@ -108,7 +108,8 @@ class Synchronization:
         thread: the communication thread, which issues operations during backward.
         early: whether operations of ready buckets are issued during backward.
         prepared: buckets whose coroutines await `Work`, a computation, before any collective.
-        offload: submits a job to the thread for offloaded work; None: the thread that waits for the work does it.
+        offload: submits a job to the thread for offloaded work; None: the thread that waits for the work does it, or
+            the one that prepares the bucket.
     """
 
     def __init__(

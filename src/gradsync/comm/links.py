@@ -91,7 +91,7 @@ class Exchange:
 
 
 def measured_link(group: Group, all_to_all: Callable[[int], Exchange], timeout_s: float) -> tuple[float, float, float]:
-    """Measures latency and rate of the group's links, sending about 5 MiB per member. Collective.
+    """Measures latency and rate of the group's links, sending at most about 5 MiB per member. Collective.
 
     Args:
         all_to_all: returns, for a number of bytes per member, an all-to-all whose messages all start at once.

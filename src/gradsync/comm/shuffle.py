@@ -245,10 +245,11 @@ def grid(radices: Sequence[int], ranks: Sequence[int] | None = None) -> GroupSch
 
 
 def crossing(racks: Sequence[Sequence[int]], budget: int, *, keep_apart: bool = False) -> GroupSchedule:
-    """Returns a schedule that averages inside racks first, then in groups across racks, with one rank per rack.
+    """Returns a schedule that averages inside racks first, then in groups of at most one rank per rack.
 
-    Rounds follow until every rank has been in a group across racks; ranks of racks smaller than the largest are in
-    several. The remaining ranks of each rack average inside it meanwhile.
+    Rounds follow until every rank has been in such a group; ranks of racks smaller than the largest may be in
+    several. A rack of fewer ranks than `budget` is missing in some groups, so a group may be of a single rank. The
+    remaining ranks of each rack average inside it meanwhile.
 
     Args:
         racks: the ranks in each rack.
@@ -332,7 +333,7 @@ def with_ranks_absent(schedule: GroupSchedule, ranks: Collection[int], every: in
     """Returns the schedule in which these ranks join their groups in only one of `every` rounds, and else are alone.
 
     The other members of their groups average without them. The joined round differs from time to time, so that over the
-    cycles they join each round of the schedule once. The result is not exact.
+    cycles they join each round of the schedule once. The result need not be exact.
 
     Raises:
         ValueError: for ranks outside the schedule, or `every` below 2.

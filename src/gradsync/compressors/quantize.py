@@ -132,9 +132,9 @@ class MessageQuantizer(Quantizer[Message]):
 class SharedScaleQuantizer(Quantizer[Summand]):
     """A quantiser whose scales are maxima over the ranks, the same on all: an all-reduce can sum the int8 codes.
 
-    The largest level is 127 // summands, so that no sum of `summands` codes overflows. The law is about all ranks
-    together, as if their tensors were one with blocks `summands` times as long: it bounds the sum of the squared errors
-    over ranks by the sum of the squared norms over ranks.
+    The largest level is 127 // summands at most, so that no sum of `summands` codes overflows. The law is about all
+    ranks together, as if their tensors were one with blocks `summands` times as long: it bounds the sum of the squared
+    errors over ranks by the sum of the squared norms over ranks.
     """
 
     summands: int
@@ -190,7 +190,7 @@ class BlockInt(MessageQuantizer):
     is at most r / (1 + r) with r = (L - 1) / (4 s^2) for blocks of L elements: a contraction; error feedback helps.
     `stochastic` rounds up with a probability equal to the fraction: unbiased, with omega =
     (sqrt(1 + (L - 1) / s^2) - 1) / 2.
-    Blocks whose magnitudes are all below 4e-37 count as zero. For blocks: Dettmers et al., 2022.
+    Blocks whose magnitudes are all below s / 3.4e38 count as zero. For blocks: Dettmers et al., 2022.
     Wire: bits / 8 bytes an element, 4 bytes a block.
     """
 

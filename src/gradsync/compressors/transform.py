@@ -147,7 +147,7 @@ class THC(Compressor[Summand]):
 
     @property
     def _grid(self) -> Grid:
-        """The numbers that codes stand for: multiples of T / `levels`, T a chunk's scale; all 0 if 1 / T overflows."""
+        """The numbers codes stand for: multiples of T / `levels`, T a chunk's scale; 0 if `levels` / T overflows."""
         return Grid(self.levels, scale="given", stochastic=True)
 
     def _signs(self, state: CompressorState) -> Sections:
@@ -376,7 +376,8 @@ def _coefficients(x: Tensor, tiling: Tiling) -> Tensor:
 def _elements(coefficients: Tensor, tiling: Tiling) -> Tensor:
     """Returns the tensors that have these coefficients, (tensors, rows * columns): the inverse of `_coefficients`.
 
-    `coefficients`: (tensors, tiles * height * width). Zeros follow the elements of a vector whose last row is not full.
+    `coefficients`: (tensors, tiles * height * width). Behind the elements of a vector whose last row is not full is
+    padding, which the caller cuts off; it is zero only if all coefficients were kept.
     """
     rows, columns, height, width = tiling
     tensors = len(coefficients)

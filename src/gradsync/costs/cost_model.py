@@ -65,7 +65,7 @@ class CostModel:
             placement: the node of each rank of the transfer; None: each on a node of its own.
 
         Raises:
-            ValueError: where transfer and placement have different numbers of ranks.
+            ValueError: where transfer and placement have different numbers of ranks, unless no node has several ranks.
         """
         if isinstance(step, Compute):
             kernel = self.kernels.get(step.kernel) or KernelCost(0.0, 1 / self.memory_bytes_per_s)

@@ -56,7 +56,7 @@ class Transport(ABC):
 
 @dataclass(frozen=True)
 class RingOrDirect(Transport):
-    """A transport with direct messages between all members for small collectives, and a ring for large ones.
+    """A transport that sends large all-reduces and large all-gathers of equal parts in a ring, and all else directly.
 
     gloo carries collectives like this (docs/collectives.md). Backends without a transport of their own are priced the
     same way.

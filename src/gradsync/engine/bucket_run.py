@@ -320,7 +320,7 @@ class BucketRuns:
 
     @property
     def keep_values(self) -> bool:
-        """Whether some state differs between ranks, as residuals do, so that a checkpoint needs every rank's."""
+        """Whether some state may differ between ranks, as residuals do, so that a checkpoint needs every rank's."""
         return any(keeps_values(run.state) or run.some_rank_carries for run in self)
 
     def state_slices(self) -> Iterator[StateSlice]:
@@ -357,7 +357,7 @@ class BucketRuns:
         State of a whole matrix (PowerSGD's factors) is dropped where no scheme keeps it: it was only a good start.
 
         Raises:
-            ValueError: if no scheme here keeps some other state, which would be lost.
+            ValueError: if no scheme here keeps some other state, or a residual of a table, which would be lost.
         """
         saved = [part for part in state if not part.whole or self._keeps(part)]
         self.require_place(
@@ -421,6 +421,6 @@ class BucketRuns:
         return marks_of_ranks(next(run for run in self if run.carries_marks).gradients)
 
     def expected_steps(self, profiles: Mapping[str, ParameterProfile], step: int) -> dict[str, list[Step]]:
-        """Returns, by bucket id, schemes' work and transfers in training step `step`, for buckets of known density."""
+        """Returns, by bucket id, work and transfers in training step `step`, without tables of unknown density."""
         steps = {run.bucket.id: run.expected_steps(profiles, step) for run in self}
         return {bucket: expected for bucket, expected in steps.items() if expected is not None}

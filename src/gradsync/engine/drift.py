@@ -34,7 +34,8 @@ class Drift:
     def judge(self, slowest_s: float) -> bool:
         """Returns whether step times have changed for good; `slowest_s` is the highest median step time of all ranks.
 
-        The first call sets the usual time. A change counts only if the next call, which comes soon, finds it again.
+        The first call sets the usual time, unless it was given. A change counts only if the next call, which comes
+        soon, finds it again.
         """
         self._steps_to_look = LOOK_STEPS
         if self.usual_s is None:

@@ -109,11 +109,11 @@ class Engine:
     def begin(self, *, late: bool = False, rounds: int = 0) -> None:
         """Starts a training step.
 
-        `late`: this rank joins only at its optimiser's step, with zeros; `rounds`: its optimiser steps so far, which
-        ranks compare.
+        `late`: this rank joins only at its optimiser's step, as its backward reached no parameter; `rounds`: its
+        optimiser steps so far, which ranks compare.
 
         Raises:
-            RuntimeError: when an earlier step failed or was left unfinished on this rank.
+            RuntimeError: when an earlier step failed, was left unfinished on this rank, or mixed two steps' gradients.
         """
         self.abandon("the previous backward did not finish on this rank (an error in it?)")
         self._require_working()
@@ -348,7 +348,7 @@ class Engine:
             name: the parameter's name.
             out: a dense tensor with the parameter's shape and dtype, which may be overwritten and returned where the
                 gradient has no view in a bucket; None: allocate.
-            sparse: whether to return a sparse COO tensor.
+            sparse: whether to return a sparse COO tensor; a flat gradient without a view stays dense.
         """
         for run in self.bucket_runs.of(name):
             out = run.gradients.unload(name, out, sparse=sparse, shape=self.parameters[name].shape)
@@ -411,7 +411,7 @@ class Engine:
             raise ValueError(f"{what}: the ranks differ: {by_rank}")
 
     def verify(self, names: Iterable[str]) -> None:
-        """Checks that these parameters are alike on all ranks now, between two steps. Collective.
+        """Checks between two steps that parameters are alike on all ranks, unless comparisons are off. Collective.
 
         Raises:
             RuntimeError: on all ranks, where they differ by more than the tolerance.
@@ -474,7 +474,7 @@ class Engine:
         return state if planned is None else {**state, "planned": planned}
 
     def load_state_dict(self, state: object, *, strict: bool = True) -> None:
-        """Loads what `state_dict` returned, behind a barrier of all ranks, see `Attachment.load_state_dict`."""
+        """Loads what `state_dict` returned; called inside `at_barrier`, see `Attachment.load_state_dict`."""
         saved, resumption = self._examined(state, strict=strict)
         runs = self.bucket_runs
         problem: Exception | None = None

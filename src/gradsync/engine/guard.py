@@ -171,9 +171,10 @@ class ParameterGuard:
         self._told = aside(issue)
 
     def end(self, step: int) -> None:
-        """Compares the digests that `begin` exchanged; if they differ, finds the parameters and warns or raises.
+        """Compares the digests that `begin` exchanged; if both kinds differ, finds the parameters and warns or raises.
 
-        Collective where models differed at `begin`. Neither warns nor raises if some rank's optimiser stepped alone.
+        If only those of the parameters at `begin` differ, the next step looks again. Neither warns nor raises if some
+        rank's optimiser stepped alone. Collective.
 
         Raises:
             RuntimeError: on all ranks, where parameters differ by more than the tolerance.
@@ -193,7 +194,7 @@ class ParameterGuard:
             self._is_suspicious, self._steps_left = True, 1
 
     def compare(self, names: Iterable[str]) -> None:
-        """Compares these parameters over the ranks now, between two steps; warns or raises if they differ. Collective.
+        """Compares parameters between two steps, unless `every` is 0; warns or raises if ranks differ. Collective.
 
         Raises:
             RuntimeError: on all ranks, where parameters differ by more than the tolerance.
@@ -274,7 +275,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _difference(own: Tensor, theirs: Tensor) -> tuple[float, float]:
-    """Returns the largest difference of two flat tensors' elements (infinite for NaN) and their largest magnitude."""
+    """Returns two flat tensors' largest difference (infinite where only one is NaN) and largest finite magnitude."""
     difference = magnitude = 0.0
     for some in zip(own.split(_AT_ONCE), theirs.split(_AT_ONCE), strict=True):
         a, b = (part.double() for part in some)

@@ -49,7 +49,7 @@ class Observer:
         self._arrivals[name] = sparse
 
     def look(self, name: str, gradient: Tensor) -> None:
-        """Samples which rows and elements of a ready gradient, of any shape, are zero, before it is exchanged."""
+        """Samples which rows and elements of a ready gradient are zero, before its exchange, if dense and large."""
         if gradient.layout is torch.strided and name in self._sampled_names():
             self._samples[name] = ZeroSample.of(gradient)
 
@@ -59,7 +59,7 @@ class Observer:
 
     @property
     def complete(self) -> bool:
-        """Whether enough was observed: all sparse gradients' densities are known, and dense ones were sampled."""
+        """Whether enough was observed: sparse gradients' densities, and dense ones' samples, two if many are zero."""
         sampled = [self.profiles[name] for name in self._sampled_names()]
         if self._looks < LOOKS and any(p.found or p.elements is None for p in sampled):
             return False
@@ -131,9 +131,9 @@ class Observer:
     ) -> tuple[int, ...]:
         """Returns what this rank observed of one parameter's gradient, as five whole numbers; -1: not known.
 
-        They are its index in the order of readiness (`positions`), 1 if its layout is sparse, how many rows are
-        non-zero, how many in the sum over ranks, and the index (of `numbers`, which count all parameters) of the first
-        parameter in the bucket whose summed gradient has the same rows.
+        They are its index in the order of readiness (`positions`, else `NEVER_READY`), 1 if its layout is sparse, how
+        many rows are non-zero, how many in the sum over ranks, and the index (of `numbers`, which count all parameters)
+        of the first parameter in the bucket whose summed gradient has the same rows.
         """
         layout = int(self._arrivals[name]) if name in positions else UNKNOWN
         rows, union, first = UNKNOWN, UNKNOWN, UNKNOWN

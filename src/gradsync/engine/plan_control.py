@@ -76,7 +76,8 @@ class ProposingPlanner(Protocol):
 class RevisingPlanner(Protocol):
     """A planner that measures the network and may revise its plan while training runs.
 
-    `measure` is called if the first steps show sparse gradients, or if nodes have several ranks.
+    `measure` is called if the first steps show sparse gradients or many zeros, or if there are several nodes, each with
+    equally many ranks and more than one.
     """
 
     cost: CostModel | None  # once measured
@@ -191,7 +192,7 @@ class PlanController:
         return None if self._proposer is None else self._proposer.profile_of(engine)
 
     def state_of(self, engine: Any) -> dict[str, Any] | None:
-        """Returns profile, planner's settings and usual step time, for a checkpoint; None before a plan has settled."""
+        """Returns profile, settings and usual step time, for a checkpoint; None unless a measured plan has settled."""
         profile = self.profile_of(engine)
         if self._proposer is None or profile is None or not self.settled:
             return None
@@ -199,7 +200,7 @@ class PlanController:
         return {"profile": profile.to_json(), "settings": settings, "usual_step_s": usual_step_s}
 
     def resumption(self, state: Mapping[str, Any]) -> Resumption | None:
-        """Returns the plan of an engine's `state_dict` if this job can go on with it; None if it needs a new plan.
+        """Returns plan, profile and step time of an engine's `state_dict` if this job can go on with them, else None.
 
         Raises:
             ValueError: for a value that `state_dict` did not give.

@@ -16,13 +16,13 @@ class RecordingDone(BaseException):  # no Exception, as no `except Exception` of
 
 
 class StepListener:
-    """An object with methods that engines call at each step inside `recording`, on the thread that runs backward."""
+    """An object with methods that engines call at each step inside `recording`, on forward's or backward's thread."""
 
     def forward_began(self, engine: Any) -> None:
         """Is called when a forward of the model begins that a backward may follow."""
 
     def began(self, engine: Any) -> bool:
-        """Is called when a step begins; if it returns True, the step exchanges after backward and changes no plan."""
+        """Is called when a step begins; if it returns True, the step exchanges after backward and decides no plan."""
         return False
 
     def take(self, engine: Any, name: str, gradient: Tensor | None, shape: tuple[int, ...]) -> None:

@@ -184,7 +184,7 @@ def _examine(
 
 
 def _require_values(model: nn.Module, exclude: Sequence[str]) -> None:
-    """Raises if a parameter, frozen or not, has no values (lazy, or on the meta device) or a sparse layout."""
+    """Raises if a parameter, frozen or not, has no values (lazy, or on meta) or is sparse; excluded ones may be so."""
     for name, parameter in model.named_parameters():
         if matches(name, exclude):
             continue

@@ -104,7 +104,7 @@ class Attachment:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Lets gradients accumulate locally in the `with` block; forward *and* backward belong inside, as with DDP."""
+        """Exchanges nothing in the block: gradients accumulate; forward *and* backward belong inside, as with DDP."""
         with self._switch.present.no_sync():
             yield
 

@@ -253,7 +253,7 @@ class AutogradHooks:
             self._buffers.broadcast(self._changes.generation, partial(broadcast_from, source=source))
 
     def _follow_moved_parameters(self, *, anew: bool = False) -> None:
-        """Moves hooks and gradient views along when parameters' memory was replaced, as by `Module.to`.
+        """Moves hooks along, and marks views that no longer fit, when parameters' memory was replaced by `Module.to`.
 
         `anew`: do so in any case, as the model's modules have changed.
         """

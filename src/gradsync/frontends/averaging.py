@@ -67,12 +67,13 @@ def check_saved(
     """Checks one rank's saved state: its reference tensors, and whether ranks' models differed. Returns it. Collective.
 
     Args:
-        references: shapes and dtypes of the reference tensors, which are subtracted from parameters before these are
-            sent; None: gradients are averaged.
+        references: shapes and dtypes of the reference tensors, which are subtracted from what is sent; None: gradients
+            are averaged.
 
     Raises:
-        TypeError, ValueError, RuntimeError: on all ranks, if it is no state; or with `strict`, if the saved models
-            differed between ranks, and either the number of ranks has changed or gradients are averaged now.
+        TypeError, ValueError, RuntimeError: on all ranks, if it is no state or its reference tensors do not fit; or
+            with `strict`, if the saved models differed between ranks, and either the number of ranks has changed or
+            gradients are averaged now.
     """
     problem: Exception | None = None
     try:
@@ -190,7 +191,7 @@ class Averaging:
             ]
 
     def remove(self) -> None:
-        """Removes the hooks; parameters stay as they are, and may differ between ranks."""
+        """Removes the hooks, and copies averages under way into the model; ranks' parameters may differ afterwards."""
         for handle in (*self._handles, *self._accumulations):
             handle.remove()
         self._handles.clear()
@@ -417,7 +418,7 @@ class Averaging:
         self._early.begin()
 
     def _begin(self) -> None:
-        """Begins an exchange, and loads buffers into it: these do not change until the next forward."""
+        """Begins an exchange, and loads buffers into it, which change in forwards only (checkpointing repeats them)."""
         self._engine.begin(rounds=self.steps)
         self._is_open = True
         for name in self._buffers:
@@ -535,7 +536,7 @@ class Averaging:
             kept.copy_(mean)
 
     def _taken_references(self) -> dict[str, Tensor]:
-        """Returns copies of tensors, alike on all ranks; later exchanges send differences from these copies.
+        """Returns copies of tensors, to be alike on all ranks; later exchanges send differences from these copies.
 
         Copied are parameters that lossy schemes send, and running means: the square of a mean's difference is added to
         the running variance that is sent, and should be small beside it.

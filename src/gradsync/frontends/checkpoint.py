@@ -58,7 +58,7 @@ class Checkpoint:
 
         Raises:
             RuntimeError: after `detach`, and with `gather` inside a step.
-            ValueError: for more ranks than a checkpoint has entries for.
+            ValueError: without `gather`, for more ranks than a checkpoint has entries for.
             GroupError: with `gather`, on all ranks, if only some gather.
         """
         engine = self._engine()

@@ -53,7 +53,7 @@ class Parameters(Protocol):
 
 
 class GradientsOrParameters:
-    """A trial of averaging gradients and then parameters, on an optimiser's real steps; the faster one stays.
+    """A trial of averaging gradients, then parameters, on an optimiser's real steps; the latter stay if clearly faster.
 
     `engine` averages the gradients. A change from one to the other waits for the next forward, as an optimiser's hooks
     cannot add hooks to it.

@@ -327,7 +327,7 @@ def _devices_of(
 
 
 def _supersede(earlier: DistributedDataParallel | None) -> None:
-    """Detaches an earlier wrapper of a model that is wrapped again; the earlier wrapper's next forward raises."""
+    """Detaches an earlier wrapper of a model that is wrapped again; its next forward with gradients on raises."""
     if earlier is not None and earlier._attachment is not None:
         earlier._is_superseded = True
         earlier._attachment.detach()

@@ -203,7 +203,7 @@ class _Exchange:
         forget(self._modules, self.engine.parameters.values())
 
     def synchronize(self, bucket: GradBucket) -> Future[Tensor]:
-        """Loads the gradients of one DDP bucket; returns a future of its buffer, completed after DDP's last bucket."""
+        """Loads a bucket's gradients; returns a future of the result, set after DDP's last bucket (detached: DDP's)."""
         if self._detached:
             return allreduce_hook(self._process_group, bucket)
         if not self.engine.in_step:

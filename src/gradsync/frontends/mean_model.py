@@ -24,7 +24,7 @@ def take_mean(
     """Overwrites parameters and the model's buffers with their mean over the group, bit for bit alike. Collective.
 
     Variances are pooled, as if of the samples of all ranks together. Counters and other integer buffers become the
-    maximum over ranks. `model` is None if it was deleted: then only `parameters` are averaged.
+    maximum over ranks; complex buffers stay. `model` is None if it was deleted: then only `parameters` are averaged.
 
     Args:
         exclude: names or shell patterns of buffers that are left alone.

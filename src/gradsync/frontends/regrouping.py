@@ -44,7 +44,7 @@ class SavedGroups:
 
 
 class Regrouping:
-    """Times rounds of averaging, and changes which ranks average together when links of the cluster have changed."""
+    """Times rounds of averaging, and changes which ranks average together if that is faster or keeps models closer."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Regrouping:
         self._handle.remove()
 
     def consider(self) -> None:
-        """Changes which ranks average together, for speed or closer models. Collective, while all models are equal."""
+        """Changes which ranks average together, if that is clearly better. Collective, while all models are equal."""
         engine, placement = self._engine, self._engine.group.placement
         figures = [self._rounds.young_s or 0.0, self._rounds.now_s or 0.0, self._removed, self._removed_rounds]
         mine = torch.tensor(figures, dtype=torch.float64, device=engine.device)
@@ -95,7 +95,7 @@ class Regrouping:
     def state_dict(self) -> dict[str, Any]:
         """Returns the planner's settings, ranks' node numbers and `young_s`; the engine saves the plan itself.
 
-        `young_s`: seconds that a round of averaging took when the plan was new.
+        `young_s`: seconds that a round of averaging took when the plan was new; None: not known yet.
         """
         return {**self._same_job, "young_s": self._rounds.young_s}
 
@@ -139,7 +139,7 @@ class Regrouping:
         self._count_removed_anew()
 
     def _count_removed_anew(self) -> None:
-        """Zeroes the sum of distances averaging cut; counting skips the next cycle (rounds until groups repeat)."""
+        """Zeroes the sum of rounds' `share_removed`; counting skips the next cycle (rounds until the plan repeats)."""
         self._removed_from = self._engine.step + self._cycle
         self._removed, self._removed_rounds = 0.0, 0  # sums over whole cycles
         self._under_way: list[float] = []  # rounds of the unfinished cycle
@@ -155,7 +155,7 @@ class Regrouping:
         self._squares += norms.double().square()
 
     def _after_optimizer_step(self, step: OptimizerStep) -> None:
-        """Records the communication time of the round that ended before this optimiser step."""
+        """Records the communication time of each round that has ended since the last optimiser step."""
         before, before_s = self._seen
         self._seen = rounds, total_s = self._engine.step, self._communication_s()
         for _ in range(before, rounds):
@@ -164,7 +164,7 @@ class Regrouping:
             self._count_removed(rounds - 1)
 
     def _count_removed(self, round: int) -> None:
-        """Adds to a sum how much a round of averaging cut this rank's distance to all ranks' mean (`share_removed`)."""
+        """Adds up how much averaging rounds cut this rank's squared distance to all ranks' mean (`share_removed`)."""
         if round >= self._removed_from:
             placement = self._engine.group.placement
             rank = placement.nodes[self._engine.group.rank]

@@ -262,7 +262,7 @@ class Surviving:
             self._go_on()
 
     def _agree(self) -> Survival:
-        """Stops the present frontend; returns the surviving ranks with their steps. Collective over the survivors."""
+        """Stops the present frontend; returns the surviving ranks and their most steps. Collective over these ranks."""
         if self._survival is None:
             self._present.land()
             self._switch.present.engine.fail("ranks were lost; the surviving ranks go on without them")
@@ -400,7 +400,8 @@ def _frontend_of(
 def _planned(planner: AveragingPlanner, attached: Attached, refusal: str) -> tuple[Plan | None, Cluster | None, str]:
     """Returns (plan that averages parameters, links between nodes, ""), or (None, None, why this rank cannot, or "").
 
-    `refusal`: why this rank cannot average parameters, or "". If any rank refuses, none plans or measures links.
+    `refusal`: why this rank cannot average parameters, or "". If any rank refuses, none plans or measures links. The
+    links are None also if none were given and the planner needs none.
     """
     timeout_s, optimizer = attached.timeout_s, attached.optimizer
     group = group_of(attached.process_group, timeout_s)

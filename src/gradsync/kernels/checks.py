@@ -83,7 +83,7 @@ def check_indices(name: str, indices: Tensor) -> None:
 
 
 def check_some(kernel: str, parts: Sequence[object]) -> None:
-    """Raises ValueError if `parts`, the input tensors of a kernel that sums or unites them, is empty."""
+    """Raises ValueError if `parts`, the inputs of a kernel that sums or unites them, is empty."""
     if not parts:
         raise ValueError(f"{kernel} needs at least one part (it may be empty), got none")
 
@@ -367,7 +367,7 @@ def check_scatter(indices: Tensor, values: Tensor, dense: Tensor) -> None:
 def rows_buffers(out: RowsPart | None, count: int, first: Tensor) -> RowsPart:
     """Returns buffers for `count` rows of a table: indices, (count,), and values, (count, dim).
 
-    They are views of the first rows of `out`; if None, new tensors with dtype and dim of `first`, (n, dim).
+    They are views of the first rows of `out`; if None, new: int64 indices, and values like `first`, (n, dim).
 
     Raises:
         ValueError: if `out` has fewer rows.
@@ -402,7 +402,7 @@ def sign_scales_shape(sections: Sections, *, block: int, scale: SignScale) -> tu
     """Returns the shape of `pack_signs`' scales: (blocks,), for "two" (blocks, 2), for "one" (0,): no scale is stored.
 
     Raises:
-        ValueError: for an unknown `scale`, or a negative block.
+        ValueError: for an unknown `scale`, or a negative block; with "one" the block is not checked.
     """
     if scale not in get_args(SignScale):
         raise ValueError(f"scale must be {', '.join(get_args(SignScale))}, got {scale!r}")

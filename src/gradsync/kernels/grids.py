@@ -55,7 +55,7 @@ class FloatGrid:
 
     `e4m3` (no infinity, up to 448) and `e5m2` (up to 57344) follow the OCP specification, rounded to nearest, ties to
     even. `exponent` is a sign and a power of two, 2^-109 to 2^16, without a scale: rounded to one of the neighbouring
-    powers with the probability that keeps the mean. Magnitudes above 2^16 become 2^16, below 2^-110 usually zero.
+    powers with the probability that keeps the mean. Magnitudes above 2^16 become 2^16, below 2^-110 zero.
     """
 
     format: Literal["e4m3", "e5m2", "exponent"]
@@ -142,7 +142,7 @@ def codes_nbytes(sections: Sections, grid: AnyGrid) -> int:
 
 
 def num_scales(sections: Sections, grid: AnyGrid) -> int:
-    """Returns the number of scales that `quantize` writes: one for each block, 0 for a grid without scales."""
+    """Returns the number of scales that `quantize` takes: one for each block, 0 for a grid without scales."""
     return 0 if grid.scale == "none" else _counts(sections.lengths, grid)[1]
 
 

@@ -48,7 +48,7 @@ class NonzeroRows(Protocol):
     def gather(self, outs: Sequence[Tensor], stripes: Stripes | None = None) -> None:
         """Copies the non-zero rows into `outs`, (count, stop - start) for each stripe of columns [start, stop).
 
-        Without stripes, `outs` is one tensor for all columns. The dtype is that of the dense tensor.
+        Without stripes, `outs` has one tensor, of all columns. The dtype is that of the dense tensor.
         """
 
 

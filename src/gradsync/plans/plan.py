@@ -117,7 +117,7 @@ class Plan(Document):
 
     @property
     def what(self) -> What:
-        """The kind of tensors that the buckets synchronise, gradients or parameters; `check` allows only one kind."""
+        """The kind of tensors that buckets synchronise; `check` allows only one kind. Without buckets, gradients."""
         return self.buckets[0].what if self.buckets else What.GRADIENT
 
     def check(self, specs: Mapping[str, TensorSpec], world: int) -> None:

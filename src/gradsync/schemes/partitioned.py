@@ -170,7 +170,7 @@ class BalancedParallelism(RowCapacity, Partitioned[Tables, OwnedColumns]):
         return self._striped(groups, size)
 
     def _messages(self, x: Tables, survey: OwnRows, stripes: StripedGroups, rank: int) -> list[Tensor]:
-        """Returns a message for each owner: the header (numbers of rows), and the rows if they fit in `capacity`."""
+        """Returns a message for each owner: the header (numbers of rows), and the rows if these are as planned."""
         header = survey.header.tolist()  # the host sizes the messages
         if not self.fits(header):
             stripes = self._striped((), stripes.size)

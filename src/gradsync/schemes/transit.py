@@ -40,7 +40,7 @@ class Way(Protocol):
         """Returns the compressor of the route's "compress" task number `point`, from 0."""
 
     def keeps_fp32_at(self, point: int) -> bool:
-        """Whether "compress" task number `point` gets sums, which have a wider dtype, and not a rank's gradient."""
+        """Whether "compress" task number `point` gets sums, which may have a wider dtype, and not a rank's gradient."""
 
     def item_nbytes(self, leg: Leg, held: Held, whole: FlatSpec, step: int) -> list[int]:
         """Returns the bytes of each payload, or of one dense range, in a message with the elements `held`."""

@@ -392,7 +392,7 @@ def _gather(engine: Engine, group: Group, mine: Tensor) -> list[Tensor]:
 
 @contextmanager
 def _backwards(watch: Stopwatch) -> Iterator[None]:
-    """Wraps `torch.autograd.backward`, for which torch has no hook, to report begin and end of each call to `watch`."""
+    """Wraps `torch.autograd.backward`, which has no hook, to tell `watch` when calls, unless nested, begin and end."""
     usual = torch.autograd.backward
 
     @functools.wraps(usual)

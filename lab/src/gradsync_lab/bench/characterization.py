@@ -30,7 +30,7 @@ class LookSpec:
 
 
 def run_looks(spec: LookSpec, on_event: Callable[[dict[str, Any]], None]) -> list[Record]:
-    """Returns a record per workload: time to find non-zeros in gradients, divided by that of forward and backward."""
+    """Returns a record per workload: time per step to find non-zeros in gradients, over forward's and backward's."""
     records = []
     for name in spec.workloads:
         records.append(_record(name, spec))

@@ -57,7 +57,7 @@ BASELINE = "dense"  # all-reduce of gradients in float32
 
 
 def usual_methods() -> tuple[str, ...]:
-    """Returns the names of all lossy methods, and of compressors that need error feedback also without it."""
+    """Returns the names of the usual lossy schemes and compressors; those that need error feedback also without it."""
     names = compressors.usual_names()
     bare = [f"{name}{compressors.WITHOUT}" for name in names if compressors.named(name).family.feedback]
     return tuple(dict.fromkeys((*DENSE_SCHEMES, *coarse.USUAL, *names, *bare)))
@@ -106,7 +106,7 @@ def planner_of(name: str, momentum: float = 0.0) -> PlanMaker:
     """Returns the planner of this method's gradients; `momentum` is what `fit_optimizer` took from the optimiser.
 
     Raises:
-        ValueError: the name is unknown, or its method averages parameters; the message lists the names.
+        ValueError: the name is unknown, and the message lists the names; or its method averages parameters.
     """
     if averaging_method(name) is not None:
         raise ValueError(f"{name} averages parameters, and has no plan of gradients")
@@ -281,7 +281,7 @@ class Ranks:
 
     @torch.no_grad()
     def mean(self, gradients: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Averages each rank's gradients of one step by the plan's schemes, and returns the result by parameter."""
+        """Returns the ranks' mean gradients of a step by name: dense ones by the plan's schemes, sparse ones exact."""
         means: dict[str, Tensor] = {}
         arrived: list[Arrival] = []
         size = len(self._groups)

@@ -43,7 +43,7 @@ class Cluster(Protocol):
 
 
 class Loopback:
-    """Starts all ranks on this machine's loopback interface, without limits on rates; nodes exist in name only."""
+    """Starts all ranks on this machine's loopback interface, without limits on rates; nodes only divide processors."""
 
     def __init__(self, world_size: int, ranks_per_node: int = 1, *, is_awake: bool = False) -> None:
         self.world_size = world_size

@@ -22,7 +22,7 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=3)  # of the harness: ranks wait for one 
 
 
 def run_rank(measure: Callable[[str], Any]) -> None:
-    """Joins the process group, calls `measure` with the argument SPEC, and writes its result as JSON to file OUT."""
+    """Joins the process group, calls `measure` with the text of file SPEC, writes its result as JSON to file OUT."""
     spec_path, out_path, parent = sys.argv[1:]
     end_with(int(parent))
     dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)

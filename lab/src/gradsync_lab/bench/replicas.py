@@ -51,7 +51,7 @@ def mixings_of(scheme: Scheme[Any], size: int) -> list[Matrix]:
 
 
 def rests_of(scheme: Scheme[Any]) -> list[bool]:
-    """Returns, for each round of the scheme's cycle, whether it averages nothing: every rank, or node, is alone."""
+    """Returns, for each round of the scheme's cycle, whether no ranks, or no nodes in `Hierarchical`, meet."""
     if isinstance(scheme, Hierarchical):
         return rests_of(scheme.inter)
     if isinstance(scheme, Shuffled):
@@ -181,7 +181,7 @@ def _compressor_of(scheme: Scheme[Any]) -> Compressor[Any] | None:
 
 
 def _sent(compressor: Compressor[Any], row: Tensor, rank: int) -> Tensor:
-    """Returns a rank's parameters, (elements,), compressed and decompressed, as other ranks receive them."""
+    """Returns a rank's row of differences, (elements,), compressed and decompressed, as other ranks receive it."""
     payload, _ = compressor.compress(row, compressor.init(FlatSpec.of(row), rank))
     arrived = torch.empty_like(row)
     compressor.sum_into(arrived, [payload], 1.0)

@@ -96,7 +96,8 @@ def _selection_record(case: dict[str, Any], ranks: list[dict[str, Any]], selecte
     """Returns a record of the selected scheme against the fastest exchange, DDP's collectives included.
 
     One half of the repeats chooses the fastest, the other half compares, so that luck does not decide. The fastest may
-    be the selected scheme itself. Turns alternate in order; each half has whole pairs of both orders.
+    be the selected scheme itself. Turns alternate in order; each half gets pairs of both orders, and the last of an odd
+    number of turns has no pair.
     """
     times = {name: _slowest(ranks, name) for name in case["times"] if name != "again"}
 

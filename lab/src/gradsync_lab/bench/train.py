@@ -195,7 +195,7 @@ def _record(
     aa: Spread | None,
     picked: Mapping[str, str],
 ) -> Record:
-    """Returns the record of a method against a baseline; if one of them failed, with its error and no times."""
+    """Returns the record of a method against a baseline; if one of them failed, with its error and no ratio."""
     mine, base = _blocks(figures[subject.name]), _blocks(figures[baseline.name])
     lost = f"the baseline {baseline.name} failed: {baseline.failed}" if baseline.failed else None
     params = {"nodes": spec.nodes, "link": run.link, "workload": spec.workload}

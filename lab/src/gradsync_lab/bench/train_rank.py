@@ -77,7 +77,7 @@ class Contestant:
 
     @property
     def cycle(self) -> int:
-        """Returns the number of steps after which the schedule of averaging groups repeats; 1 for all-rank averages."""
+        """Returns the number of steps after which the schedule of averaging groups repeats; 1 if there is none."""
         scheme, attachment = mixing_scheme(self), self.attachment
         if scheme is None or attachment is None:
             return 1

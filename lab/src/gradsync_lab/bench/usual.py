@@ -168,7 +168,7 @@ def _powers_of_two(x: Tensor, codes: Tensor) -> None:
 
 
 def dequantize(parts: Sequence[tuple[Tensor, Tensor]], out: Tensor, grid: AnyGrid) -> Run | None:
-    """Returns a callable torch version of `kernels.dequantize` for one part of e4m3 or e5m2 codes; else None."""
+    """Returns a callable torch `kernels.dequantize` for one part of e4m3 or e5m2 codes in whole blocks; else None."""
     if not isinstance(grid, FloatGrid) or grid.format not in _FLOATS or len(parts) > 1 or len(out) % grid.block:
         return None
     ((codes, scales),) = parts

@@ -41,7 +41,7 @@ def run_whole(
 
     Raises:
         ValueError: a workload is unknown.
-        RuntimeError: a rank failed, or this machine cannot emulate links with limited rates (`LabUnavailableError`).
+        RuntimeError: a rank failed, or this machine cannot emulate links with limited rates.
     """
     workloads.load(spec.workload, **spec.options)  # fetched here: ranks in a lab reach no registry
     scenario = Scenario(nodes=spec.nodes, link=spec.link, ranks_per_node=spec.ranks_per_node, **spec.scenario)

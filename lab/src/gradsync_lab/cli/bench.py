@@ -514,7 +514,7 @@ def finish(
     bounds: list[tuple[str, float]],
     table: Callable[..., RenderableType] = records_table,
 ) -> None:
-    """Prints the records as a table and whether their ratios hold the bounds; writes the records to `json` if given.
+    """Prints records, as a table or, if `json` is "-", as JSON, and whether bounds hold; other `json`: a file to write.
 
     Raises:
         typer.Exit: with code 1, a bound does not hold.

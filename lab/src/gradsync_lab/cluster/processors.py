@@ -14,7 +14,7 @@ Shares = list[tuple[int, ...]]
 
 
 def shares_of_nodes(nodes: int) -> Shares | None:
-    """Returns each node's processors, out of those that this process may use; None if they do not divide evenly."""
+    """Returns each node's processors, of those that this process may use; None if not known or not evenly divisible."""
     return share_out(os.sched_getaffinity(0), nodes) if hasattr(os, "sched_getaffinity") else None
 
 

@@ -143,7 +143,7 @@ def parse_background(texts: Sequence[str]) -> tuple[tuple[int, int, str], ...]:
 
 
 def parse_moving_background(text: str) -> tuple[str, float]:
-    """Parses moving traffic: `"100mbit@4s"` -> ("100mbit", 4.0), moved every 4 s. Raises ValueError for other text."""
+    """Parses traffic that moves every 4 s: `"100mbit@4s"` -> ("100mbit", 4.0). Raises ValueError for another form."""
     rate, at, seconds = text.partition("@")
     if not at:
         raise ValueError(f"moving traffic is written RATE@TIME, like 100mbit@4s; got {text!r}")

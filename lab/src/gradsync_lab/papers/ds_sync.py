@@ -318,7 +318,7 @@ def _rings(each: Round) -> tuple[Step, ...]:
 
 
 def chosen_table() -> Table:
-    """Tabulates the groups that gradsync's planner chooses on networks with a bottleneck, and their speed-up."""
+    """Tabulates the groups that the planner chooses on networks with and without a bottleneck, and their speed-up."""
     link = Link(LINK_BYTES_PER_S, HOP_S)
     slow, narrow = Link(LINK_BYTES_PER_S / SLOW_LINK.slowdown, HOP_S), Link(LINK_BYTES_PER_S / 2, HOP_S)
     clusters = {

@@ -88,7 +88,7 @@ class Attribution:
 
 
 def scheme_of(technique: str, gpus: int) -> Scheme[Any]:
-    """Returns the scheme that sums gradients in one of `TECHNIQUES`: by all-reduce, in 16 bits, by nodes or in chunks.
+    """Returns the scheme of one of `TECHNIQUES` but "ours": all-reduce, also in 16 bits, by nodes or in chunks.
 
     Where nodes sum first ("+ by nodes", "+ chunks"), values have 32 bits inside nodes, as links are fast there.
     """
@@ -175,7 +175,7 @@ def speed_up(job: GradientFlowJob, gpus: int, technique: str) -> float:
 def attributed(job: GradientFlowJob, gpus: int, technique: str) -> Attribution:
     """Returns an iteration's seconds of forward and backward, and what bytes, latency, kernels and choosing chunks add.
 
-    The kinds of cost are added one by one, with equal buckets. `technique` is one of `TECHNIQUES`, such as "+ lazy".
+    The kinds of cost are added one by one, with the same buckets. `technique` is one of `TECHNIQUES`, such as "+ lazy".
     """
     bare_s, waiting_s, rounded_s, all_s = (synced_s(job, gpus, technique, counted) for counted in Counted)
     return Attribution(

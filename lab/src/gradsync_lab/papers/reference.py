@@ -102,7 +102,7 @@ def bytecomp_problem(model: str, case: str) -> Problem:
 def mergecomp_problem(model: str) -> Problem:
     """Returns the planning problem of a model whose 1-bit payloads are gathered over 8 nodes at 10 Gb/s.
 
-    Decoding waits for the last transfer. Costs are linear.
+    Costs are linear. It is meant for `deferred_s`, in which decoding waits for the last transfer.
     """
     chain = (
         Demand(Resource.COMPUTE, Curve.linear(130e-6, 4e-6 * MS_PER_KB)),

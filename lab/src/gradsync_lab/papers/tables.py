@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Figure:
-    """One simulated number of a table; `published` is the paper's number, None where there is none."""
+    """One simulated number of a table; `published` is the paper's number or other code's, None where there is none."""
 
     table: str
     row: str

@@ -179,8 +179,8 @@ def _with(point: ElementPoint, formats: dict[str, str]) -> ElementPoint:
 def _profile(model: Model, rows: int, block: int | None = None) -> DensityProfile:
     """Returns how many of `rows` rows are non-zero on one rank and in sums over ranks, and how unevenly they lie.
 
-    The first eighth of the rows holds 60 % of the non-zero ones. With `block`, the result has the same figures for
-    blocks of so many elements.
+    The first eighth of the rows holds 60 % of the non-zero ones, or as many as fit. With `block`, the result has the
+    same figures for blocks of so many elements.
     """
     growth = model.final_density / model.density
     densification = {1 << j: growth ** (j / 4) for j in range(1, 5)}

@@ -208,7 +208,7 @@ class Record(BaseModel):
         return self.alone_s / self.subject_s.median
 
     def within(self, bound: float) -> bool:
-        """Whether "ratio <= bound" holds beyond noise: 5th percentile <= bound * 95th of `aa`, baseline over itself."""
+        """Whether "ratio <= bound" holds, given noise: 5th percentile <= bound * 95th of `aa`, baseline over itself."""
         return self.ratio is not None and self.aa is not None and self.ratio.p5 <= bound * self.aa.p95
 
 

@@ -247,7 +247,7 @@ def _shared(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def _in_words(params: dict[str, Any]) -> str:
-    """Returns parameters as `nodes 4, link 1gbit, size 4096 kB`, without those that the table shows in a column."""
+    """Returns parameters as `nodes 4, link 1gbit, size 4,096 kB`, without results, lists, dicts and kernel names."""
     words = []
     for key, value in params.items():
         # Results rather than settings; `kernel` is the subject, which has a column.

@@ -52,7 +52,7 @@ def curve(problem: Problem, option: int = 0, most: int | None = None) -> list[So
 
 
 def by_count(problem: Problem, option: int, most: int) -> Iterator[tuple[float, tuple[Part, ...]]]:
-    """Yields the best cuts and their seconds in MergeComp's model, for each possible number of buckets up to `most`."""
+    """Yields (seconds in MergeComp's model, the best cuts), for each possible number of buckets up to `most`."""
     options = item_options(problem, option)
     if not problem.size:
         return iter([(problem.rest_s, ())])
@@ -86,7 +86,7 @@ def cut_at(problem: Problem, option: int, stops: Sequence[int]) -> tuple[Part, .
 def _is_linear(problem: Problem, options: Sequence[int]) -> bool:
     """Whether `_by_count_linear` applies: all items take one exchange option, and its costs are of the needed form.
 
-    One of the option's tasks must queue for a link or OFFLOAD, at any cost; the costs of all others must be linear.
+    Exactly one of its tasks must queue for a link or OFFLOAD, at any cost; the costs of all others must be linear.
     """
     if len(set(options)) > 1:
         return False
@@ -188,8 +188,8 @@ class _Labels:
 class _LabelSearch:
     """A search for the best cuts that extends labels (ways to cut the first items into buckets) bucket by bucket.
 
-    A label is kept unless another one frees all resources as early. Where a task's seconds are not linear in its bytes,
-    no single label need beat all others.
+    A label is kept unless another one frees all resources as early and leaves no more decoding to do. Where a task's
+    seconds are not linear in its bytes, no single label need beat all others.
     """
 
     def __init__(self, problem: Problem, options: Sequence[int]) -> None:

@@ -67,7 +67,7 @@ class CountedCuts:
     """A planner of compression in exactly `count` buckets, which are the best by MergeComp's model of a step.
 
     Raises:
-        ValueError: `count` is below 1; on a call, fewer gradients than buckets may be compressed.
+        ValueError: `count` is below 1; on a call, the gradients to compress cannot form so many buckets, or so few.
     """
 
     count: int
@@ -81,7 +81,7 @@ class CountedCuts:
 
 
 def mergecomp_plans(job: Job, constraints: Constraints) -> list[Plan]:
-    """Returns MergeComp's plan: all gradients are compressed, in up to 4 buckets, as many as still shorten the step.
+    """Returns MergeComp's plan: compresses allowed gradients in up to 4 buckets, as many as still shorten the step.
 
     Payloads that can be summed go by all-reduce, others by all-gather, as in MergeComp.
     """
@@ -129,8 +129,8 @@ class FreeRatio:
     plan is made from measurements, and again when step times change, the ratio adapts to the time that backward leaves.
 
     Raises:
-        ValueError: slack or ratios are out of range; on a call, the constraints allow another lossy scheme than
-            `CoarseGrained`.
+        ValueError: slack or ratios are out of range; on a call, the constraints do not allow exactly one lossy scheme,
+            a `CoarseGrained`.
     """
 
     slack: float = 0.02
@@ -204,7 +204,7 @@ def bytecomp_plans(job: Job, constraints: Constraints) -> list[Plan]:
     with collectives inside a machine are used only where each machine has several ranks.
 
     Raises:
-        ValueError: Algorithm 2 would try too many combinations.
+        ValueError: the constraints allow no single compressor that has a leaf, or there are too many combinations.
     """
     compressor = _compressor(constraints, "ByteComp")
     found = routes(compressor, _ranks_per_node(job.network.placement), devices=(COMPUTE,))

@@ -54,7 +54,8 @@ class SeCoPa:
     def parts(self, problem: Problem, dense: int, compressed: int) -> tuple[Part, ...]:
         """Returns a bucket (`Part`) for each gradient, by option `compressed` where the rule compresses, else `dense`.
 
-        The rule's number of partitions is not used: the option says how gradients are exchanged.
+        The rule's number of partitions is not used: the option says how gradients are exchanged. A gradient that may
+        not take its option takes the first that it may.
         """
         return _each(problem, dense, compressed, [self.choose(nbytes)[0] for nbytes in problem.nbytes])
 

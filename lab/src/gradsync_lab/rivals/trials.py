@@ -35,10 +35,10 @@ def gap_cases(seeds: Iterable[int], *, most_items: int = 8) -> Iterator[GapCase]
 
 
 def random_problem(seed: int, *, most_items: int = 8, items: int | None = None, options: int | None = None) -> Problem:
-    """Returns a random planning problem: gradients (items), and up to 4 of 8 options (ways to exchange a gradient).
+    """Returns a random planning problem: gradients (items), and `options`, or 2 to 4, of 8 ways to exchange a gradient.
 
     Links, devices and backward matter about equally. Gradients' sizes differ by 3 orders of magnitude, and some are
-    ready together. The options: dense; in 16 bits; compressed on COMPUTE (backward's device), on OFFLOAD (another core
+    ready together. The ways: dense; in 16 bits; compressed on COMPUTE (backward's device), on OFFLOAD (another core
     or the host) or on both; hierarchical, with and without compression; compressed push and pull.
     """
     draw = random.Random(seed)

@@ -50,7 +50,7 @@ class ZenHash(Scheme[Tensor]):
     pushed in a second round of messages, so that nothing is lost; sums are in rank order, whatever the slots. NaN and
     infinity count as non-zeros; -0.0 is zero and comes out as 0.0.
 
-    Wire per rank: push (n-1)/n * (indices + values); pull (n-1)/n * (an n-th of a bit an element + values of the
+    Wire per rank: push (n-1)/n * (indices + values); pull (n-1)/n * (a bit for every element + values of the
     union). Memory beside that: slots of all owners, and lists of all elements, 4 bytes each (8 beyond 2^31), which are
     kept from step to step.
     """
@@ -184,7 +184,7 @@ async def _push(
 
 
 def _message(count: int, left: int, form: PartFormat, like: Tensor) -> Tensor:
-    """Returns a message with room for `count` elements and with its header (sizes and counts) written."""
+    """Returns a message with room for `count` elements, and with `count` and `left` written, but not its length."""
     message = like.new_empty(HEAD_BYTES + int(form.nbytes(count)), dtype=torch.uint8)
     message[LENGTH_BYTES:HEAD_BYTES].copy_(torch.tensor([count, left]).view(torch.uint8))
     return message

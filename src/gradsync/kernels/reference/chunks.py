@@ -39,7 +39,7 @@ def take_chunks(
 ) -> None:
     """Writes chosen chunks (adjacent elements) of p = residual + x to `payload`, and the rest to `next_residual`.
 
-    One pass over memory. `payload` has scale * p, rounded to nearest; finite numbers stay finite. `next_residual` is p,
+    One pass over memory. `payload` has scale * p, rounded to nearest; finite products stay so. `next_residual` is p,
     less payload / scale in chosen chunks, so that it holds rounding errors too. `norms` gets the sum of the magnitudes
     of `next_residual` in each chunk, added in float64 in the order of `reference.blocks.ordered_sum`.
 

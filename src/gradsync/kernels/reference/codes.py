@@ -131,7 +131,7 @@ def check_quantize(
     residual: Tensor | None,
     next_residual: Tensor | None = None,
 ) -> None:
-    """Checks the arguments of `quantize` except `codes`, and raises the errors that its docstring lists."""
+    """Checks shapes and dtypes of the arguments of `quantize` except `codes`; raises ValueError or TypeError."""
     check_floating("x", x)
     check_shape("x", x, sum(sections.lengths))
     _check_scales(scales, sections, grid)
@@ -202,7 +202,7 @@ def _steps(scales: Tensor, grid: AnyGrid, dtype: torch.dtype) -> tuple[Tensor | 
 def _rounded(scaled: Tensor, run: Run, grid: AnyGrid) -> tuple[Tensor, Tensor]:
     """Rounds scaled elements to the grid; returns their codes, (blocks, length) uint8, and the levels they stand for.
 
-    Codes of 2 and 4 bits count the levels from 0; those of 8 bits are the level in two's complement, or a small float.
+    Codes of 2 and 4 bits are level + `grid.top`; those of 8 bits are the level in two's complement, or a small float.
     """
     if grid.rounding == "exponent":
         code = _exponent_codes(_in_float(scaled), _noise(scaled, run))

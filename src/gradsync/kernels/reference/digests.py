@@ -77,7 +77,7 @@ def write_digests(totals: Tensor, lengths: Sequence[int], out: Tensor) -> None:
 
 
 def _words(x: Tensor) -> Tensor:
-    """Returns the bits of the elements of `x`, 1-D, as 32-bit words, 1-D int64; all NaNs give the same words.
+    """Returns the bits of `x`, 1-D, as 32-bit words, 1-D int64; all NaNs give the same words, and so do both zeros.
 
     An element of 64 bits is two words, the lower half first; two elements of 16 bits are one word.
     """

@@ -119,7 +119,7 @@ def partition_hashed(indices: Tensor, size: int, n: int, seed: int) -> phases.Ha
 def owned_by_hash(size: int, n: int, seed: int, *, device: torch.device | None = None) -> list[Tensor]:
     """Returns for each owner (rank) all indices in [0, size) that hash to it, ascending, as for Zen's hash bitmaps.
 
-    A list is (owned,) int32, or int64 from 2^31 elements on. Together the lists have one number for each element, on
+    A list is (owned,) int32, or int64 if size > 2^31. Together the lists have one number for each element, on
     every rank, so make them once per size and seed, and keep them.
 
     Args:

@@ -58,7 +58,7 @@ def common_device(tensors: Sequence[Tensor]) -> torch.device:
 
 
 def device_of(**given: Tensor | Sequence[Tensor] | None) -> torch.device:
-    """Returns the common device of all given tensors, of any shapes and dtypes; errors call them by their keywords.
+    """Returns the common device of all given tensors, of any shapes and dtypes; keywords name them in some errors.
 
     Raises:
         ValueError: if they are on different devices.

@@ -33,7 +33,7 @@ def _narrow(
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One program writes `scale` times one block of `x` to `out`, in dtype KIND; finite values stay finite."""
+    """One program writes `scale` times one block of `x` to `out`, in dtype KIND; finite products stay finite."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + at, mask=at < count, other=0)
     value = value * tl.load(scale).to(value.dtype)

@@ -126,7 +126,7 @@ class _Prices:
         return demand.curve(sums[stop] - sums[start])
 
     def beats(self, a: int, of_a: Sequence[float], b: int, of_b: Sequence[float]) -> bool:
-        """Whether each demand of option `a` has one of `b` on its resource, in order, that takes at least as long."""
+        """Whether each demand of option `a` has, in order, one of `b`, no shorter, in a like place on its resource."""
         x, y = self.problem.options[a].chain, self.problem.options[b].chain
         matched = 0
         for place, demand in enumerate(y):
