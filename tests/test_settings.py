@@ -63,7 +63,8 @@ def wrong_settings(named: Nameable) -> Iterator[tuple[str, Any]]:
 
 
 def test_every_registered_class_is_among_them() -> None:
-    assert {*NAMED} == {c for c in registered(Nameable).values() if c.__module__.startswith("gradsync.")}
+    known = {**registered(Scheme), **registered(Compressor)}
+    assert {*NAMED} == {c for c in known.values() if c.__module__.startswith("gradsync.")}
 
 
 @pytest.mark.parametrize("named", NAMED.values(), ids=lambda named: named.name)
@@ -123,6 +124,29 @@ def test_validators_are_made_when_a_class_is_first_used() -> None:
     after = "c.TopK(0.5); c.TopK(0.1); print(c.expressions._adapter.cache_info().currsize)"
     told = subprocess.run([sys.executable, "-c", before + after], check=True, capture_output=True, text=True)
     assert told.stdout.split() == ["False", "1"]
+
+
+def test_members_are_imported_when_a_name_is_looked_up_or_taken() -> None:
+    code = """if True:
+        import sys
+        from dataclasses import dataclass
+        from gradsync import attach, Plan
+        from gradsync.schemes.base import Scheme, from_expression, register
+
+        @dataclass(frozen=True)
+        class Mine(Scheme):
+            name = "powersgd"
+
+        print("gradsync.schemes.powersgd" in sys.modules)
+        try:
+            register(Mine)
+        except ValueError as error:
+            print(error)
+        print(from_expression({"powersgd": {"rank": 2}}).rank)
+    """
+    told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    taken = "the scheme name 'powersgd' is taken by gradsync.schemes.powersgd.PowerSGD"
+    assert told.stdout.splitlines() == ["False", taken, "2"]
 
 
 class Mode(Enum):

@@ -1,53 +1,6 @@
 """Compressors: lossy encodings of one tensor on one rank. A scheme sends the payloads and sums them over the ranks."""
 
-from .base import SENT as SENT
-from .base import SUMS as SUMS
-from .base import Compressor as Compressor
-from .base import CompressorState as CompressorState
-from .base import CompressorTraits as CompressorTraits
-from .base import Message as Message
-from .base import Payload as Payload
-from .base import SparseMessage as SparseMessage
-from .base import Sparsifier as Sparsifier
-from .base import Summand as Summand
-from .base import check_floating as check_floating
-from .base import check_payload as check_payload
-from .base import check_tensor as check_tensor
-from .base import copies_at as copies_at
-from .base import fields as fields
-from .base import fields_nbytes as fields_nbytes
-from .base import sums_point as sums_point
-from .cast import Cast as Cast
-from .expressions import register as register
-from .feedback import RESIDUAL as RESIDUAL
-from .feedback import ErrorFeedback as ErrorFeedback
-from .feedback import Feedback as Feedback
-from .law import Absolute as Absolute
-from .law import Biased as Biased
-from .law import Contraction as Contraction
-from .law import Exact as Exact
-from .law import Law as Law
-from .law import Unbiased as Unbiased
-from .momentum import MomentumCorrection as MomentumCorrection
-from .momentum import dgc as dgc
-from .quantize import QSGD as QSGD
-from .quantize import BlockInt as BlockInt
-from .quantize import Float8 as Float8
-from .quantize import Natural as Natural
-from .quantize import SharedBlockInt as SharedBlockInt
-from .quantize import SharedTernGrad as SharedTernGrad
-from .quantize import TernGrad as TernGrad
-from .randomk import RandomK as RandomK
-from .sign import OneBit as OneBit
-from .sign import ScaledSign as ScaledSign
-from .sign import Sign as Sign
-from .sign import Signum as Signum
-from .sketch import CountSketch as CountSketch
-from .sketch import SketchML as SketchML
-from .sparsify import BlockTopK as BlockTopK
-from .sparsify import TopK as TopK
-from .threshold import GaussianK as GaussianK
-from .threshold import Threshold as Threshold
-from .transform import THC as THC
-from .transform import DCTTopK as DCTTopK
-from .warmup import Warmup as Warmup
+import lazy_loader as _lazy
+
+# Each module is imported with the first of its names; looking up a name in a plan imports all (`Nameable.package`).
+__getattr__, __dir__, __all__ = _lazy.attach_stub(__name__, __file__)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum, StrEnum
 from functools import cache
+from importlib import import_module
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -51,6 +52,7 @@ class Nameable:
     """
 
     kind: ClassVar[str]  # what errors call a member, as "scheme"
+    package: ClassVar[str]  # the package with the family's members, which is imported where a name is looked up
     name: ClassVar[str]
 
     def __post_init__(self) -> None:
@@ -94,6 +96,8 @@ def register(named: C) -> C:
     Raises:
         ValueError: if the class is not a dataclass, or the name is taken by another class.
     """
+    if not named.__module__.startswith(f"{named.package}."):
+        _import_members(named.package)  # which may have taken the name
     if "name" not in vars(named):
         named.name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", named.__name__).lower()
     if not is_dataclass(named):
@@ -106,6 +110,7 @@ def register(named: C) -> C:
 
 def registered(family: Any) -> dict[str, Any]:
     """Returns the registered subclasses of `family`, by name."""
+    _import_members(family.package)
     return {name: named for name, named in _registry.items() if issubclass(named, family)}
 
 
@@ -135,6 +140,8 @@ def from_expression(expression: Any, family: Any) -> Any:
     if name not in _registry:
         from importlib.metadata import entry_points
 
+        _import_members(family.package)
+
         for point in entry_points(group=NAMES, name=str(name)):  # of another distribution, which registers it
             point.load()
     if name not in _registry:
@@ -152,6 +159,14 @@ def from_expression(expression: Any, family: Any) -> Any:
         return named(**_checked(named, settings))
     except TypeError as error:
         raise ValueError(f"{named.kind} {name!r}: {error}") from None
+
+
+@cache
+def _import_members(package: str) -> None:
+    """Imports all modules of a family's package, which register its members; the package imports them lazily."""
+    members = import_module(package)
+    for name in members.__all__:
+        getattr(members, name)
 
 
 def _member_of(family: type[Nameable]) -> str:

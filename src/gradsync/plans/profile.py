@@ -32,7 +32,7 @@ ROUNDING = 1e-9  # the relative error of a mean by rounding
 class Data(BaseModel):
     """The base of the parts of a profile: frozen pydantic models without extra fields."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)  # a profile is seldom read
 
 
 class Interval(Data):

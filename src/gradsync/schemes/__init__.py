@@ -1,59 +1,6 @@
 """Schemes: algorithms that turn one bucket into its sum over all ranks (`synchronize`), with their cost (`steps`)."""
 
-from ..compressors.expressions import register as register
-from ..compressors.expressions import to_expression as to_expression
-from .base import Partitioned as Partitioned
-from .base import Scheme as Scheme
-from .base import State as State
-from .base import Traits as Traits
-from .base import from_expression as from_expression
-from .base import registered as registered
-from .capacity import RowCapacity as RowCapacity
-from .centralized import AGSparse as AGSparse
-from .coarse import CoarseGrained as CoarseGrained
-from .combine import Hierarchical as Hierarchical
-from .compressed import CompressedAllGather as CompressedAllGather
-from .compressed import CompressedAllReduce as CompressedAllReduce
-from .compressed import CompressedTwoWay as CompressedTwoWay
-from .compressed import SchemeOrCompressor as SchemeOrCompressor
-from .compressed import Sparsified as Sparsified
-from .compressed import ways as ways
-from .dense import AllReduce as AllReduce
-from .dense import ReduceScatter as ReduceScatter
-from .elements import BalancedElements as BalancedElements
-from .partitioned import BalancedParallelism as BalancedParallelism
-from .points import BLOCKS_OF_256 as BLOCKS_OF_256
-from .points import DOUBLING_OF_ELEMENTS as DOUBLING_OF_ELEMENTS
-from .points import DOUBLING_OF_ROWS as DOUBLING_OF_ROWS
-from .points import PARAMETER_SERVER_OF_ELEMENTS as PARAMETER_SERVER_OF_ELEMENTS
-from .points import PARAMETER_SERVER_OF_ROWS as PARAMETER_SERVER_OF_ROWS
-from .points import SPLIT_OF_ELEMENTS as SPLIT_OF_ELEMENTS
-from .points import SPLIT_OF_ROWS as SPLIT_OF_ROWS
-from .points import ElementPoint as ElementPoint
-from .points import RowPoint as RowPoint
-from .powersgd import PowerSGD as PowerSGD
-from .precision import HalfPrecision as HalfPrecision
-from .route import Route as Route
-from .route import routes as routes
-from .scatter import SparseReduceScatter as SparseReduceScatter
-from .selection import Selection as Selection
-from .selection import TimedScheme as TimedScheme
-from .selection import select as select
-from .shuffled import Shuffled as Shuffled
-from .space import POINTS as POINTS
-from .space import Aggregation as Aggregation
-from .space import Balance as Balance
-from .space import Communication as Communication
-from .space import Partition as Partition
-from .space import Point as Point
-from .tree import BYTECOMP as BYTECOMP
-from .tree import DEVICES as DEVICES
-from .tree import WITH_SUMS as WITH_SUMS
-from .tree import Grammar as Grammar
-from .tree import Leaf as Leaf
-from .tree import LeafConstraints as LeafConstraints
-from .tree import RouteTask as RouteTask
-from .tree import compressions as compressions
-from .tree import is_flat as is_flat
-from .tree import words_of as words_of
-from .vote import MajorityVote as MajorityVote
+import lazy_loader as _lazy
+
+# Each module is imported with the first of its names; looking up a name in a plan imports all (`Nameable.package`).
+__getattr__, __dir__, __all__ = _lazy.attach_stub(__name__, __file__)

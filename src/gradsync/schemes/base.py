@@ -74,6 +74,7 @@ class Scheme(Nameable, ABC, Generic[X]):
     """
 
     kind: ClassVar[str] = "scheme"
+    package: ClassVar[str] = "gradsync.schemes"
 
     @property
     @abstractmethod
@@ -230,6 +231,9 @@ class Partitioned(Scheme[X], Generic[X, S]):
     ) -> tuple[Step, ...]:
         n = placement.size
         return (*self.push_steps(specs, profiles, n), *self.pull_steps(specs, profiles, n, n))
+
+
+register, to_expression = expressions.register, expressions.to_expression
 
 
 def registered() -> dict[str, type[Scheme[Any]]]:

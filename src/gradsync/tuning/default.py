@@ -18,7 +18,6 @@ from ..planner.default.plan import default_plan, default_plans
 from ..planner.default.revise import revised
 from ..plans.plan import Plan
 from ..tensors.density import ParameterProfile
-from .kernels import kernel_costs
 
 
 @dataclass
@@ -58,6 +57,8 @@ def measured_network(group: Group, timeout_s: float) -> Network | None:
     links = network_cost(group)
     if links is None:
         return None
+    from .kernels import kernel_costs  # with which all compressors are imported
+
     kernels = kernel_costs(planned_schemes(group.placement), highest_over(group, timeout_s))
     return Network(replace(links, kernels=kernels), group.placement)
 
