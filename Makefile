@@ -12,8 +12,14 @@ setup: .venv/setup.stamp
 
 PIP := $(BIN)/pip install --disable-pip-version-check --quiet $(PIP_ARGS) -c constraints.txt
 
+# An editable installation lists the modules: it is made anew where some have come, gone or moved.
+.venv/modules: FORCE
+	@mkdir -p .venv; find src -name '*.py' | sort | cmp -s - $@ || find src -name '*.py' | sort > $@
+
+FORCE:
+
 # torch is named here too: resolved in the same command as the rest, the pin keeps other builds of torch away.
-.venv/package.stamp: pyproject.toml CMakeLists.txt constraints.txt $(wildcard csrc/* csrc/*/*)
+.venv/package.stamp: .venv/modules pyproject.toml CMakeLists.txt constraints.txt $(wildcard csrc/* csrc/*/*)
 	@echo 'Installing gradsync into .venv: pip fetches torch and compiles the native kernels, silently for some minutes.'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) '$(TORCH)' -e .

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import fields, make_dataclass, replace
 from enum import Enum
+from pathlib import Path
 from typing import Any, Literal, get_origin, get_type_hints
 
 import pytest
@@ -27,6 +28,7 @@ from tests.compressors.family import MEMBERS, SHARES
 from tests.schemes.family import ALL_MEMBERS
 
 NAN = float("nan")
+ROOT = Path(__file__).parents[1]
 WRONG: dict[Any, tuple[Any, ...]] = {
     int: (2.0, True, "2", None, NAN),
     int | None: (2.0, True, "2", NAN),
@@ -63,8 +65,7 @@ def wrong_settings(named: Nameable) -> Iterator[tuple[str, Any]]:
 
 
 def test_every_registered_class_is_among_them() -> None:
-    known = {**registered(Scheme), **registered(Compressor)}
-    assert {*NAMED} == {c for c in known.values() if c.__module__.startswith("gradsync.")}
+    assert {*NAMED} == {c for c in registered(Nameable).values() if c.__module__.startswith("gradsync.")}
 
 
 @pytest.mark.parametrize("named", NAMED.values(), ids=lambda named: named.name)
@@ -135,18 +136,31 @@ def test_members_are_imported_when_a_name_is_looked_up_or_taken() -> None:
 
         @dataclass(frozen=True)
         class Mine(Scheme):
-            name = "powersgd"
+            name = "natural"
 
-        print("gradsync.schemes.powersgd" in sys.modules)
-        try:
-            register(Mine)
-        except ValueError as error:
-            print(error)
+        print({"gradsync.schemes.powersgd", "gradsync.compressors.quantize"} & {*sys.modules})
+        for call in (lambda: from_expression({"qsgd": {}}), lambda: register(Mine)):
+            try:
+                call()
+            except ValueError as error:
+                print(error)
         print(from_expression({"powersgd": {"rank": 2}}).rank)
     """
     told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    taken = "the scheme name 'powersgd' is taken by gradsync.schemes.powersgd.PowerSGD"
-    assert told.stdout.splitlines() == ["False", taken, "2"]
+    assert told.stdout.splitlines() == [
+        "set()",
+        "'qsgd' is a compressor, expected a scheme",
+        "the scheme name 'natural' is taken by gradsync.compressors.quantize.Natural",
+        "2",
+    ]
+
+
+@pytest.mark.parametrize("package", ["compressors", "schemes"])
+def test_every_module_that_registers_a_class_is_imported_where_a_name_is_looked_up(package: str) -> None:
+    folder = ROOT / "src" / "gradsync" / package
+    stub = (folder / "__init__.pyi").read_text(encoding="utf-8")
+    registering = [p.stem for p in folder.glob("*.py") if "\n@register\n" in p.read_text(encoding="utf-8")]
+    assert len(registering) > 5 and all(f"from .{module} import" in stub for module in registering)
 
 
 class Mode(Enum):

@@ -1,5 +1,5 @@
 // The planner's problem as the native search takes it, and the machine that says how long a plan takes: the same rules
-// as src/gradsync/planner/problem.py states.
+// as src/gradsync/planner/solver/problem.py states.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,5 @@
 // Plans for a problem, and a bound below the seconds of all of them. What they do is told where Python calls them, in
-// src/gradsync/planner/joint.py.
+// src/gradsync/planner/solver/joint.py.
 #pragma once
 
 #include <array>

@@ -26,7 +26,7 @@ dist.init_process_group("gloo")
 torch.manual_seed(0)
 model, place = torch.nn.Linear(6, 4), Path(sys.argv[1])
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-handle = gradsync.attach(model, optimizer, AveragingPlanner(survives=True), timeout=5.0)
+handle = gradsync.attach(model, optimizer, AveragingPlanner(survives=True), timeout=6.0)
 generator = torch.Generator().manual_seed(dist.get_rank())
 for step in range(int(sys.argv[2])):
     optimizer.zero_grad()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import subprocess
 
 import pytest
-from tests.planner.test_grouping import uplink_loads
 
 from gradsync.comm.shuffle import crossing, grid, together, with_local_steps
 from gradsync.costs.cluster import Cluster, Link
 from gradsync_lab.cluster import Lab, Scenario
 from lab.tests.cluster import programs
 from lab.tests.cluster.programs import python
+from tests.planner.averaging.test_grouping import uplink_loads
 
 pytestmark = pytest.mark.usefixtures("namespaces")
 

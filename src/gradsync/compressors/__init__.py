@@ -2,5 +2,5 @@
 
 import lazy_loader as _lazy
 
-# Each module is imported with the first of its names; looking up a name in a plan imports all (`Nameable.package`).
+# Each module is imported with the first of its names; all are imported where a plan's name is looked up.
 __getattr__, __dir__, __all__ = _lazy.attach_stub(__name__, __file__)

@@ -187,7 +187,6 @@ class Compressor(Nameable, ABC, Generic[P]):
     """
 
     kind: ClassVar[str] = "compressor"
-    package: ClassVar[str] = "gradsync.compressors"
 
     @property
     def traits(self) -> CompressorTraits:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 C = TypeVar("C", bound="type[Nameable]")
 
+PACKAGES = ("gradsync.compressors", "gradsync.schemes")  # whose modules register members of the families
 NAMES = "gradsync.names"  # group of entry points: classes that other distributions register, by name
 
 PositiveInt = Annotated[int, Ge(1)]
@@ -52,7 +53,6 @@ class Nameable:
     """
 
     kind: ClassVar[str]  # what errors call a member, as "scheme"
-    package: ClassVar[str]  # the package with the family's members, which is imported where a name is looked up
     name: ClassVar[str]
 
     def __post_init__(self) -> None:
@@ -96,8 +96,8 @@ def register(named: C) -> C:
     Raises:
         ValueError: if the class is not a dataclass, or the name is taken by another class.
     """
-    if not named.__module__.startswith(f"{named.package}."):
-        _import_members(named.package)  # which may have taken the name
+    if not named.__module__.startswith("gradsync."):
+        _import_members()  # one of which may have the name
     if "name" not in vars(named):
         named.name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", named.__name__).lower()
     if not is_dataclass(named):
@@ -110,7 +110,7 @@ def register(named: C) -> C:
 
 def registered(family: Any) -> dict[str, Any]:
     """Returns the registered subclasses of `family`, by name."""
-    _import_members(family.package)
+    _import_members()
     return {name: named for name, named in _registry.items() if issubclass(named, family)}
 
 
@@ -140,7 +140,7 @@ def from_expression(expression: Any, family: Any) -> Any:
     if name not in _registry:
         from importlib.metadata import entry_points
 
-        _import_members(family.package)
+        _import_members()
 
         for point in entry_points(group=NAMES, name=str(name)):  # of another distribution, which registers it
             point.load()
@@ -162,11 +162,11 @@ def from_expression(expression: Any, family: Any) -> Any:
 
 
 @cache
-def _import_members(package: str) -> None:
-    """Imports all modules of a family's package, which register its members; the package imports them lazily."""
-    members = import_module(package)
-    for name in members.__all__:
-        getattr(members, name)
+def _import_members() -> None:
+    """Imports all modules that register members, which their packages import with the first use of each only."""
+    for package in map(import_module, PACKAGES):
+        for name in package.__all__:
+            getattr(package, name)
 
 
 def _member_of(family: type[Nameable]) -> str:

@@ -2,7 +2,8 @@
 
 Between consensus points each rank records how long its exchanges take, and how much averages change its values. At a
 consensus point all ranks exchange these figures. If they show that links have changed, rates are measured again; rank 0
-decides on the new groups (`planner.regroup`). Rounds are still counted by steps, so a checkpoint needs only the plan.
+decides on the new groups (`planner.averaging.regroup`). Rounds are still counted by steps, so a checkpoint needs only
+the plan.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Freezing:
             is_watched: hooks of other code must see the parameters themselves, not substitutes.
 
         Raises:
-            ValueError: for a step with a closure, which computes gradients when it is too late.
+            ValueError: for a step with a closure if the plan freezes: it computes gradients when it is too late.
         """
         if (unfinished := self._under_way.pop(id(optimizer), None)) is not None:  # its step has raised
             unfinished.give_up()
@@ -72,7 +72,7 @@ class Freezing:
             step.end()
 
     def give_up(self) -> None:
-        """Restores the parameters of all optimisers whose steps began and did not end, as after an exception."""
+        """Gives optimisers back their own parameters for substitutes in steps that did not end, as after exceptions."""
         while self._under_way:
             self._under_way.popitem()[1].give_up()
 
@@ -85,7 +85,7 @@ class _Step(ABC):
 
     @abstractmethod
     def give_up(self) -> None:
-        """Restores the optimiser's parameters after a step that raised an exception."""
+        """Gives the optimiser back its own parameters, if it has substitutes, after a step that raised an exception."""
 
 
 class _SubstituteStep(_Step):

@@ -32,7 +32,7 @@ ROUNDING = 1e-9  # the relative error of a mean by rounding
 class Data(BaseModel):
     """The base of the parts of a profile: frozen pydantic models without extra fields."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)  # a profile is seldom read
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Interval(Data):
@@ -123,7 +123,7 @@ class ParameterTimes(Data):
         rows, elements: the densities of rows and of elements, as in `ParameterProfile`; None if they are unknown, or if
             sparse schemes gain nothing.
         errors: for each lossy scheme or compressor, by name, the norm of its error relative to the norm of the gradient
-            in a step, see `planner.errors`.
+            in a step, see `planner.search.errors`.
     """
 
     name: str

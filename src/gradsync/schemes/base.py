@@ -74,7 +74,6 @@ class Scheme(Nameable, ABC, Generic[X]):
     """
 
     kind: ClassVar[str] = "scheme"
-    package: ClassVar[str] = "gradsync.schemes"
 
     @property
     @abstractmethod
@@ -129,7 +128,7 @@ class Scheme(Nameable, ABC, Generic[X]):
         """
 
     def unchanged_since(self, step: int) -> int:
-        """Returns the first training step from which on `steps` returns the same as for training step `step`."""
+        """Returns the first training step for which `steps` returns the same as for training step `step`."""
         return 0
 
     def check(self, specs: tuple[TensorSpec, ...]) -> None:

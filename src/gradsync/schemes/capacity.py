@@ -110,7 +110,7 @@ class RowCapacity(Nameable):
         The first of the two carries headers if a capacity is set, else sizes; the second carries rows.
 
         Args:
-            stage: the name of the transfer that carries rows.
+            stage: the name of the transfer that is planned to carry rows; rows that do not fit travel in "repeat".
             pattern: the collective in which rows travel once all ranks know the sizes.
             part_bytes: for each rank the bytes of rows in one message.
             tables: the number of tables in the bucket.

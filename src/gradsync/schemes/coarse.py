@@ -321,8 +321,8 @@ class CoarseGrained(Scheme[Tensor]):
     def _chosen(self, norms: Tensor, kept: Mapping[str, Tensor], count: int) -> Tensor:
         """Returns the indices of the `count` chunks with the largest scores, (count,) int64, ascending.
 
-        Scores are `norms`, changed as `scoring` says by the numbers `kept`; of equal scores the first is chosen. Chunks
-        older than `max_age` come first.
+        Scores are `norms`, changed as `scoring` says by the numbers `kept`; of equal scores the first is chosen. Up to
+        half of `count`, rounded up, are chunks not sent for `max_age` steps or more, the oldest ones.
         """
         scores = norms / (1 + kept[IDLE])
         if AGREEMENT in kept:

@@ -48,7 +48,7 @@ def coarse(name: str, momentum: float) -> CoarseGrained | None:
         momentum: the optimiser's coefficient, for schemes that apply momentum in place of the optimiser.
 
     Raises:
-        ValueError: for a ratio outside (0, 1].
+        ValueError: for a ratio outside (0, 1], or words that exclude each other, as in `csc0.1_fading_unmasked`.
     """
     form = re.fullmatch(r"csc(?P<ratio>\d+(?:\.\d+)?)(?P<words>(?:_[a-z0-9]+)*)", name)
     words = form["words"].split("_")[1:] if form else []

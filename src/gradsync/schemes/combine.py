@@ -33,8 +33,9 @@ class Hierarchical(Scheme[Any]):
     """A two-level scheme: push inside nodes, `inter` across nodes among the owners of the same part, pull inside nodes.
 
     Exact if `intra` and `inter` are. After the push each rank of a node owns the node's sum of one part, so that one
-    sum a node travels between nodes, not every rank's tensor. Sums of 16-bit floats stay in float32 until they are
-    complete; then they are scaled. With one rank a node only `inter` runs, on a single node only `intra`.
+    sum a node travels between nodes, not every rank's tensor. Sums of 16-bit floats stay in float32, scaled by `inter`,
+    until they are complete; then they are rounded. With one rank a node only `inter` runs, on a single node only
+    `intra`.
     Wire: the traffic of both halves of `intra` among a node's ranks, and of `inter`, for a part, among as many ranks as
     nodes.
 

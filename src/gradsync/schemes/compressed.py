@@ -322,7 +322,7 @@ class CompressedTwoWay(Compressed):
 class Sparsified(Compressed):
     """A sparsifier, such as top-k, and then `inner`, an exact scheme for sparse elements, which sums the kept elements.
 
-    Wire: that of `inner` for as many elements as the compressor keeps, assuming that ranks keep different ones.
+    Wire: that of `inner` for as many elements as the compressor keeps, assuming that ranks choose independently.
     """
 
     compressor: Compressor[Any]

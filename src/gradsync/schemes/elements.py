@@ -135,7 +135,7 @@ class BalancedElements(Scheme[Tensor]):
         return [first] if at_once else [first, Transfer("repeat", pattern, (nbytes,) * n)]
 
     async def _push(self, x: Tensor, form: PartFormat, group: Group) -> list[PartMessage]:
-        """Sends each owner its elements; returns the ranks' messages to this one, [] if all-reduce may be as fast."""
+        """Sends each owner its elements; returns all messages to this rank, [] if all-reduce may move no more bytes."""
         flat, mine = TensorSpec.of(x), kernels.partition_elements(x, group.size, self.seed)
         told, messages = torch.tensor(mine.counts, device=x.device), list[Tensor]()
         if self.capacity:
@@ -153,8 +153,8 @@ class BalancedElements(Scheme[Tensor]):
     ) -> tuple[list[list[int]], list[Tensor]]:
         """Sends each owner one message, bounded by `capacity`: `told`, this rank's counts for all owners, and elements.
 
-        Returns the counts of elements, counts[rank][owner], and each rank's message to this one; no messages if the
-        elements of some rank did not fit.
+        Returns the counts of elements, counts[rank][owner], and each rank's message to this one; no messages if some
+        rank's elements did not fit, or might save no bytes over an all-reduce.
         """
         room = _room(self.capacity[0], form, group.size)
 

@@ -62,7 +62,7 @@ class Leg:
 
     @property
     def carries_flags(self) -> bool:
-        """Whether the task also sends the flags behind a bucket's elements, one a parameter: did a rank use it?
+        """Whether the task also sends the flags behind a bucket's elements, such as: did a rank use a parameter?
 
         An all-gather after a reduce-scatter or all-to-all does not: the first step has sent them to all its ranks.
         """

@@ -16,7 +16,7 @@ from .legs import Leg, Piece
 
 
 def plain(specs: tuple[TensorSpec, ...]) -> FlatSpec:
-    """Returns the spec of a flat bucket with its flags (one number a parameter, at the end) as one nameless segment."""
+    """Returns the spec of a flat bucket, with the flags (numbers at its end) if it has any, as one nameless segment."""
     (flat,) = specs
     return FlatSpec.of(torch.empty(flat.numel, dtype=flat.dtype, device="meta"))
 

@@ -41,7 +41,8 @@ class Route(Scheme[Tensor]):
     Each "compress" has a state of its own, so that error feedback works at each. The first compresses gradients, later
     ones sums, by the compressor's `of_sums`, with other random draws. Before a collective that divides data among
     ranks, each share is compressed as a piece of its own. Sums are in float32 (float64 for float64), added in the order
-    of ranks, scaled once, at the last decompression, and travel in float32 until they are complete.
+    of ranks, scaled once, at the last decompression or else the first task, and travel in float32 until they are
+    complete; but an all_reduce adds in the dtype that it sends, in the order of its backend.
 
     Devices: "compute" is the thread on which backward runs, "offload" another thread on a core of its own. A first
     "compress@compute" runs in the gradient hook that completes the bucket; later work for "compute" runs in the next
@@ -263,7 +264,7 @@ class Route(Scheme[Tensor]):
             )
 
     def _stages(self, legs: Sequence[Leg]) -> Iterator[str]:
-        """Yields a name for each await (a task) of `synchronize`, except for a compression before all collectives."""
+        """Yields a name for each await of `synchronize`, except for a first task without a turn (trait `prepares`)."""
         seen: dict[str, int] = {}
         for number, leg in enumerate(legs):
             name = _stage(leg)

@@ -65,7 +65,7 @@ class RowOwners(ABC):
 
 @dataclass(frozen=True)
 class EvenSplit(RowOwners):
-    """The map of a parameter server: consecutive rows, equally many for each owner, fewer for the last.
+    """The map of a parameter server: consecutive rows, equally many for each owner, fewer or none for the last ones.
 
     Imbalanced: if a table's frequent rows come first, the first owner gets most of the load (Zen,
     section 2: more than half of all rows).

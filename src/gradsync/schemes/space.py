@@ -149,7 +149,7 @@ def schedule(point: Point, size: int, pull_by: Communication | None = None) -> S
     partner, and get the result in the end (Thakur et al., 2005).
 
     Args:
-        point: the path of messages, the time of additions, and whether tensors travel whole or in balanced parts.
+        point: the path of messages, the time of additions, and whether tensors travel whole or in parts.
         size: the number of ranks.
         pull_by: the path of complete sums from owners (each sums one part) to all ranks; None: that of `point`.
     """

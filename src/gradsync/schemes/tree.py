@@ -29,6 +29,7 @@ class Kind(StrEnum):
     """The kinds of a route's tasks, by ByteComp's names (EuroSys 2023): compression, decompression and collectives.
 
     In collectives' names, "Comm...", C means that payloads are sent, L that they are summed, 1 or 2 the step of two.
+    ByteComp has no `CommL`.
     """
 
     COMP = "Comp"
@@ -193,7 +194,7 @@ class Grammar:
         """Returns the leaf (sequence of tasks) whose tasks have these names, in order: the inverse of `words_of`.
 
         Raises:
-            ValueError: for words that make no leaf; the message names the first illegal word, and the legal ones.
+            ValueError: for words that make no leaf; the message names the first illegal word, if any, and legal ones.
         """
         paths: list[tuple[Leaf, _Point]] = [((), _Point((self.start,)))]
         for number, word in enumerate(words):
@@ -295,7 +296,7 @@ def _with_scope(task: RouteTask, scope: Scope | None) -> RouteTask:
 
 
 def _conflict(leaves: Sequence[Leaf], constraints: LeafConstraints) -> str:
-    """Returns, in words, a smallest set of constraints that together exclude all leaves."""
+    """Returns, in words, constraints that together exclude all leaves, and of which none can be left out."""
     needed = constraints.each()
     for each in list(needed):
         others = [other for other in needed if other is not each]

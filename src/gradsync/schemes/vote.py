@@ -21,12 +21,13 @@ from .compressed import Compressed, CompressedAllGather, CompressedTwoWay
 @register
 @dataclass(frozen=True)
 class MajorityVote(Compressed):
-    """A scheme whose result is each element's majority sign over ranks, 0 for a tie (Bernstein et al., 2018).
+    """A scheme whose result is each element's majority sign over ranks (Bernstein et al., 2018).
 
-    SignSGD with majority vote and, with `Signum`, SIGNUM. The result is a vote, neither a sum nor a mean: `scale` is
-    not applied, and the optimiser's step is the learning rate times the vote. A zero votes for +1, so that weights
-    without any gradient move: keep seldom-used tensors out of such buckets. Training does not converge for all
-    gradients, as signs lose magnitudes; error feedback does not help a vote.
+    SignSGD with majority vote and, with `Signum`, SIGNUM. A tie gives 0 with "all_gather", +1 with "two_way". The
+    result is a vote, neither a sum nor a mean: `scale` is not applied, and the optimiser's step is the learning rate
+    times the vote. A zero votes for +1, so that weights without any gradient move: keep seldom-used tensors out of such
+    buckets. Training does not converge for all gradients, as signs lose magnitudes; error feedback does not help a
+    vote.
     Wire: 1 bit an element from each other rank with "all_gather", 2(n-1)/n bits an element with "two_way".
     """
 

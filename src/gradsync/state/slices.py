@@ -73,7 +73,7 @@ class StateSlice:
         return part
 
     def overlaps(self, segment: Segment) -> bool:
-        """Whether slice and segment share elements; if both are empty, whether they are of the same parameter."""
+        """Whether slice and segment share elements; if both are empty, whether they are at the same place."""
         low, high = max(self.start, segment.start), min(self.stop, segment.stop)
         return self.name == segment.name and (low < high or self.start == self.stop == segment.start == segment.stop)
 
@@ -167,8 +167,9 @@ def with_slices(bucket: Bucket, state: Mapping[str, Kept], saved: Sequence[State
     """Returns a bucket's new `state` with saved values copied in, for the elements that lie in the bucket.
 
     It overwrites the tensors of `state`; slices may be cut by another plan's buckets. A tensor that belongs to a whole
-    segment is copied if its shape is the same. Residuals of sums that this rank no longer owns are still to be sent:
-    they are added to the residual of the rank's own gradient, by equal shares where several ranks kept the same one.
+    segment is copied if its shape and dtype are the same. Residuals of sums that this rank no longer owns are still to
+    be sent: they are added to the residual of the rank's own gradient, if the state has one, by equal shares where
+    several ranks kept the same one.
     """
     found = _by_parameter(bucket, saved)
     taken = {point: _with_slices(bucket, point, kept, found) for point, kept in state.items()}

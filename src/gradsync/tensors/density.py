@@ -48,7 +48,7 @@ class DensityProfile:
         return self.rows / self.num_rows if self.num_rows else 0.0
 
     def may_have_rows_of(self, other: DensityProfile) -> bool:
-        """Whether two tables may have the same non-zero rows: equally many, and of one `pattern` if both are known.
+        """Whether two tables may share their non-zero rows: equally many and, unless 0, of one `pattern` if both known.
 
         A `pattern` is a name that tables share if their non-zero rows are the same on every rank.
         """
@@ -221,7 +221,7 @@ class ZeroSample:
 
     @classmethod
     def of(cls, gradient: Tensor) -> ZeroSample:
-        """Returns the sample of a dense gradient of any shape.
+        """Returns the sample of a dense gradient of any shape but 0-D.
 
         A gradient that is mostly non-zero, or not contiguous, counts as non-zero throughout.
         """

@@ -79,7 +79,7 @@ class GradientViews:
         return len(self._by_name)
 
     def get(self, name: str) -> GradientView | None:
-        """Returns the view for the parameter's gradient; None if the plan cuts it or keeps it as a sparse table."""
+        """Returns the view for the parameter's gradient; None if the plan cuts it, reorders it or has it as a table."""
         return self._by_name.get(name)
 
     def move_out(self) -> None:
@@ -161,7 +161,7 @@ class GradientViews:
             view.give()
 
     def deliver(self, view: GradientView) -> None:
-        """Copies the synchronised values into `param.grad`; if that is missing or sparse, sets it to the view."""
+        """Copies the synchronised values into `param.grad`; if missing, sparse or in a graph, sets it to the view."""
         gradient = view.parameter.grad
         if gradient is None or gradient.requires_grad or gradient.layout is not torch.strided:
             view.give()

@@ -194,7 +194,7 @@ def _answer(engine: Engine) -> tuple[Follows, str]:
 
 
 def _require_only_residuals(lossy: SchemeOrCompressor) -> None:
-    """Raises ValueError for a compressor or scheme whose state is more than an error-feedback residual."""
+    """Raises ValueError if a compressor or scheme keeps other numbers for elements than an error-feedback residual."""
     scheme = alone(lossy)
     spec = TensorSpec((2, 2), torch.float32)
     bucket = Bucket("", (Segment("any", 0, 4),), (spec,), Layout.FLAT, flags_ride=False)

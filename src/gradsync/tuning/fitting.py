@@ -152,7 +152,8 @@ def fit_links(
     """Fits link costs among `size` members to timed collectives: those of all patterns together, and of each pattern.
 
     All patterns share one latency per message; seconds per operation and the rate are each pattern's own. With two
-    members seconds per operation cannot be told from latency: they are 0 then, and the latency contains both.
+    members seconds per operation cannot be told from latency: they are 0 then, and the latency, which contains both, is
+    each pattern's own too.
 
     Raises:
         ValueError: for a pattern that was timed at one size only.

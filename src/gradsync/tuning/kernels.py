@@ -86,6 +86,8 @@ def kernel_costs(schemes: tuple[Scheme[Any], ...], highest: Highest) -> dict[str
 def flat_schemes(candidates: Sequence[SchemeOrCompressor]) -> list[Scheme[Any]]:
     """Returns the flat-bucket schemes to time: the schemes among the candidates, and each compressor's schemes.
 
+    A `Route` stands for its compressor, as it may need other nodes than this job has.
+
     Raises:
         ValueError: for a scheme of embedding tables, whose kernels are always measured, and for any other object.
     """

@@ -58,7 +58,7 @@ def _estimate(span: Span, group: Group, highest: Highest, timeout_s: float, shar
 def measured_points(
     group: Group, pattern: Pattern, highest: Highest, timeout_s: float, share_s: float
 ) -> list[LinkPoint]:
-    """Times one collective at growing sizes, as long as the next size fits into the rest of `share_s` seconds.
+    """Times one collective at growing sizes: the three smallest, and more while the next fits into `share_s` seconds.
 
     `Pattern.MESSAGES` is timed with one message per member, and at small sizes also with one to each other member: the
     difference is the cost of a further message. `highest` takes the maximum over all ranks, also of other groups.

@@ -29,7 +29,7 @@ from gradsync.schemes import (
 from gradsync.schemes.selection import CHANGE_MARGIN, TOLERANCE
 from gradsync.tensors.bucket import TensorSpec
 from gradsync.tensors.density import DensityProfile, ParameterProfile
-from gradsync.tuning import default
+from gradsync.tuning import kernels
 from gradsync.tuning.default import measured_network
 from gradsync.tuning.kernels import kernel_costs
 
@@ -209,7 +209,7 @@ def test_elements_that_outgrow_their_room_across_nodes_get_more() -> None:
 def test_what_is_computed_inside_nodes_is_measured_where_plans_may_need_it(
     placement: Placement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(default, "kernel_costs", lambda schemes, _: {s.name: KernelCost(0.0, 1e-9) for s in schemes})
+    monkeypatch.setattr(kernels, "kernel_costs", lambda schemes, _: {s.name: KernelCost(0.0, 1e-9) for s in schemes})
 
     def rank_main(group: LocalGroup) -> set[str]:
         for each in (group, group.within_node(), group.across_nodes()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf, nan
 from typing import Any
@@ -64,6 +65,9 @@ PARAMETERS = (
     table("items", 1000, 8, position=5),
     dense("first", 300, 7, position=6),
 )
+
+
+PARAMETERS_BY_NAME = {p.name: p for p in PARAMETERS}
 
 
 def job(placement: Placement | None = None) -> Job:
@@ -146,6 +150,19 @@ def test_parts_become_a_plan_that_fits_the_model() -> None:
     assert [bucket.names for bucket in plan.buckets][4] == ["users", "items"]
     assert not plan.buckets[0].scheme.traits.exact and plan.buckets[1].scheme.traits.exact
     assert problem.allowed[1].isdisjoint(lossy), "an exact one loses nothing"
+
+
+def test_always_leaves_no_exact_way_to_gradients_that_were_found_mostly_zero() -> None:
+    numel = PARAMETERS[0].tensor.numel
+    zeros = replace(PARAMETERS[0], elements=DensityProfile(numel, 0.01 * numel, {2: 1.4, 4: 2.0}, "", 0.01 * numel))
+    here = Job((zeros, *PARAMETERS[1:]), job().ready_s, 0.009, job().network)
+
+    def exact_ones(ways: Sequence[Way]) -> list[str]:
+        taken = [way for way in ways if zeros.name in (way.members or way.among or PARAMETERS_BY_NAME)]
+        return [way.scheme.title for way in taken if not way.scheme.traits.lossy]
+
+    assert "balanced_elements" in {way.scheme.name for way in ways_of(here) if way.members == (zeros.name,)}
+    assert exact_ones(ways_of(here)) and not exact_ones(ways_of(here, Constraints(lossy=(FEEDBACK,), always=True)))
 
 
 def test_turns_come_in_the_order_in_which_transfers_can_begin() -> None:

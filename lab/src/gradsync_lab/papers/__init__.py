@@ -1,7 +1,7 @@
 """Simulates papers' evaluations on clusters that are not here, and prints the figures with the published ones.
 
 Times come from the schemes' lists of computations and transfers (`Scheme.steps`), which planners read too, and from the
-planner's model of a machine (`planner.problem`).
+planner's model of a machine (`planner.solver.problem`).
 """
 
 from .bytecomp import bytecomp_tables as bytecomp_tables

@@ -2,8 +2,8 @@
 
 The best cuts are those of MergeComp's model of a step, `machine.deferred_s`: encoding delays backward, each channel
 serves the buckets in order, and all decoding waits for the last transfer. A `Solution`'s seconds are those of the full
-machine (`planner.problem`). Items that may not take the option take the first option that they may. A bucket never
-holds items of different options, and never holds an item marked `alone` together with others.
+machine (`planner.solver.problem`). Items that may not take the option take the first option that they may. A bucket
+never holds items of different options, and never holds an item marked `alone` together with others.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Algorithm 1 takes the gradients (items), the largest first, and gives each the option (way to exchange it) with the
 least F, the estimated step time, among options that use no OFFLOAD (another core or the host). Algorithm 2 then moves
 some of the compression to OFFLOAD.
-F is the recurrence `Level.CHARGED` of `planner.machine`, (max,+) linear, so that one change is evaluated in O(log n).
-The seconds of a `Solution` are the full machine's.
+F is the recurrence `Level.CHARGED` of `planner.solver.machine`, (max,+) linear, so that one change is evaluated in
+O(log n). The seconds of a `Solution` are the full machine's.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ class AveragingPlanner:
     Args:
         cluster: links of the nodes; None: rates between all nodes are measured when attached, with a few MiB each.
         schedule: the schedule, of nodes or of ranks, to be used; None: the planner chooses one.
-        largest: most nodes of a group, except a group of all; None: the square root of all, or all but slow nodes,
-            which then average in few rounds.
+        largest: most nodes of a group, except a group of all; None: the square root of all, a whole rack, or all but
+            slow nodes, which then average in few rounds.
         budget: most groups that may cross a rack's uplink in the same round; None: any number.
         most_spread: how far apart nodes may stay: their mean squared distance to their mean, in variances of a step's
             noise. It is up to 1.5 if all average after each fourth step, up to 1 in pairs with changing partners (as in

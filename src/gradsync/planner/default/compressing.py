@@ -154,8 +154,8 @@ def _needs_feedback(compressor: Compressor[Any], spec: FlatSpec) -> bool:
     """Whether the compressor has no error feedback, is biased, and may lose more than half of a gradient.
 
     That is, its law (the bound that it promises for its error) lets more than half of the squared norm be lost, or sets
-    no such bound. Exempt are signs, which are meant to lose magnitudes, casts, which lose values out of range, and
-    TernGrad, which clips.
+    no such bound. Exempt are signs, which are meant to lose magnitudes, casts, which lose values out of range,
+    TernGrad, which clips, and compressors that error feedback cannot help (`feeds_back` of their traits is False).
     """
     if isinstance(compressor, Feedback | Sign | Cast | TernGrad) or not compressor.traits.feeds_back:
         return False

@@ -132,7 +132,7 @@ def in_ready_order(profiles: Sequence[ParameterProfile]) -> list[ParameterProfil
 
 
 def dense_buckets(ready: Sequence[ParameterProfile], bucket_bytes: int) -> Iterator[list[ParameterProfile]]:
-    """Yields the parameters of each dense bucket: one dtype, up to `bucket_bytes`, in ready order within a dtype."""
+    """Yields each dense bucket's parameters: one dtype, in ready order, up to `bucket_bytes` or one larger tensor."""
     known, first_bytes = {p.name: p for p in ready}, min(FIRST_BUCKET_BYTES, bucket_bytes)
     for _, same in _by_dtype(ready):
         for names in cut_by_bytes([(p.name, p.tensor.nbytes) for p in same], first_bytes, bucket_bytes):
@@ -230,7 +230,7 @@ def timed_schemes(placement: Placement) -> tuple[Scheme[Any], ...]:
 def sparse_schemes(
     tables: Sequence[ParameterProfile], world_size: int, network: Network | None = None
 ) -> list[Scheme[Any]]:
-    """Returns the schemes for tables that are worth a trial, the best first; a single one if densities are unknown.
+    """Returns the schemes for tables worth a trial, the best first; one only if densities or network are unknown.
 
     If the network was not measured and several schemes move as many bytes, the one with the fewest stages wins. The
     schemes have capacities (room in messages) that fit the densities, see `Scheme.planned_for`.

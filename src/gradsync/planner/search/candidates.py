@@ -53,7 +53,7 @@ def searched(job: Job, constraints: Constraints | None = None) -> Searched:
     of lossy schemes and compressors on the gradients, the job's measured ones are used.
 
     Raises:
-        ValueError: for constraints that leave no way for a gradient.
+        ValueError: for constraints that leave no way for a gradient, and as `ways_of`.
     """
     constraints = constraints or Constraints()
     return _searched(job, ways_of(job, constraints if constraints.errors else replace(constraints, errors=job.errors)))

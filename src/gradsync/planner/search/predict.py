@@ -30,7 +30,8 @@ ROUNDS = 4  # iterations until ready times and exchanges, which delay each other
 class Prediction:
     """The predicted timeline of a step, in seconds from the begin of backward.
 
-    Streams are "compute" (backward), and "kernel" and "link" (the exchange).
+    Streams are "compute" (backward, and work of the exchange that interrupts it), and "kernel", "offload" and "link"
+    (the rest of the exchange).
     """
 
     tasks: tuple[Task, ...]

@@ -144,7 +144,7 @@ def exact_ways(job: Job, *, besides: frozenset[str] = frozenset()) -> list[Way]:
     """Returns all exact schemes that a search may choose from, each with the gradients that may take it.
 
     Embedding tables that are ready together share a bucket. Dense gradients that were found to be mostly zero may go by
-    rows, as tables, or by elements. `besides`: names of dense gradients that get no exact scheme here.
+    rows, as tables, or by elements. `besides`: names of gradients that no exact scheme may take, but one of tables.
     """
     placement, network = job.network.placement, job.network
     found_zero = found_schemes(job.profiles, job.world_size, network, placement)
@@ -158,7 +158,7 @@ def exact_ways(job: Job, *, besides: frozenset[str] = frozenset()) -> list[Way]:
             found += [Way(scheme.planned_for(known), members) for scheme in timed_schemes(placement)]
         else:
             found.append(Way(sparse_schemes(tables, job.world_size)[0], members))
-    return found + [Way(scheme, (name,)) for name, scheme in found_zero.items() if name not in by_row]
+    return found + [Way(scheme, (name,)) for name, scheme in found_zero.items() if name not in by_row | besides]
 
 
 def _runs_of_tables(profiles: Sequence[ParameterProfile]) -> Iterator[list[ParameterProfile]]:

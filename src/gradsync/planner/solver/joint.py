@@ -68,7 +68,7 @@ def search(problem: Problem, *, max_items: int | None = None, effort: float = 1.
 
 
 def best_of_all(problem: Problem, *, max_items: int | None = None) -> Solution:
-    """Returns the plan with the shortest step, simulating all possible ones: 5 million for 8 items and 4 options.
+    """Returns the plan with the shortest step, simulating all possible ones: 5 million for 8 items and 6 options.
 
     Args:
         max_items: most items (gradients) of a part (bucket); each part gets one of the options to exchange it.

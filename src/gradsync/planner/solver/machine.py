@@ -40,7 +40,8 @@ def play(problem: Problem, parts: Sequence[Part]) -> list[Task]:
     part goes first, then the earlier one of its chain.
 
     Raises:
-        ValueError: if parts do not cover the items in order, or take options that their items may not.
+        ValueError: if parts do not cover the items in order, join an item that must be alone, or take options
+            that their items may not.
     """
     check_parts(problem, parts)
     return schedule(_activities(problem, parts))

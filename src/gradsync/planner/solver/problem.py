@@ -161,7 +161,8 @@ def check_parts(problem: Problem, parts: Sequence[Part]) -> None:
     """Checks that the parts are a valid plan for the problem.
 
     Raises:
-        ValueError: if parts do not cover the items in order, or take options that their items may not.
+        ValueError: if parts do not cover the items in order, join an item that must be alone, or take options
+            that their items may not.
     """
     reached = 0
     for part in parts:

@@ -272,7 +272,7 @@ class _Search:
         return solution
 
     def _worthwhile(self) -> list[int]:
-        """Returns the options that, for parts of some size, no other equals or beats in the seconds of each task."""
+        """Returns options that, for parts of some size, no other beats in each task's seconds; of equals, the first."""
         prices, size, options = self._prices, self._problem.size, range(len(self._problem.options))
         wanted: set[int] = set()
         length = 1
@@ -375,7 +375,7 @@ class _Search:
     def _program(
         self, places: Sequence[int], ways: list[list[_Way]], transitions: float, spread: float
     ) -> list[Solution]:
-        """Runs a dynamic program over the gradients between which buckets may end, `places`; returns its best plans.
+        """Runs a dynamic program over `places`, the positions where buckets may end; returns its best plans.
 
         `transitions`: about how many labels (partial plans) may be created. A label's score is its largest lower bound
         plus `spread` times the mean of its bounds over all weightings of resources.
@@ -530,7 +530,7 @@ class _Search:
     def _redrawn(self) -> Solution | None:
         """Returns the best plan with some neighbouring parts cut anew and given options at random, even if slower.
 
-        None if no plan was found before, or if a new part has items that may not take its option.
+        None if no plan was found before, or if a new part is not allowed: its items, their number or its option.
         """
         best = self._best.parts
         if not best:
