@@ -3,8 +3,8 @@
 Modelled: backward as in `models`, transfers by a `CostModel`, kernels by the authors' constants, all on the machine of
 `planner.solver.problem` with one resource for each of device, host, links inside and between nodes. Fitted: for each
 model the time of an iteration outside of backward and synchronisation, so that the upper bound is the published one;
-for each of two networks the rate between nodes that BytePS achieves, from its three FP32 bars. All other figures are predictions.
-The bars were read off figures, to 2 %. The paper's authors re-implemented its rivals.
+for each of two networks the rate between nodes that BytePS achieves, from its three FP32 bars. All other figures are
+predictions. The bars were read off figures, to 2 %. The paper's authors re-implemented its rivals.
 """
 
 from __future__ import annotations
