@@ -95,3 +95,17 @@ def test_a_room_loads_few_libraries(room: str) -> None:
 )
 def test_the_check_tells_imports_at_the_top_from_others(source: str, found: list[str]) -> None:
     assert list(libraries(source)) == found
+
+
+MOST_LINES = 60  # of a function, without its docstring
+
+
+def test_functions_are_short() -> None:
+    """Functions of command lines may be longer: each of their arguments is an option with its help."""
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and "cli" not in file.parts:
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                if ast.get_docstring(node):
+                    lines -= (node.body[0].end_lineno or 0) - node.body[0].lineno + 1
+                assert lines <= MOST_LINES, f"{file.relative_to(PACKAGE)}: {node.name} has {lines} lines"

@@ -17,11 +17,11 @@ from torch import Tensor
 from .. import kernels
 from ..tensors import allocator as memory
 from ..tensors.bucket import FlatSpec
+from ..tensors.index_formats import ALIGNMENT_BYTES
 from ..tensors.sparse import SparseVector
 from .expressions import Nameable
 from .law import Law
 
-ALIGNMENT_BYTES = 8  # each field of a message begins at a multiple of this
 # The usual compress points of schemes: a rank's own gradient, and the sums that an owner sends back. Errors at both are
 # in units of the sum over ranks.
 SENT, SUMS = "sent", "sums"

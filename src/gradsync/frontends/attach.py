@@ -360,11 +360,9 @@ def attach(
         if refusal:
             raise ValueError(refusal)
         return Attachment(_behind_reducer(model, attached, plan, grad_scaler), model)
-    if isinstance(model, DistributedDataParallel):
-        refusal = DROP_IN
+    refusal = DROP_IN if isinstance(model, DistributedDataParallel) else refusal
     settings = f"broadcast_buffers={broadcast_buffers}, grad_scaler={grad_scaler is not None}"
-    settings += f", init_sync={init_sync}, static_graph={static_graph}, "
-    settings += f"find_unused_parameters={find_unused_parameters}"
+    settings += f", init_sync={init_sync}, static_graph={static_graph}, find_unused_parameters={find_unused_parameters}"
     engine, parameters = agreed_engine(
         model, plan, process_group, timeout_s, exclude, settings, optimizer, refusal, verification=verification
     )
@@ -388,8 +386,7 @@ def attach(
         forget(model.modules(), parameters.values())
         engine.close()
         raise
-    uneven = UnevenInputs(model, hooks, engine, process_group)
-    hooks.uneven = uneven
+    hooks.uneven = uneven = UnevenInputs(model, hooks, engine, process_group)
     switch = FrontendSwitch(Frontend(engine, hooks.no_sync, hooks.remove, joinable=lambda: uneven))
     if averaging is not None and optimizer is not None:
         other = ParametersOnTrial(switch, hooks, averaging, attached)

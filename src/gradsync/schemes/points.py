@@ -26,13 +26,12 @@ from ..tensors.density import DensityProfile
 from ..tensors.index_formats import SPARSE_FORMATS, IndexFormat
 from ..tensors.sparse import SparseRows
 from .base import Scheme, State, Traits
-from .elements import elements_of
+from .elements import COUNT_BYTES, elements_of
 from .formats import PartFormat
 from .row_owners import EvenSplit, HashedRows, RotatedStripe, RowOwners
 from .space import Aggregation, Balance, Communication, Merge, Message, PartialSum, Partition, Point, Schedule, schedule
 from .tables import ABSENT, Tables, specs_of
 
-COUNT_BYTES = 8  # of the number of a partial sum's rows in one table, or ABSENT
 SMALLEST = "smallest"
 OWNERS = {None: (), Balance.BALANCED: ("rotated_stripe", "hash"), Balance.IMBALANCED: ("even_split",)}
 

@@ -30,7 +30,7 @@ R = TypeVar("R")
 WHOLE = "whole"  # the state's key of the bucket's spec and step; compressors' states are of pieces only
 
 
-class Way(Protocol):
+class RouteMethods(Protocol):
     """The methods of a route that `Transit` calls: process groups, compressors and message sizes of each leg (task)."""
 
     def group_of(self, leg: Leg, group: Group) -> Group:
@@ -51,7 +51,7 @@ class Transit:
 
     def __init__(
         self,
-        route: Way,
+        route: RouteMethods,
         x: Tensor,
         numel: int,
         whole: CompressorState | None,

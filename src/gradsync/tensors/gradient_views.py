@@ -69,9 +69,8 @@ class GradientViews:
         self._lendable: set[str] = set()  # parameters whose gradients autograd makes dense and small
         self._borrowed: set[str] = set()  # parameters without a gradient that borrow their place in this step
         self._unrenewed: dict[str, Tensor] = {}  # values of gradients that stay if no rank renews them in this step
-        self._movable: set[str] = (
-            set()
-        )  # parameters with gradients in memory of the plan before that nothing else refers to
+        # Parameters with gradients in memory of the plan before that nothing else refers to.
+        self._movable: set[str] = set()
         self._unfit: set[str] = set()  # parameters that went over to another memory format than their places have
         self._memory: tuple[list[int], list[tuple[int, ...]]] = [], []  # addresses and strides of all places
 

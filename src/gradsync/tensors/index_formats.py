@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import kernels
 from .sparse import index_dtype
 
-ALIGNMENT_BYTES = 8
+ALIGNMENT_BYTES = 8  # each field of a message begins at a multiple of this
 
 
 def aligned(nbytes: float) -> float:

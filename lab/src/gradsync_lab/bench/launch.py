@@ -34,7 +34,7 @@ class RankCrashedError(RuntimeError):
     """Raised where a rank process was ended by a signal in `CRASHES`, as when it crashes."""
 
 
-class Cluster(Protocol):
+class Launcher(Protocol):
     """The interface for starting rank processes on emulated nodes or on loopback."""
 
     def spawn(self, rank: int, argv: Sequence[str], env: Mapping[str, str], **popen: Any) -> subprocess.Popen[Any]: ...
@@ -77,7 +77,7 @@ class Loopback:
 
 
 @contextmanager
-def cluster(scenario: Scenario, notes: list[str], *, loopback: bool = False) -> Iterator[Cluster]:
+def cluster(scenario: Scenario, notes: list[str], *, loopback: bool = False) -> Iterator[Launcher]:
     """Yields the emulated cluster of a scenario, or loopback if asked for or if emulation fails; `notes` says why."""
     world_size = scenario.nodes * scenario.ranks_per_node
     with ExitStack() as stack:
@@ -93,7 +93,7 @@ def cluster(scenario: Scenario, notes: list[str], *, loopback: bool = False) -> 
 
 
 def run_ranks(
-    where: Cluster,
+    where: Launcher,
     world_size: int,
     module: str,
     spec: str,
