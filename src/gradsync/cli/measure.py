@@ -14,7 +14,7 @@ from ..planner.default.named import lossy_of
 from ..plans.profile import Profile, describe_profile
 from ..tuning.kernels import CANDIDATES
 from ..tuning.measurement import Measurement
-from .console import beside, plain_errors
+from .console import beside, console, plain_errors
 from .extensions import WORKLOADS, extension
 from .script import NamedWorkload, Script, WorkloadOptions, run_as_main
 
@@ -45,7 +45,7 @@ def measure(
         if rank == 0:
             profile.save(out)
             for line in describe_profile(profile):
-                typer.echo(line)
+                console.print(line, highlight=False, soft_wrap=True)
             beside.print(f"Profile: {out}")
 
 

@@ -145,4 +145,4 @@ def _constraints(
 
 def _print(lines: Iterable[str]) -> None:
     for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(line, highlight=False, soft_wrap=True)

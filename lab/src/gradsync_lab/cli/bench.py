@@ -532,6 +532,6 @@ def finish(
         console.print(f"Records: {json}")
     judged = judgements(records, bounds)
     for holds, text in judged:
-        (beside if json == "-" else console).print(text, style="green" if holds else "red", markup=False)
+        (beside if json == "-" else console).print(text, style="green" if holds else "red")
     if not all(holds for holds, _ in judged):
         raise typer.Exit(1)
