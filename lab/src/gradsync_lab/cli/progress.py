@@ -23,11 +23,11 @@ def event_bar(title: str, total: int, first: str = "starting the ranks") -> Iter
     """
     columns = (
         SpinnerColumn(),
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        TextColumn("{task.fields[now]}"),
+        TextColumn("{task.fields[now]}", markup=False),
     )
     with Progress(*columns, console=beside) as progress:
         task = progress.add_task(title, total=total, now=first)

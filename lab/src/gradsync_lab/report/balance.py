@@ -55,7 +55,7 @@ def balance_table(records: Sequence[Record], *, compact: bool = False) -> Table:
     figures = "push" if compact else "push / pull (push minus the first map's, +- standard error)"
     table = Table(title=Text("Imbalance of owner maps"), caption=Text(f"{figures}, mean over draws; 1: even"))
     for number, heading in enumerate(balance_columns(records)):
-        table.add_column(heading.replace("_", " "), justify="right" if number else "left", overflow="fold")
+        table.add_column(Text(heading.replace("_", " ")), justify="right" if number else "left", overflow="fold")
     for row in balance_rows(records, compact=compact):
         table.add_row(*map(Text, row))
     return table

@@ -164,7 +164,7 @@ def _table(title: str, caption: str, headings: Sequence[str], rows: Sequence[Seq
 
     table = Table(title=Text(title), caption=Text(caption))
     for number, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if number else "left", overflow="fold")
+        table.add_column(Text(heading), justify="right" if number else "left", overflow="fold")
     for row in rows:
         table.add_row(*map(Text, row))
     return table

@@ -20,12 +20,13 @@ def planning_table(records: Sequence[Record], *, compact: bool = False) -> Table
     `compact` is ignored.
     """
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(title="Planning", caption="times: median [p5-p95]; steps are of the machine that plans are made for")
     for number, column in enumerate(COLUMNS):
         table.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
     for row in planning_rows(records):
-        table.add_row(*row)
+        table.add_row(*map(Text, row))
     return table
 
 
