@@ -6,7 +6,7 @@ ARGS ?=
 WORKERS ?= 2
 PIP_ARGS ?=
 
-.PHONY: setup demo test lint types tests lab-tests torch-tests sanitize bench clean
+.PHONY: setup demo test lint types tests lab-tests torch-tests sanitize bench faults clean
 
 setup: .venv/setup.stamp
 
@@ -65,6 +65,10 @@ sanitize: setup
 
 bench: setup
 	$(BIN)/gradsync bench $(ARGS)
+
+# Random faults for about a minute; ARGS="--seed 7" for others.
+faults: setup
+	$(BIN)/gradsync faults --count 1000 --limit 60 --jobs $(WORKERS) $(ARGS)
 
 clean:
 	rm -rf build dist lab/dist demo-out .mypy_cache .pytest_cache .ruff_cache .hypothesis .venv src/gradsync/kernels/*.so src/gradsync/planner/*.so
