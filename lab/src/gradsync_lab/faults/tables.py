@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 BEGIN, END = "<!-- faults: begin -->", "<!-- faults: end -->"
 NAMED_AIM = 0.95
+PAGE_COLUMNS = 120
 NEW_PAGE = f"""# Reliability
 
 What happens when a rank dies, stops, raises or loses its link is measured: `gradsync faults` injects faults at random
@@ -155,7 +157,8 @@ def markdown(header: Header, entries: Sequence[Entry]) -> str:
         f"else {named(came)}; errors that say where {where(came)}."
     )
     impossible = sorted({entry.verdict.not_possible for entry in entries if entry.verdict.not_possible})
-    return "\n\n".join(["\n".join(lines), origin, aims, *(f"Not possible there: {each}." for each in impossible)])
+    paragraphs = [origin, aims, *(f"Not possible there: {each}." for each in impossible)]
+    return "\n\n".join(["\n".join(lines), *(textwrap.fill(each, PAGE_COLUMNS) for each in paragraphs)])
 
 
 def _cell(own: Sequence[Entry]) -> str:
