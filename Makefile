@@ -5,8 +5,9 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 ARGS ?=
 WORKERS ?= 2
 PIP_ARGS ?=
+SOAK_MINUTES ?= 10
 
-.PHONY: setup demo test lint types tests lab-tests torch-tests sanitize bench clean
+.PHONY: setup demo test lint types tests lab-tests torch-tests sanitize bench faults soak clean
 
 setup: .venv/setup.stamp
 
@@ -65,6 +66,14 @@ sanitize: setup
 
 bench: setup
 	$(BIN)/gradsync bench $(ARGS)
+
+# Random faults for about a minute; ARGS="--seed 7" for others.
+faults: setup
+	$(BIN)/gradsync faults --count 1000 --limit 60 --jobs $(WORKERS) $(ARGS)
+
+# Training under torchrun with faults, for SOAK_MINUTES; a run that was ended early goes on.
+soak: setup
+	$(BIN)/gradsync soak --hours $$(awk 'BEGIN { print $(SOAK_MINUTES) / 60 }') --record soak-$(SOAK_MINUTES).jsonl $(ARGS)
 
 clean:
 	rm -rf build dist lab/dist demo-out .mypy_cache .pytest_cache .ruff_cache .hypothesis .venv src/gradsync/kernels/*.so src/gradsync/planner/*.so

@@ -249,7 +249,12 @@ def test_missing_command_is_named(lab: Lab, capfd: pytest.CaptureFixture[str]) -
 def test_nodes_and_ranks_that_do_not_exist_are_refused(lab: Lab) -> None:
     with pytest.raises(ValueError, match=r"no rank 2: the ranks are 0\.\.1"):
         lab.spawn(2, ["true"])
-    for fault in (lab.link_down, lab.link_up, lambda node: lab.set_rate(node, "1mbit")):
+    for fault in (
+        lab.link_down,
+        lab.link_up,
+        lambda node: lab.set_loss(node, 0.1),
+        lambda node: lab.set_rate(node, "1mbit"),
+    ):
         with pytest.raises(ValueError, match=r"no node -1: the nodes are 0\.\.1"):
             fault(-1)
     with pytest.raises(ValueError, match="no background traffic 0->1 to stop"):
@@ -287,6 +292,31 @@ def test_changed_rate_holds_in_both_directions(lab: Lab) -> None:
     assert all(rate.measured_bytes_per_s <= SHAPER_SLACK * 50e6 / 8 for rate in lab.check(1.0))
     lab.set_rate(1, "unshaped")
     assert all(rate.measured_bytes_per_s > SHAPER_SLACK * 50e6 / 8 for rate in lab.check(1.0))
+
+
+def test_a_lossy_link_loses_its_share_and_other_links_nothing() -> None:
+    send = "import os, socket, time; s = socket.socket(2, 2); r = int(os.environ['RANK']); "
+    send += "[(s.sendto(b'x', (f'10.77.0.{(r + 1) % 3 + 1}', 99)), time.sleep(5e-4)) for _ in range(1000)]"
+    receive = "import os, socket; s = socket.socket(2, 2); s.bind(('', 99)); print('ready', flush=True); "
+    receive += "s.settimeout(3); n = 0\ntry:\n    while s.recv(9): n += 1\nexcept TimeoutError:\n    print(n)"
+    with Lab(Scenario(nodes=3, link="unshaped")) as lab:
+        try:
+            lab.set_loss(1, 0.3)
+        except RuntimeError as error:
+            pytest.skip(f"no nftables for bridges in this kernel: {error}")
+        for lossy in (True, False):
+            receivers = [start(lab, rank, python(receive)) for rank in range(3)]
+            assert [receiver.stdout.readline() for receiver in receivers if receiver.stdout] == ["ready\n"] * 3
+            for sender in [lab.spawn(rank, python(send)) for rank in range(3)]:
+                assert sender.wait(30) == 0
+            into = [int(receiver.communicate(timeout=30)[0]) for receiver in receivers]
+            if lossy:  # node 0 receives from node 2; node 1's link carries what it gets from 0 and sends to 2
+                assert into[0] == 1000 and all(600 < count < 800 for count in into[1:]), into
+            else:
+                assert into == [1000] * 3
+            lab.set_loss(1, 0.0)
+        with pytest.raises(ValueError, match=r"share of its packets in \[0, 1\), got 1"):
+            lab.set_loss(1, 1.0)
 
 
 def test_recorded_congestion_control_is_what_ranks_use(lab: Lab) -> None:

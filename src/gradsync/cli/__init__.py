@@ -44,6 +44,8 @@ COMMANDS = {
         ".plan:explain", "Explain a plan: the best other schemes for each bucket, and whether plain DDP is as fast."
     ),
     "bench": Command(None, "Compare methods in one run and keep the records."),
+    "faults": Command(None, "Injects random faults into small jobs, and judges what surviving ranks say and do."),
+    "soak": Command(None, "Trains under torchrun while faults come at random, and compares with a run without faults."),
     "lab": Command(None, "An emulated cluster on this machine: namespaces joined by limited links."),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import subprocess
@@ -31,3 +32,16 @@ def commit() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def engine_digest() -> str:
+    """Returns a digest of the sources of the gradsync package that is imported, 12 hexadecimal digits.
+
+    Two commits with the same digest run the same library.
+    """
+    import gradsync
+
+    top, digest = Path(gradsync.__file__).parent, hashlib.sha256()
+    for path in sorted(top.rglob("*.py")):
+        digest.update(str(path.relative_to(top)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]

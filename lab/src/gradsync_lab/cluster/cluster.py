@@ -143,6 +143,11 @@ class Lab:
         self.ranks[rank] = process
         return process
 
+    def door(self, node: int) -> tuple[int, int]:
+        """Returns the arguments of `keeper.go_inside` for a process that shall move into the node by itself."""
+        assert self._keeper is not None
+        return self._keeper.pid if self._user_namespace else 0, self._pids[self._known(node)]
+
     def run(
         self, argv: Sequence[str], env: Mapping[str, str] | None = None, timeout_s: float | None = None
     ) -> list[int]:
@@ -233,6 +238,17 @@ class Lab:
         """Changes the rate of the node's link in both directions; `unshaped` removes the limit."""
         self._tell({"do": "rate", "node": self._known(node), "rate": rate_bytes_per_s(rate)})
 
+    def set_loss(self, node: int, share: float) -> None:
+        """Makes the node's link lose this share of the packets at random, in both directions; 0 loses none.
+
+        Raises:
+            ValueError: for a share outside of [0, 1).
+            RuntimeError: where the kernel has no nftables for bridges.
+        """
+        if not 0 <= share < 1:
+            raise ValueError(f"a link loses a share of its packets in [0, 1), got {share}")
+        self._tell({"do": "loss", "node": self._known(node), "share": share})
+
     def start_background(self, source: int, target: int, rate: str) -> None:
         """Starts a TCP flow of this rate (`unshaped`: unlimited), until `stop_background` or the end of the lab."""
         if (self._known(source), self._known(target)) in self._flows:
@@ -317,8 +333,7 @@ class Lab:
     def _start(self, node: int, argv: Sequence[str], **popen: Any) -> subprocess.Popen[Any]:
         if self._keeper is None:
             raise RuntimeError("the lab is not entered: use it in a with statement")
-        keeper_pid = self._keeper.pid if self._user_namespace else 0
-        enter = [sys.executable, str(HERE / "keeper.py"), "enter", str(keeper_pid), str(self._pids[node])]
+        enter = [sys.executable, str(HERE / "keeper.py"), "enter", *map(str, self.door(node))]
         return subprocess.Popen([*enter, *argv], **popen)
 
     def _torchrun(self, rank: int) -> dict[str, str]:

@@ -39,6 +39,13 @@ BURST_S = 0.001  # tokens kept, in time at full rate: below a timer tick the rat
 BURST_PACKETS = 1.5  # at least so many segmentation-offload packets, with their headers, must fit into a burst
 QUEUE_S = 0.020  # how long a packet may wait in the shaper before it is dropped
 
+LOSS_TABLE, LOSS_CHAIN = "loss", "forward"  # of nftables, in the switch
+BRIDGE_FAMILY = 7  # NFPROTO_BRIDGE
+META_IN_NAME, META_OUT_NAME, META_RANDOM = 6, 7, 24  # linux/netfilter/nf_tables.h
+COMPARE_EQUAL, COMPARE_LESS = 0, 2
+DROP = 0
+NAME_BYTES = 16  # IFNAMSIZ
+
 SIOCETHTOOL = 0x8946
 ETHTOOL_GET = {"tso": 0x1E, "gso": 0x23, "gro": 0x2B}  # linux/ethtool.h
 
@@ -153,6 +160,7 @@ class NamespaceNetwork:
         self.switch = IPRoute()
         self.nodes = [self._socket_inside(pid) for pid in self.pids]
         self._shaped: set[tuple[int, int]] = set()
+        self._lossy: Any = None  # the socket of nftables, once some link has lost packets
         self.set_up(self.switch, "lo")
         bridges = [self._add_bridge(f"rack{rack}") for rack in range(spec["racks"])]
         if spec["racks"] > 1:
@@ -229,6 +237,32 @@ class NamespaceNetwork:
         """Limits both directions of the node's link to `rate` bytes per second; None removes the limit."""
         self.shape(self.switch, self.index(self.switch, f"port{node}"), rate)
         self.shape(self.nodes[node], self.index(self.nodes[node], interface), rate)
+
+    def set_loss(self, node: int, share: float) -> None:
+        """Drops this share of the packets to and from the node, at random, and of no other node's; 0 drops none."""
+        from pyroute2.nftables.expressions import genex, verdict
+        from pyroute2.nftables.main import NFTables
+
+        if self._lossy is None:
+            self._lossy = NFTables(nfgen_family=BRIDGE_FAMILY)
+            self._lossy.table("add", name=LOSS_TABLE)
+        else:
+            self._lossy.chain("del", table=LOSS_TABLE, name=LOSS_CHAIN)
+        self._lossy.chain("add", table=LOSS_TABLE, name=LOSS_CHAIN, hook="forward", policy=1)
+
+        def compared(operation: int, value: bytes) -> dict[str, Any]:
+            data = {"attrs": [("NFTA_DATA_VALUE", value)]}
+            found: dict[str, Any] = genex("cmp", {"sreg": 1, "op": operation, "data": data})
+            return found
+
+        port = f"port{node}".encode().ljust(NAME_BYTES, b"\0")
+        for side in (META_IN_NAME, META_OUT_NAME) if share else ():
+            is_nodes = [genex("meta", {"key": side, "dreg": 1}), compared(COMPARE_EQUAL, port)]
+            is_drawn = [
+                genex("meta", {"key": META_RANDOM, "dreg": 1}),
+                compared(COMPARE_LESS, struct.pack(">I", int(share * 2**32))),
+            ]
+            self._lossy.rule("add", table=LOSS_TABLE, chain=LOSS_CHAIN, expressions=(is_nodes, is_drawn, verdict(DROP)))
 
     def uplinks(self, racks: int) -> list[tuple[int, int]]:
         """Returns the bytes that have left each rack, and entered it, over its end of the trunk; empty for one rack."""
@@ -313,6 +347,8 @@ def keep() -> None:
                 told["uplinks"] = network.uplinks(spec["racks"])
             elif command["do"] == "rate":
                 network.set_rate(command["node"], command["rate"], spec["interface"])
+            elif command["do"] == "loss":
+                network.set_loss(command["node"], command["share"])
             else:
                 network.set_link(command["node"], command["do"])
             answer(**told)
@@ -326,12 +362,17 @@ def answer(**what: Any) -> None:
     sys.stdout.flush()
 
 
-def enter(keeper_pid: int, node_pid: int, command: list[str]) -> None:
-    """Replaces this process by `command`, running inside the node."""
-    die_with_parent()
+def go_inside(keeper_pid: int, node_pid: int) -> None:
+    """Moves this process, which must have one thread, into the node; `keeper_pid` 0: into root's lab."""
     if keeper_pid:
         join(keeper_pid, "user", CLONE_NEWUSER)
     join(node_pid, "net", CLONE_NEWNET)
+
+
+def enter(keeper_pid: int, node_pid: int, command: list[str]) -> None:
+    """Replaces this process by `command`, running inside the node."""
+    die_with_parent()
+    go_inside(keeper_pid, node_pid)
     try:
         os.execvp(command[0], command)
     except OSError as error:

@@ -1,0 +1,81 @@
+"""The command `gradsync faults`: injects random faults into small jobs and judges what the survivors do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gradsync.cli.console import WIDE, beside, console, plain_errors
+
+from ..faults.campaign import LINKS_FROM, numbers, run_campaign
+from ..faults.record import Entry, entries, read_record
+from ..faults.tables import NAMED_AIM, again, bad_lines, judged, markdown, named, summary_table, write_page
+
+AIM_MISSED = 1
+
+
+def faults(
+    count: Annotated[int, typer.Option(min=0, help="Faults of processes, drawn at random.")] = 20,
+    links: Annotated[
+        int, typer.Option(min=0, help="Faults of links, drawn at random, on an emulated cluster (Linux).")
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="Draws the cases.")] = 0,
+    record: Annotated[
+        Path | None, typer.Option(help="File for the results, where a run goes on that was ended early.")
+    ] = None,
+    only: Annotated[
+        int | None, typer.Option(help=f"Run this case alone, and show its verdict; links begin at {LINKS_FROM}.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Cases at the same time.")] = 1,
+    limit: Annotated[float | None, typer.Option(min=0, help="Seconds after which no further case begins.")] = None,
+    table: Annotated[
+        Path | None, typer.Option(help="Page for the table of the record, between two marks; runs nothing.")
+    ] = None,
+) -> None:
+    """Injects random faults into small jobs, and judges what surviving ranks say and do."""
+    with plain_errors():
+        if table is not None:
+            if record is None:
+                raise ValueError("--table is made from a record: name it with --record")
+            header, lines = read_record(record)
+            write_page(table, markdown(header, list(entries(lines))))
+            console.print(f"Table: {table}")
+            return
+        wanted = numbers(count, links) if only is None else [only]
+        done = run_campaign(seed, wanted, record, _say, jobs=jobs, limit_s=limit)
+    if only is not None:
+        console.print_json(done[0].model_dump_json())
+    _show(done, len(wanted))
+    raise typer.Exit(0 if _holds(done) else AIM_MISSED)
+
+
+def _say(entry: Entry) -> None:
+    verdict = entry.verdict
+    if verdict.not_possible:
+        found = "not possible here"
+    elif not verdict.struck:
+        found = "not struck"
+    else:
+        found = str(verdict.ending) if verdict.good else f"BAD: {verdict.ending}"
+    beside.print(
+        f"{entry.case.number}: {entry.case.words}: {found} ({entry.seconds:.0f} s)", highlight=False, soft_wrap=True
+    )
+
+
+def _show(done: list[Entry], wanted: int) -> None:
+    console.width = max(console.width, WIDE)
+    console.print(summary_table(done))
+    for line in bad_lines(done):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    for what in sorted({entry.verdict.not_possible for entry in done if entry.verdict.not_possible}):
+        console.print(f"not possible here: {what}", highlight=False, markup=False, soft_wrap=True)
+    if len(done) < wanted:
+        console.print(f"{wanted - len(done)} of {wanted} cases were not run: the time was up", highlight=False)
+
+
+def _holds(done: list[Entry]) -> bool:
+    """Whether the aims hold: all cases good, all ranks can start again, and almost all errors name the victim."""
+    came = judged(done)
+    return all(entry.verdict.good for entry in came) and again(came).share == 1.0 and named(came).share >= NAMED_AIM
