@@ -121,8 +121,8 @@ def test_annotations_that_mean_nothing_at_run_time_are_told() -> None:
 
 
 def test_validators_are_made_when_a_class_is_first_used() -> None:
-    before = "import sys, gradsync.compressors as c; print('pydantic' in sys.modules); "
-    after = "c.TopK(0.5); c.TopK(0.1); print(c.expressions._adapter.cache_info().currsize)"
+    before = "import sys, gradsync.compressors as c, gradsync.inputs.settings as s; print('pydantic' in sys.modules); "
+    after = "c.TopK(0.5); c.TopK(0.1); print(s._adapter.cache_info().currsize)"
     told = subprocess.run([sys.executable, "-c", before + after], check=True, capture_output=True, text=True)
     assert told.stdout.split() == ["False", "1"]
 

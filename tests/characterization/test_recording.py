@@ -122,10 +122,20 @@ def test_one_step_in_every_is_kept_of_the_first_engine() -> None:
     assert recorder._seen == 4  # the step after which the block ended
 
 
+def test_a_compressed_recording_is_refused_as_it_could_be_of_any_size(tmp_path: Path) -> None:
+    save_recording(tmp_path, [{"w": Footprint.of(torch.ones(4), Shape((4,)))}], rank=0, ranks=1)
+    assert load_recording(tmp_path)
+    with np.load(path_of(tmp_path, 0)) as arrays:
+        kept = dict(arrays)
+    np.savez_compressed(path_of(tmp_path, 0), **kept)
+    with pytest.raises(ValueError, match=r"rank0\.npz: not a recording of footprints: it is compressed"):
+        load_recording(tmp_path)
+
+
 def test_steps_must_be_positive() -> None:
-    for steps, every in ((0, 1), (1, 0)):
-        with pytest.raises(ValueError, match=f"at least 1, got {steps} and {every}"):
-            Recorder(steps, every=every)
+    for wrong in ({"steps": 0}, {"every": 0}, {"sample": 0}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be at least 1.*, got 0"):
+            Recorder(**{"steps": 1, **wrong})
 
 
 class Table(nn.Module):

@@ -153,7 +153,7 @@ def training_resumes_at_another_scale(name: str) -> None:
     )
     other.inner.load_state_dict(saved["model"])
     for wrong in (0.0, "16"):
-        with pytest.raises(ValueError, match="loss_scale must be a positive number, got"):
+        with pytest.raises(ValueError, match="loss_scale must be .* or None, got"):
             other.handle.load_state_dict({**saved["gradsync"], "loss_scale": wrong})
     other.handle.load_state_dict(saved["gradsync"])
     for number in range(3, 6):

@@ -284,7 +284,7 @@ def rank_0_writes_for_all() -> None:
             entry: torch.ones(1),
         }  # as a flipped bit makes
         damaged = {**whole, "rank 0": gradsync.state.to_bytes(part)}
-        with pytest.raises((ValueError, RuntimeError), match=r"rank and world must be whole numbers"):
+        with pytest.raises((ValueError, RuntimeError), match=r"the state's (rank|world) must be a whole number"):
             handle.checkpoint().load_state_dict(damaged if dist.get_rank() == 0 else whole)
     train(model, 1, seed=4)
     handle.detach()
@@ -333,6 +333,9 @@ def files_of_each_rank(folder: str) -> None:
     loaded = gradsync.state.load_file(path)
     assert {k: v for k, v in loaded.items() if k != "state"} == {k: v for k, v in saved.items() if k != "state"}
     assert all(torch.equal(loaded["state"][key], values) for key, values in saved["state"].items())
+    for wrong in (folder, Path(folder) / "none", "/dev/null"):
+        with pytest.raises(ValueError, match=rf"^{wrong}: "):
+            gradsync.state.load_file(wrong)
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(ValueError, match=r"no file that gradsync.state.save_file wrote"):
         gradsync.state.load_file(path)
@@ -450,7 +453,7 @@ def test_only_the_states_of_all_ranks_at_one_step_are_redistributed(world: World
     ):
         with pytest.raises(ValueError, match=text):
             gradsync.state.redistribute(wrong, 3)
-    with pytest.raises(ValueError, match="world must be a number of ranks"):
+    with pytest.raises(ValueError, match="world must be at least 1, got 0"):
         gradsync.state.redistribute(states, 0)
     back = gradsync.state.redistribute(gradsync.state.redistribute(states[::-1], 5), 2)
     assert [state["rank"] for state in back] == [0, 1] and {state["world"] for state in back} == {2}

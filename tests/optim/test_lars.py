@@ -195,11 +195,14 @@ def test_a_closure_is_called_with_gradients_on() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lr": 0.0}, "LARS.lr must be positive and finite, got 0.0"),
-        ({"trust": float("inf")}, "LARS.trust must be positive and finite, got inf"),
+        ({"lr": 0.0}, r"LARS.lr must be in \(0, inf\), got 0.0"),
+        ({"trust": float("inf")}, r"LARS.trust must be in \(0, inf\), got inf"),
         ({"momentum": 1.0}, r"LARS.momentum must be in \[0, 1\), got 1.0"),
-        ({"weight_decay": -1.0}, "LARS.weight_decay must be finite and not negative, got -1.0"),
-        ({"warmup_steps": 1.5}, "LARS.warmup_steps must be a whole number from 0 on, got 1.5"),
+        ({"weight_decay": -1.0}, r"LARS.weight_decay must be in \[0, inf\), got -1.0"),
+        ({"warmup_steps": 1.5}, "LARS.warmup_steps must be a whole number, got 1.5"),
+        ({"warmup_steps": True}, "LARS.warmup_steps must be a whole number, got True"),
+        ({"decay_steps": 0}, "LARS.decay_steps must be at least 1 or None, got 0"),
+        ({"lr": "1"}, "LARS.lr must be a number, got '1'"),
     ],
 )
 def test_wrong_settings_are_refused_in_groups_too(settings: dict[str, Any], message: str) -> None:

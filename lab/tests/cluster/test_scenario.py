@@ -86,7 +86,7 @@ def test_times_that_are_none_are_refused(read: Callable[[str], object], time: st
         ({"nodes": 2, "stalls": (0.0, 4.0)}, r"two times above 0 s, got \(0.0, 4.0\)"),
         ({"nodes": 2, "stalls": (0.5, float("inf"))}, "two times above 0 s"),
         ({"nodes": 2, "link": "fast"}, "link rate must look like .* got 'fast'"),
-        ({"nodes": 2, "slow": {1: "0mbit"}}, "positive, got '0mbit'"),
+        ({"nodes": 2, "slow": {1: "0mbit"}}, "positive, .* got '0mbit'"),
         ({"nodes": 4, "rack_size": 2, "trunk": "1GB/s"}, "got '1GB/s'"),
         ({"nodes": 2, "link": "100gbit"}, "8kbit .. 34.36gbit, got 100gbit; `unshaped` sets no limit"),
         ({"nodes": 2, "link": "1kbit"}, "8kbit .. 34.36gbit, got 1kbit"),

@@ -481,3 +481,22 @@ def test_records_survive_the_file(tmp_path: Path) -> None:
 def test_spread_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one value"):
         Spread.of([])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "no JSON"),
+        (bytes(range(256)), "not UTF-8"),
+        (b"[" * 100_000, "nested too deep"),
+        (b"{}", "valid (list|array)"),
+        (b"[1, 2]", r"field 0: "),
+        (b'[{"a": 1, "a": 2}]', "the key 'a' twice"),
+    ],
+)
+def test_what_are_no_records_is_refused_with_the_file(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "records.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"records\.json: .*{message}") as caught:
+        load_records(path)
+    assert type(caught.value) is ValueError

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from pydantic import AfterValidator
 
 from ..comm import Group, gather_bytes, torch_group
+from ..inputs.files import from_json, read_as
 from ..tensors.density import MOST_FOUND, DensityProfile
 from .footprint import Footprint, Footprints, Gradient, Shape, footprints_from_bytes, footprints_to_bytes
 from .statistics import Frozen, Sparsity, elements_of, full_sparsity, mean_over_steps, rows_of, sparsity_of
@@ -73,7 +74,7 @@ class Characterization(Frozen):
         Raises:
             ValueError: for any other text.
         """
-        return cls.model_validate_json(text)
+        return read_as(cls.model_validate_json, from_json(text, "characterization"), "characterization")
 
     def profile(self, name: str) -> DensityProfile:
         """Returns the measured density of one tensor, from which schemes predict how many bytes they send.

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..inputs.files import from_json
 from ..kernels.reference.rotated import rotation
 from ..tensors.density import FEWEST_SAMPLED, MOST_FOUND
 from ..tensors.sparse import SparseRows
@@ -238,7 +239,9 @@ def read_footprints(file: BinaryIO) -> tuple[list[dict[str, Footprint]], dict[st
     """
     try:
         with np.load(file, allow_pickle=False) as arrays:
-            more = json.loads(str(arrays["footprints"]))
+            if any(part.compress_type != zipfile.ZIP_STORED for part in arrays.zip.infolist()):
+                raise ValueError("it is compressed, and could be of any size")
+            more = from_json(str(arrays["footprints"]), "recording")
             if more.pop("version") != VERSION:
                 raise ValueError(f"expected version {VERSION}")
             listed = more.pop("steps")
@@ -246,7 +249,7 @@ def read_footprints(file: BinaryIO) -> tuple[list[dict[str, Footprint]], dict[st
                 {about["name"]: _read(arrays, f"{step}.{number}", about) for number, about in enumerate(of_step)}
                 for step, of_step in enumerate(listed)
             ]
-    except (KeyError, TypeError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, EOFError, MemoryError, zipfile.BadZipFile) as error:
         raise ValueError(f"not a recording of footprints: {error}") from None
     return steps, more
 

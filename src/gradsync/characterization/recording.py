@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from ..engine.step_listener import RecordingDone, StepListener
+from ..inputs.settings import PositiveInt, argument
 from .footprint import DEFAULT_SAMPLE, Footprint, Footprints, Shape, read_footprints, write_footprints
 
 PATTERN = "rank*.npz"
@@ -32,8 +33,9 @@ class Recorder(StepListener):
     """
 
     def __init__(self, steps: int, sample: int | None = DEFAULT_SAMPLE, *, every: int = 1) -> None:
-        if steps < 1 or every < 1:
-            raise ValueError(f"steps and every must be at least 1, got {steps} and {every}")
+        argument("steps", steps, PositiveInt)
+        argument("sample", sample, PositiveInt | None)
+        argument("every", every, PositiveInt)
         self.steps, self.sample, self.every = steps, sample, every
         self.footprints: list[dict[str, Footprint]] = []
         self._engine: Any = None

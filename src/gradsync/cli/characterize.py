@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -14,9 +13,10 @@ from ..characterization.footprint import DEFAULT_SAMPLE
 from ..characterization.recording import Recorder, await_recording, discard_recording, load_recording, save_recording
 from ..characterization.views import sparsity_table, summary, views, write_sparsity_page
 from ..engine.step_listener import recording
-from .console import WIDE, beside, console, plain_errors
+from .console import WIDE, beside, console, folder, plain_errors, writable
 from .extensions import WORKLOADS, extension
 from .script import NamedWorkload, Script, WorkloadOptions, run_as_main
+from .world import ranks_of_environment
 
 OTHER_RANKS_TIMEOUT_S = 60.0
 
@@ -39,9 +39,13 @@ def characterize(
         ),
     ] = None,
     partitions: Annotated[int | None, typer.Option(min=1, help="One more number of partitions for skewness.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for a script's recording, one file per rank.")] = Path("recorded"),
-    json: Annotated[str | None, typer.Option("--json", help="JSON file for all figures; - prints them.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="HTML file for plots.")] = None,
+    out: Annotated[
+        Path, typer.Option(callback=folder, help="Folder for a script's recording, one file per rank.")
+    ] = Path("recorded"),
+    json: Annotated[
+        str | None, typer.Option("--json", callback=writable, help="JSON file for all figures; - prints them.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(callback=writable, help="HTML file for plots.")] = None,
 ) -> None:
     """Show how sparse gradients are, how much ranks overlap, how their sum fills up, and how skewed it is."""
     if sum((bool(script), workload is not None, recorded is not None)) != 1:
@@ -66,7 +70,7 @@ def characterize(
 
 def _record(script: Sequence[str], recorder: Recorder, out: Path) -> bool:
     """Runs the script and writes indices of gradients' non-zeros to `out`; True on rank 0 only, once all ranks have."""
-    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank, ranks = ranks_of_environment(joins=False)
     discard_recording(out, rank=rank, ranks=ranks)
     with recording(recorder):
         run_as_main(script)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -14,9 +13,10 @@ from ..planner.default.named import lossy_of
 from ..plans.profile import Profile, describe_profile
 from ..tuning.kernels import CANDIDATES
 from ..tuning.measurement import Measurement
-from .console import beside, console, plain_errors
+from .console import beside, console, plain_errors, writable
 from .extensions import WORKLOADS, extension
 from .script import NamedWorkload, Script, WorkloadOptions, run_as_main
+from .world import ranks_of_environment
 
 
 def measure(
@@ -34,8 +34,10 @@ def measure(
     """Measure a job: when gradients are ready, what kernels and links cost, and how much overlap slows both."""
     if bool(script) == (workload is not None):
         raise typer.BadParameter("give one of --workload NAME, or -- SCRIPT ARGUMENTS")
-    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     with plain_errors():
+        rank, ranks = ranks_of_environment(joins=workload is not None)
+        if rank == 0:
+            writable(out)
         candidates = (*CANDIDATES, *(lossy_of(name, ranks) for name in compressor or ()))
         if workload is not None:
             measured = extension(WORKLOADS, "measure", f"the workload {workload}")

@@ -19,7 +19,7 @@ from ..planner.search.ways import Constraints, ways_of
 from ..plans.plan import Plan
 from ..plans.profile import Profile
 from ..schemes import LeafConstraints
-from .console import beside, console, plain_errors
+from .console import beside, console, plain_errors, writable
 
 Measured = Annotated[Path, typer.Option("--profile", help="Profile of the job, as `gradsync measure` writes it.")]
 OnCluster = Annotated[
@@ -69,7 +69,7 @@ def plan(
     most_compressions: MostCompressions = None,
     without: Without = None,
     flat_only: FlatOnly = False,
-    out: Annotated[Path, typer.Option("--out", "-o", help="File for the plan.")] = Path("plan.json"),
+    out: Annotated[Path, typer.Option("--out", "-o", callback=writable, help="File for the plan.")] = Path("plan.json"),
 ) -> None:
     """Find a plan for a measured job: which gradients to merge, which to compress, and how to exchange them."""
     with plain_errors():

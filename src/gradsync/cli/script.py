@@ -6,9 +6,12 @@ import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Annotated
 
 import typer
+
+from ..inputs.settings import shown
 
 Script = Annotated[
     list[str] | None,
@@ -29,10 +32,35 @@ WorkloadOptions = Annotated[
 
 
 def run_as_main(script: Sequence[str]) -> None:
-    """Runs the script as `python SCRIPT ARGUMENTS` does, with its `sys.argv` and `sys.path`, and restores both."""
+    """Runs the script as `python SCRIPT ARGUMENTS` does, with its `sys.argv` and `sys.path`, and restores both.
+
+    An exception of the script is shown as Python shows it, with the script's own traceback.
+
+    Raises:
+        ValueError: if there is no such script.
+        SystemExit: with 1 after an exception, and with the script's own code where it exits.
+    """
+    path = Path(script[0])
+    try:
+        is_there = path.is_file() or (path / "__main__.py").is_file()
+    except (OSError, ValueError):  # as for a name that is too long
+        is_there = False
+    if not is_there:
+        raise ValueError(f"there is no script {shown(script[0])}")
     before = sys.argv, sys.path
-    sys.argv, sys.path = list(script), [str(Path(script[0]).resolve().parent), *sys.path]
+    sys.argv, sys.path = list(script), [str(path.resolve().parent), *sys.path]
     try:
         runpy.run_path(script[0], run_name="__main__")
+    except Exception as error:
+        error.__traceback__ = _own_part(error.__traceback__)
+        sys.excepthook(type(error), error, error.__traceback__)
+        raise SystemExit(1) from None
     finally:
         sys.argv, sys.path = before
+
+
+def _own_part(trace: TracebackType | None) -> TracebackType | None:
+    """Returns a traceback from the script's first frame on; None if it has none, as for a wrong syntax."""
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.run_path.__code__.co_filename):
+        trace = trace.tb_next
+    return trace

@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from ..inputs.settings import Decay, PositiveFloat, PositiveInt
 from ..kernels import accumulation_dtype
 from ..tensors import allocator as memory
 from ..tensors.bucket import FlatSpec
@@ -24,7 +25,7 @@ from .base import (
     corrected_by,
     narrowed,
 )
-from .expressions import Decay, PositiveFloat, PositiveInt, register
+from .expressions import register
 from .feedback import RESIDUAL, ErrorFeedback, Feedback
 from .sparsify import TopK
 from .warmup import Warmup

@@ -17,6 +17,7 @@ from annotated_types import Interval
 from torch import Tensor
 
 from .. import kernels
+from ..inputs.settings import NonNegativeInt, PositiveFloat, PositiveInt
 from ..kernels import AnyGrid, FloatGrid, Grid, Sections
 from ..kernels.grids import MOST_LEVELS, draws, runs
 from ..tensors import allocator as memory
@@ -33,7 +34,7 @@ from .base import (
     fields,
     fields_nbytes,
 )
-from .expressions import NonNegativeInt, PositiveFloat, PositiveInt, register
+from .expressions import register
 from .law import Biased, Contraction, Law, Unbiased
 
 Summands = Annotated[int, Interval(ge=1, le=MOST_LEVELS[8])]  # ranks that sum int8 codes: each has at least one level

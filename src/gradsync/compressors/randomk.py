@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..inputs.settings import PositiveInt, Ratio
 from ..tensors import allocator as memory
 from ..tensors.bucket import FlatSpec
 from ..tensors.sparse import SparseVector, index_dtype
@@ -28,7 +29,7 @@ from .base import (
     fields_nbytes,
     narrowed,
 )
-from .expressions import PositiveInt, Ratio, register
+from .expressions import register
 from .law import Contraction, Law, Unbiased
 
 

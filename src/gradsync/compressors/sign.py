@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..inputs.settings import Decay, NonNegativeInt
 from ..kernels import SignScale, accumulation_dtype
 from ..tensors import allocator as memory
 from ..tensors.bucket import FlatSpec
 from .base import Compressor, CompressorState, Message, by_spec, check_payload, check_tensor, fields, fields_nbytes
-from .expressions import Decay, NonNegativeInt, register
+from .expressions import register
 from .law import Biased, Contraction, Law
 
 MOMENTUM = "momentum"  # the key of the momentum in `CompressorState.elements`

@@ -11,6 +11,7 @@ from annotated_types import Interval
 from torch import Tensor
 
 from .. import kernels
+from ..inputs.settings import PositiveInt, Ratio
 from ..kernels.draws import most_lanes
 from ..tensors import allocator as memory
 from ..tensors.bucket import FlatSpec
@@ -33,7 +34,7 @@ from .base import (
     stacked,
     unstack,
 )
-from .expressions import PositiveInt, Ratio, register
+from .expressions import register
 from .law import Biased, Contraction, Law
 from .sparsify import TopK
 

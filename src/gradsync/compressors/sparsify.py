@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..inputs.settings import PositiveInt, Ratio
 from ..kernels import Sections
 from ..tensors import allocator as memory
 from ..tensors.bucket import FlatSpec
@@ -26,7 +27,7 @@ from .base import (
     fields,
     fields_nbytes,
 )
-from .expressions import PositiveInt, Ratio, register
+from .expressions import register
 from .law import Biased, Contraction, Law
 
 WireValues = Literal["same", "bfloat16", "float16"]  # the dtype of sent values; "same": as the tensor

@@ -13,6 +13,7 @@ from annotated_types import Interval
 from torch import Tensor
 
 from .. import kernels
+from ..inputs.settings import Ratio
 from ..tensors import allocator as memory
 from ..tensors.bucket import FlatSpec
 from ..tensors.sparse import SparseVector, index_dtype
@@ -29,7 +30,7 @@ from .base import (
     fields_nbytes,
     stacked,
 )
-from .expressions import Ratio, register
+from .expressions import register
 from .law import Absolute, Biased, Law
 from .sparsify import packed_layout, packed_positions, share_of
 

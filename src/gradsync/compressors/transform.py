@@ -14,6 +14,7 @@ from annotated_types import Interval
 from torch import Tensor
 
 from .. import kernels
+from ..inputs.settings import PositiveFloat, PositiveInt
 from ..kernels import Grid, Sections
 from ..tensors import allocator as memory
 from ..tensors.bucket import FlatSpec
@@ -33,7 +34,7 @@ from .base import (
     stacked,
     unstack,
 )
-from .expressions import PositiveFloat, PositiveInt, register
+from .expressions import register
 from .law import Biased, Contraction, Law, Unbiased
 
 _INT8_MOST = 127

@@ -6,14 +6,20 @@ Read from TOML or built in code; nothing here needs torch. Rates and times are p
 
 from __future__ import annotations
 
+import math
 import re
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ..inputs.files import MOST_TOML_BYTES, from_toml, naming, read_text
+from ..inputs.settings import NonNegativeFinite, PositiveFloat, PositiveInt, check, shown
+
+MOST_RANKS = 1 << 17  # of a job; to plan for so many takes half a minute
+RATES_BITS_PER_S = (1.0, 8e15)  # the least and the highest of a link
+MOST_DURATION_S = 1000.0  # of a latency
 SLOW = 0.8  # share of the usual rate below which a node's link is slow
 _BITS_PER_UNIT = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _SECONDS_PER_UNIT = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
@@ -23,24 +29,33 @@ def parse_rate_bytes_per_s(text: str) -> float:
     """Returns a link rate such as `200mbit`, `1gbit`, `25Gbps` or `2.5 Gbit/s` in bytes per second (decimal prefixes).
 
     Raises:
-        ValueError: when `text` is not a positive number of bits with such a unit; bytes (`GB/s`, `GBps`) are refused.
+        ValueError: when `text` is not a number of bits with such a unit, or not in `RATES_BITS_PER_S`; bytes (`GB/s`,
+            `GBps`) are refused.
     """
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgtKMGT]?)(?:[bB]it(?:/s)?|bps)\s*", text)
-    if match is None or float(match[1]) <= 0:
-        raise ValueError(f"a link rate must look like 200mbit, 1gbit or 25Gbps and be positive, got {text!r}")
-    return float(match[1]) * _BITS_PER_UNIT[match[2].lower()] / 8
+    bits_per_s = 0.0 if match is None else float(match[1]) * _BITS_PER_UNIT[match[2].lower()]
+    least, most = RATES_BITS_PER_S
+    if not least <= bits_per_s <= most:
+        raise ValueError(
+            f"a link rate must look like 200mbit, 1gbit or 25Gbps and be positive, {format_rate(least / 8)} to "
+            f"{format_rate(most / 8)}, got {shown(text)}"
+        )
+    return bits_per_s / 8
 
 
 def parse_duration_s(text: str) -> float:
     """Returns a duration such as `10ms`, `50us` or `1.5s` in seconds.
 
     Raises:
-        ValueError: when `text` is not a number with such a unit.
+        ValueError: when `text` is not a number with such a unit, or more than `MOST_DURATION_S`.
     """
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(s|ms|us|ns)\s*", text)
-    if match is None:
-        raise ValueError(f"a duration must look like 10ms, 50us or 1.5s, got {text!r}")
-    return float(match[1]) * _SECONDS_PER_UNIT[match[2]]
+    seconds = math.inf if match is None else float(match[1]) * _SECONDS_PER_UNIT[match[2]]
+    if seconds > MOST_DURATION_S:
+        raise ValueError(
+            f"a duration must look like 10ms, 50us or 1.5s, at most {MOST_DURATION_S:g}s, got {shown(text)}"
+        )
+    return seconds
 
 
 def format_rate(bytes_per_s: float) -> str:
@@ -56,14 +71,11 @@ def format_rate(bytes_per_s: float) -> str:
 class Link:
     """One full-duplex link: `latency_s` per message, `bandwidth_bytes_per_s` in each direction."""
 
-    bandwidth_bytes_per_s: float
-    latency_s: float = 0.0
+    bandwidth_bytes_per_s: PositiveFloat
+    latency_s: NonNegativeFinite = 0.0
 
     def __post_init__(self) -> None:
-        if not self.bandwidth_bytes_per_s > 0:
-            raise ValueError(f"Link.bandwidth_bytes_per_s must be positive, got {self.bandwidth_bytes_per_s}")
-        if self.latency_s < 0:
-            raise ValueError(f"Link.latency_s must not be negative, got {self.latency_s}")
+        check(self)
 
     @classmethod
     def parse(cls, text: str, latency: str = "0s") -> Link:
@@ -144,32 +156,34 @@ class Cluster:
 
     Attributes:
         slow: the links of single nodes, by node, that differ from `link`.
-        rack_size: number of consecutive nodes that share a rack; None: there are no racks.
+        rack_size: number of consecutive nodes that share a rack, in the last one perhaps fewer; None: no racks.
         trunk: the link of each rack to the others.
 
     Raises:
-        ValueError: for numbers below 1, nodes that do not exist, and `rack_size` without `trunk` or the reverse.
+        ValueError: for numbers below 1, more than `MOST_RANKS` ranks, nodes that do not exist, and `rack_size` without
+            `trunk` or the reverse.
     """
 
-    nodes: int
+    nodes: PositiveInt
     link: Link
-    ranks_per_node: int = 1
-    intra: Link = Link(bandwidth_bytes_per_s=10e9, latency_s=5e-6)
+    ranks_per_node: PositiveInt = 1
+    intra: Link = field(default_factory=lambda: Link(bandwidth_bytes_per_s=10e9, latency_s=5e-6))
     slow: dict[int, Link] = field(default_factory=dict)
-    rack_size: int | None = None
+    rack_size: PositiveInt | None = None
     trunk: Link | None = None
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "ranks_per_node"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"Cluster.{name} must be at least 1, got {getattr(self, name)}")
+        check(self)
+        if self.world_size > MOST_RANKS:
+            raise ValueError(
+                f"Cluster.nodes times Cluster.ranks_per_node must be at most {MOST_RANKS} ranks, got "
+                f"{shown(self.nodes)} times {shown(self.ranks_per_node)}"
+            )
         for node in self.slow:
             if not 0 <= node < self.nodes:
                 raise ValueError(f"Cluster.slow names node {node}, but the nodes are 0..{self.nodes - 1}")
         if (self.rack_size is None) != (self.trunk is None):
             raise ValueError("Cluster.rack_size and Cluster.trunk go together: give both or neither")
-        if self.rack_size is not None and self.rack_size < 1:
-            raise ValueError(f"Cluster.rack_size must be at least 1, got {self.rack_size}")
 
     @property
     def world_size(self) -> int:
@@ -188,7 +202,9 @@ class Cluster:
         """Reads a cluster from TOML.
 
         Raises:
-            ValueError: naming the key and what was expected, for unknown keys, missing keys or illegal values.
+            TypeError: if `path` is no path.
+            ValueError: naming the file, the key and what was expected, for unknown keys, missing keys or illegal
+                values, and for a file that cannot be read, is no TOML, or larger than `inputs.files.MOST_TOML_BYTES`.
 
         Example:
             nodes = 4
@@ -197,24 +213,25 @@ class Cluster:
             intra = { rate = "200gbit" }
             slow = { 3 = { rate = "1gbit" } }
         """
-        raw = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        text = read_text(path, "cluster", MOST_TOML_BYTES)
+        with naming(path):
+            return cls._of_table(from_toml(text, "cluster"))
+
+    @classmethod
+    def _of_table(cls, raw: dict[str, Any]) -> Cluster:
         known = {f.name for f in fields(cls)}
-        unknown = sorted(set(raw) - known)
-        if unknown:
-            raise ValueError(f"{path}: unknown key {unknown[0]!r}; a cluster has {', '.join(sorted(known))}")
+        if unknown := sorted(set(raw) - known):
+            raise ValueError(f"unknown key {shown(unknown[0])}; a cluster has {', '.join(sorted(known))}")
         for name in ("nodes", "link"):
             if name not in raw:
-                raise ValueError(f"{path}: the key {name!r} is missing")
-        for name in ("nodes", "ranks_per_node", "rack_size"):
-            if type(raw.get(name, 1)) is not int:
-                raise ValueError(f"{path}: {name} must be a whole number, got {raw[name]!r}")
+                raise ValueError(f"the key {name!r} is missing")
         for name in ("link", "intra", "trunk"):
             if name in raw:
-                raw[name] = _link_from_table(raw[name], f"{path}: {name}")
+                raw[name] = _link_from_table(raw[name], name)
         slow = raw.get("slow", {})
-        if not isinstance(slow, dict) or not all(node.isdecimal() for node in slow):
-            raise ValueError(f'{path}: slow must look like {{ 3 = {{ rate = "1gbit" }} }}, got {slow!r}')
-        raw["slow"] = {int(node): _link_from_table(table, f"{path}: slow.{node}") for node, table in slow.items()}
+        if not isinstance(slow, dict) or not all(re.fullmatch("0|[1-9][0-9]{0,8}", node) for node in slow):
+            raise ValueError(f'slow must look like {{ 3 = {{ rate = "1gbit" }} }}, got {shown(slow)}')
+        raw["slow"] = {int(node): _link_from_table(table, f"slow.{node}") for node, table in slow.items()}
         return cls(**raw)
 
 
@@ -222,7 +239,7 @@ def _link_from_table(table: Any, where: str) -> Link:
     table = {"rate": table} if isinstance(table, str) else table
     legal = isinstance(table, dict) and "rate" in table and not set(table) - {"rate", "latency"}
     if not legal or not all(isinstance(text, str) for text in table.values()):
-        raise ValueError(f'{where} must look like {{ rate = "1gbit", latency = "50us" }}, got {table!r}')
+        raise ValueError(f'{where} must look like {{ rate = "1gbit", latency = "50us" }}, got {shown(table)}')
     try:
         return Link.parse(table["rate"], table.get("latency", "0s"))
     except ValueError as error:

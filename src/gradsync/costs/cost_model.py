@@ -119,7 +119,7 @@ class CostModel:
         if placement.size != transfer.size:
             raise ValueError(f"the transfer is among {transfer.size} ranks, the placement has {placement.size}")
 
-    @property
+    @cached_property
     def _within(self) -> Link:
         return self.intra or Link(self.bandwidth_bytes_per_s, self.alpha_s)
 

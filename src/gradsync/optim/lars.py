@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, overload
 
@@ -10,8 +9,18 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..inputs.settings import Decay, NonNegativeFinite, NonNegativeInt, PositiveFinite, PositiveInt, argument
 from ..kernels import accumulation_dtype
 from ..tensors.arrivals import Sections, gathered, put
+
+SETTINGS: dict[str, Any] = {
+    "lr": PositiveFinite,
+    "trust": PositiveFinite,
+    "momentum": Decay,
+    "weight_decay": NonNegativeFinite,
+    "warmup_steps": NonNegativeInt,
+    "decay_steps": PositiveInt | None,
+}
 
 
 class LARS(Optimizer):
@@ -132,19 +141,10 @@ def _require_dense(parameter: Tensor) -> None:
 
 
 def _check(settings: Mapping[str, Any]) -> None:
-    """Raises ValueError if a setting of one parameter group of the optimiser is out of its range.
+    """Checks the settings of one parameter group of the optimiser.
 
     Raises:
         ValueError: naming the setting.
     """
-    for name in ("lr", "trust"):
-        if not 0 < settings[name] < math.inf:
-            raise ValueError(f"LARS.{name} must be positive and finite, got {settings[name]}")
-    if not 0 <= settings["momentum"] < 1:
-        raise ValueError(f"LARS.momentum must be in [0, 1), got {settings['momentum']}")
-    if not 0 <= settings["weight_decay"] < math.inf:
-        raise ValueError(f"LARS.weight_decay must be finite and not negative, got {settings['weight_decay']}")
-    if type(settings["warmup_steps"]) is not int or settings["warmup_steps"] < 0:
-        raise ValueError(f"LARS.warmup_steps must be a whole number from 0 on, got {settings['warmup_steps']!r}")
-    if (steps := settings["decay_steps"]) is not None and (type(steps) is not int or steps < 1):
-        raise ValueError(f"LARS.decay_steps must be a whole number from 1 on or None, got {steps!r}")
+    for name, annotation in SETTINGS.items():
+        argument(f"LARS.{name}", settings[name], annotation)

@@ -5,18 +5,32 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from ..costs.cluster import MOST_RANKS
+from ..inputs.files import from_json, naming, read_as, read_text
+
+Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 
 
 class Document(BaseModel):
     """A pydantic model, such as a plan, that is written as JSON with a SHA-256 digest of its content."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     noun: ClassVar[str]  # what errors call the document, as "plan"
     by_lines: ClassVar[tuple[str, ...]]  # fields whose items have a line each in the JSON text
+
+    version: int  # its default in a subclass is the only one that is read
+
+    @field_validator("version")
+    @classmethod
+    def _is_read(cls, version: int) -> int:
+        if version != (read := cls.model_fields["version"].default):
+            raise ValueError(f"only version {read} can be read")
+        return version
 
     @property
     def digest(self) -> str:
@@ -37,26 +51,17 @@ class Document(BaseModel):
         """Returns the document that a JSON text describes; the digest must be deleted from a text edited by hand.
 
         Raises:
-            ValueError: for text that is not JSON, a field that does not fit (with its name), or a wrong digest.
+            ValueError: for text that is not JSON, as `inputs.files.from_json`, a field that does not fit (with its
+                name), or a wrong digest.
         """
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"the {cls.noun} is no JSON: {error}") from None
-        except RecursionError:
-            raise ValueError(f"the {cls.noun} is nested too deep to be read") from None
+        data = from_json(text, cls.noun)
         if not isinstance(data, dict):
             raise ValueError(f"a {cls.noun} is a JSON object, got {type(data).__name__}")
-        digest = data.pop("digest", None)
-        try:
-            document = cls.model_validate(data)
-        except RecursionError:
-            raise ValueError(f"the {cls.noun} is nested too deep to be read") from None
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or cls.noun
-            raise ValueError(f"{cls.noun}, field {where}: {first['msg']} (got {str(first['input'])[:80]})") from None
-        if digest is not None and digest != (found := _digest(data)):  # `data`, as `document` may have new fields
+        if "version" not in data:
+            raise ValueError(f"{cls.noun}, field version: Field required")
+        is_signed, digest = "digest" in data, data.pop("digest", None)
+        document = read_as(cls.model_validate_json, data, cls.noun)
+        if is_signed and digest != (found := _digest(data)):  # `data`, as `document` may have new fields
             raise ValueError(
                 f"the {cls.noun} was changed after it was written: its digest says {str(digest)[:12]}, its content is "
                 f"{found[:12]}; delete the digest line if the change was intended"
@@ -65,8 +70,16 @@ class Document(BaseModel):
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Reads a JSON file and returns its document; raises as `from_json`."""
-        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        """Reads a JSON file and returns its document.
+
+        Raises:
+            TypeError: if `path` is no path.
+            ValueError: as `from_json`, with the path, and for a file that cannot be read, is not UTF-8, or larger than
+                `inputs.files.MOST_BYTES`.
+        """
+        text = read_text(path, cls.noun)
+        with naming(path):
+            return cls.from_json(text)
 
     def save(self, path: str | Path) -> None:
         """Writes the document as JSON to a file, overwriting it."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, field_validator
 
@@ -16,7 +16,7 @@ from ..compressors.expressions import to_expression
 from ..costs.steps import FINISH
 from ..schemes import Scheme
 from ..tensors.bucket import Bucket, Layout, Segment, TensorSpec, model_digest
-from .document import Document
+from .document import Document, Ranks
 
 OF = ":"  # between the name of a parameter and a key of its optimiser state
 
@@ -37,7 +37,7 @@ def state_name(parameter: str, key: str) -> str:
 class BucketPlan(BaseModel):
     """One bucket of a plan: slices of parameters (`segments`), the kind of tensor synchronised (`what`), a scheme."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     id: str
     segments: tuple[tuple[str, int, int], ...]  # (parameter, start, stop): elements [start, stop) of the parameter
@@ -82,8 +82,8 @@ class Plan(Document):
     noun = "plan"
     by_lines = ("buckets",)
 
-    version: Literal[1] = 1
-    world: int
+    version: int = 1
+    world: Ranks
     model: str
     order: tuple[tuple[str, str], ...]
     buckets: tuple[BucketPlan, ...]

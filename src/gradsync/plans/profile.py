@@ -10,21 +10,33 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from enum import StrEnum
 from math import inf
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from ..costs.cluster import Link, Placement, format_rate
+from ..costs.cluster import MOST_RANKS, Link, Placement, format_rate
 from ..costs.cost_model import CostModel, KernelCost
 from ..costs.transport import Pattern, RingOrDirect
 from ..tensors.bucket import TensorSpec, model_digest
 from ..tensors.density import DensityProfile, ParameterProfile
-from .document import Document
+from .document import Document, Ranks
 
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1)]
+MOST_S = 1e6  # eleven days: of a part of a step, a call or a collective
+MOST_BYTE_S = 1.0  # of a kernel, for a byte
+MOST_BYTES_PER_S = 1e15  # of a link
+MOST_NBYTES = 1e18
+MOST_FACTOR = 1e6  # by which one activity slows another down
+MOST_ERROR = 1e9  # of a lossy compressor, relative to the gradient
+MOST_COUNT = 10**9  # of steps and threads
+
+Seconds = Annotated[float, Field(ge=0, le=MOST_S)]
+PositiveSeconds = Annotated[float, Field(gt=0, le=MOST_S)]
+Bytes = Annotated[float, Field(ge=0, le=MOST_NBYTES)]
+Count = Annotated[int, Field(ge=1, le=MOST_COUNT)]
+Node = Annotated[int, Field(ge=0, lt=MOST_RANKS)]
+Share = Annotated[float, Field(ge=0, le=1 + 1e-6)]  # a sum of shares is rounded
+Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 ROUNDING = 1e-9  # the relative error of a mean by rounding
 
@@ -32,7 +44,7 @@ ROUNDING = 1e-9  # the relative error of a mean by rounding
 class Data(BaseModel):
     """The base of the parts of a profile: frozen pydantic models without extra fields."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class Interval(Data):
@@ -47,6 +59,23 @@ class Interval(Data):
         if not self.low <= self.value <= (inf if self.high is None else self.high):
             raise ValueError(f"value must lie in its interval, got {self.value} in [{self.low}, {self.high}]")
         return self
+
+
+def _at_most(most: float) -> AfterValidator:
+    """Returns a validator of intervals that lie below `most`, as does their upper end if it is known."""
+
+    def read(found: Interval) -> Interval:
+        if max(found.value, found.high or 0.0) > most:
+            raise ValueError(f"an interval must lie in [0, {most:g}], got {found.value} in [{found.low}, {found.high}]")
+        return found
+
+    return AfterValidator(read)
+
+
+Time = Annotated[Interval, _at_most(MOST_S)]
+ByteTime = Annotated[Interval, _at_most(MOST_BYTE_S)]
+Rate = Annotated[Interval, _at_most(MOST_BYTES_PER_S)]
+Factor = Annotated[Interval, _at_most(MOST_FACTOR)]
 
 
 class Spread(Data):
@@ -93,13 +122,20 @@ class Density(Data):
     """The density of a gradient: a `DensityProfile` with the same fields, as pydantic model to be written as JSON."""
 
     num_rows: int = Field(ge=0)
-    rows: float = Field(ge=0, allow_inf_nan=False)
-    densification: dict[int, float] = {}
+    rows: Finite
+    densification: dict[Annotated[int, Field(ge=1)], Finite] = {}
     pattern: str = ""
-    most_rows: float = 0.0
-    shares: tuple[float, ...] = ()
-    union_shares: tuple[float, ...] = ()
-    blocks: dict[int, Density] = {}
+    most_rows: Finite = 0.0
+    shares: tuple[Share, ...] = ()
+    union_shares: tuple[Share, ...] = ()
+    blocks: dict[Annotated[int, Field(ge=1)], Density] = {}
+
+    @model_validator(mode="after")
+    def _has_these_rows(self) -> Density:
+        most = max(self.rows, self.most_rows)
+        if most > self.num_rows * (1 + ROUNDING):
+            raise ValueError(f"rows and most_rows must be at most the {self.num_rows} rows, got {most:g}")
+        return self
 
     @classmethod
     def of(cls, profile: DensityProfile) -> Density:
@@ -134,7 +170,7 @@ class ParameterTimes(Data):
     ready: PositiveSpread
     rows: Density | None = None
     elements: Density | None = None
-    errors: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = {}
+    errors: dict[str, Annotated[float, Field(ge=0, le=MOST_ERROR)]] = {}
 
     @field_validator("dtype")
     @classmethod
@@ -160,9 +196,9 @@ class KernelEstimate(Data):
     Bytes are those that the kernel reads or writes.
     """
 
-    call_s: Interval
-    byte_s: Interval
-    knee_bytes: float = Field(default=0.0, ge=0, allow_inf_nan=False)  # bytes of a call that cost nothing beyond call_s
+    call_s: Time
+    byte_s: ByteTime
+    knee_bytes: Bytes = 0.0  # bytes of a call that cost nothing beyond call_s
 
     @model_validator(mode="after")
     def _takes_time(self) -> KernelEstimate:
@@ -182,9 +218,9 @@ class LinkEstimate(Data):
     Rounds are messages one after the other, busiest bytes those on the busiest link.
     """
 
-    stage_s: Interval
-    alpha_s: Interval
-    bandwidth_bytes_per_s: Interval
+    stage_s: Time
+    alpha_s: Time
+    bandwidth_bytes_per_s: Rate
 
     @field_validator("bandwidth_bytes_per_s")
     @classmethod
@@ -197,10 +233,10 @@ class LinkEstimate(Data):
 class LinkPoint(Data):
     """A measurement of a collective with messages of one size: bytes as in `costs.steps.Transfer`, and the time."""
 
-    part_bytes: float = Field(ge=0, allow_inf_nan=False)  # `Transfer.part_bytes`, the same for every member
+    part_bytes: Bytes  # `Transfer.part_bytes`, the same for every member
     rounds: Count  # messages one after the other
-    busiest_bytes: float = Field(gt=0, allow_inf_nan=False)  # on the busiest link
-    seconds: Interval  # from issue to completion
+    busiest_bytes: float = Field(gt=0, le=MOST_NBYTES)  # on the busiest link
+    seconds: Time  # from issue to completion
 
 
 class CollectiveEstimate(Data):
@@ -222,8 +258,8 @@ class SpanEstimate(Data):
     """The costs of collectives among all ranks, inside nodes or across nodes, measured in all such groups at once."""
 
     span: Span
-    size: int = Field(ge=2)  # members of one group
-    at_once_bytes: float = Field(ge=0, allow_inf_nan=False)  # `Group.at_once_bytes`
+    size: int = Field(ge=2, le=MOST_RANKS)  # members of one group
+    at_once_bytes: Bytes  # `Group.at_once_bytes`
     link: LinkEstimate  # fitted to all types of collectives together
     collectives: dict[Pattern, CollectiveEstimate]  # for each type
 
@@ -235,12 +271,12 @@ class Overlap(Data):
     is a collective in flight, a kernel a computation of the communication thread.
     """
 
-    backward_by_transfer: Interval | None = None
-    transfer_by_backward: Interval | None = None
-    backward_by_kernel: Interval | None = None
-    kernel_by_backward: Interval | None = None
-    transfer_by_kernel: Interval | None = None
-    kernel_by_transfer: Interval | None = None
+    backward_by_transfer: Factor | None = None
+    transfer_by_backward: Factor | None = None
+    backward_by_kernel: Factor | None = None
+    kernel_by_backward: Factor | None = None
+    transfer_by_kernel: Factor | None = None
+    kernel_by_transfer: Factor | None = None
 
 
 class Profile(Document):
@@ -260,13 +296,13 @@ class Profile(Document):
     noun = "profile"
     by_lines = ("links", "kernels", "parameters")
 
-    version: Literal[2] = 2  # version 1 had one kernel name for a compressor, whatever its settings
+    version: int = 2  # version 1 had one kernel name for a compressor, whatever its settings
     torch: str
     device: str
     threads: Count
     model: str
-    world: Count
-    nodes: tuple[int, ...]
+    world: Ranks
+    nodes: tuple[Node, ...]
     steps: Count
     parts: StepParts
     overlap: Overlap

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from ..comm import LENGTH_BYTES
-from ..compressors.expressions import Nameable, NonNegativeInt
+from ..compressors.expressions import Nameable
 from ..costs.steps import Pattern, Transfer
+from ..inputs.settings import NonNegativeInt
 from ..tensors.bucket import TensorSpec
 from ..tensors.density import DensityProfile
 from .formats import RowFormat, head_nbytes

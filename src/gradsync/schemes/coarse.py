@@ -22,10 +22,11 @@ from torch import Tensor
 from .. import kernels
 from ..comm import Group
 from ..compressors import RESIDUAL, SENT, CompressorState
-from ..compressors.expressions import Decay, NonNegativeInt, PositiveInt, Ratio, register
+from ..compressors.expressions import register
 from ..compressors.momentum import MOMENTUM
 from ..costs.cluster import Placement
 from ..costs.steps import Compute, Pattern, Step, Transfer
+from ..inputs.settings import Decay, NonNegativeInt, PositiveInt, Ratio
 from ..kernels import Sections
 from ..tensors import allocator as memory
 from ..tensors.bucket import Bucket, FlatSpec, Layout, TensorSpec

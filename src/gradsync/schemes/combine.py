@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from ..comm import Group, Pending
-from ..compressors.expressions import PositiveInt, register
+from ..compressors.expressions import register
 from ..costs.cluster import Placement
 from ..costs.steps import Compute, Step, Transfer
+from ..inputs.settings import PositiveInt
 from ..tensors.bucket import Bucket, FlatSpec, Layout, TensorSpec
 from ..tensors.density import DensityProfile
 from .base import Partitioned, Scheme, State, Traits

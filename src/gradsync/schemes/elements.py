@@ -12,9 +12,10 @@ from torch import Tensor
 
 from .. import kernels
 from ..comm import LENGTH_BYTES, Group
-from ..compressors.expressions import NonNegativeInt, register
+from ..compressors.expressions import register
 from ..costs.cluster import Placement
 from ..costs.steps import Compute, Pattern, Step, Transfer
+from ..inputs.settings import NonNegativeInt
 from ..tensors.bucket import Layout, TensorSpec
 from ..tensors.density import DensityProfile
 from ..tensors.sparse import index_dtype

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from .. import kernels
 from ..comm import LENGTH_BYTES, Group
-from ..compressors.expressions import Nameable, PositiveInt, register
+from ..compressors.expressions import Nameable, register
 from ..costs.cluster import Placement
 from ..costs.steps import Compute, Step, Transfer
+from ..inputs.settings import PositiveInt
 from ..tensors.bucket import Layout, TensorSpec
 from ..tensors.density import DensityProfile
 from ..tensors.index_formats import SPARSE_FORMATS, IndexFormat

@@ -20,9 +20,10 @@ from torch import Tensor
 from .. import kernels
 from ..comm import Group
 from ..compressors import SENT, CompressorState
-from ..compressors.expressions import NonNegativeInt, PositiveInt, register
+from ..compressors.expressions import register
 from ..costs.cluster import Placement
 from ..costs.steps import Compute, Pattern, Step, Transfer
+from ..inputs.settings import NonNegativeInt, PositiveInt
 from ..tensors import allocator as memory
 from ..tensors.bucket import Bucket, FlatSpec, Layout, TensorSpec
 from ..tensors.density import DensityProfile

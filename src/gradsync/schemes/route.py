@@ -16,9 +16,10 @@ from torch import Tensor
 
 from ..comm import Group, Work
 from ..compressors import Compressor, CompressorState, Summand
-from ..compressors.expressions import PositiveInt, register
+from ..compressors.expressions import register
 from ..costs.cluster import Placement
 from ..costs.steps import OFFLOAD, Compute, Pattern, Step, Transfer
+from ..inputs.settings import PositiveInt
 from ..tensors.bucket import Bucket, FlatSpec, Layout, TensorSpec
 from ..tensors.density import DensityProfile
 from .base import Scheme, State, Traits

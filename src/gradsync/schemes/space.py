@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..compressors.expressions import Word
+from ..inputs.settings import Word
 
 
 class Communication(Word):

@@ -19,6 +19,7 @@ from functools import cache, cached_property
 from types import MappingProxyType
 
 from ..costs.steps import COMPUTE, OFFLOAD
+from ..inputs.settings import NonNegativeInt, check
 
 DEVICES = (COMPUTE, OFFLOAD)
 COMPRESS, DECOMPRESS = "compress", "decompress"
@@ -102,19 +103,12 @@ Leaf = tuple[RouteTask, ...]
 class LeafConstraints:
     """Limits that users set on leaves, the routes that a plan may use."""
 
-    most_compressions: int | None = None  # None: any number
+    most_compressions: NonNegativeInt | None = None  # None: any number
     without: tuple[str, ...] = ()  # names of collectives and devices that leaves must not use
     flat_only: bool = False  # only collectives among all ranks
 
     def __post_init__(self) -> None:
-        most = self.most_compressions
-        if most is not None and (type(most) is not int or most < 0):
-            raise ValueError(
-                f"LeafConstraints.most_compressions must be None or a whole number of at least 0, got {most!r}"
-            )
-        if isinstance(self.without, str):
-            raise ValueError(f"LeafConstraints.without must be a tuple of names, got {self.without!r}")
-        object.__setattr__(self, "without", tuple(self.without))
+        check(self)
 
     def admits(self, leaf: Leaf) -> bool:
         """Whether the constraints allow the leaf."""

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..inputs.files import from_json, regular_file
+
 ENTRY = "gradsync"  # the key in the header's metadata
 TENSOR, BYTES, DICT = "tensor", "bytes", "dict"  # the only key of a dict in the header that stands for such a value
 BETWEEN = "/"  # the separator of names in a path
@@ -41,16 +43,17 @@ def load_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Returns the state in a file that `save_file` wrote, with tensors on the CPU.
 
     Raises:
-        ValueError: for a file that `save_file` did not write.
-        OSError: for a file that cannot be read.
+        TypeError: if `path` is no path.
+        ValueError: for a file that cannot be read, or that `save_file` did not write.
     """
     from safetensors import SafetensorError, safe_open
 
+    place = regular_file(path, "state")
     try:
-        with safe_open(path, "pt") as file:
+        with safe_open(place, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # it is no dict
             return _state((file.metadata() or {})[ENTRY], tensors)
-    except (SafetensorError, *DAMAGE) as error:
+    except (SafetensorError, OSError, *DAMAGE) as error:
         raise ValueError(f"{os.fspath(path)!r} is no file that gradsync.state.save_file wrote: {error!r}") from None
 
 
@@ -79,14 +82,14 @@ def from_bytes(content: bytes) -> dict[str, Any]:
 
     try:
         tensors = load(content)
-        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        header = from_json(content[8 : 8 + int.from_bytes(content[:8], "little")], "header")
         return _state(header["__metadata__"][ENTRY], tensors)
     except (SafetensorError, *DAMAGE) as error:
         raise ValueError(f"these {len(content)} bytes are not what gradsync.state.to_bytes made: {error!r}") from None
 
 
 def _state(text: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    found = _unpacked(json.loads(text), tensors)
+    found = _unpacked(from_json(text, "header", any_number=True), tensors)
     if not isinstance(found, dict):
         raise ValueError(f"it holds {type(found).__name__}, no dict")
     return found

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..compressors import RESIDUAL, copies_at
+from ..inputs.settings import PositiveInt, argument
 from .saved import VERSION, Origin
 from .slices import CARRIED, StateSlice, left_to_send
 
@@ -35,8 +36,7 @@ def redistribute(states: Sequence[Mapping[str, Any]], world: int) -> list[dict[s
     Example:
         >>> state = redistribute([torch.load(f"state.{r}.pt") for r in range(3)], 2)[rank]  # doctest: +SKIP
     """
-    if type(world) is not int or world < 1:
-        raise ValueError(f"world must be a number of ranks from 1 on, got {world!r}")
+    argument("world", world, PositiveInt)
     ordered = _by_rank(states)
     size = len(ordered)
     if world == size:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any
 
+from annotated_types import Interval
+
+from ..inputs.files import from_json
+from ..inputs.settings import NonNegativeInt, PositiveFinite, PositiveInt, checked
 from ..tensors.bucket import TensorSpec
 from .slices import StateSlice
 
 VERSION = 3  # of a `state_dict`; 1 had elements in memory order, 2 had no origin
 MOST_STEPS = 1 << 53  # a larger step number is refused as damage
+THE_STATES = "the state's "  # before an entry's name in errors
 NOT_STRICT = "load_state_dict(..., strict=False)"  # the call that drops state without a place
 
 
@@ -28,8 +31,8 @@ class Origin:
         per_rank: whether ranks kept state of their own, such as residuals, so that each must load its own.
     """
 
-    rank: int
-    world: int
+    rank: NonNegativeInt
+    world: PositiveInt
     parameters: str
     per_rank: bool
 
@@ -40,23 +43,33 @@ class Origin:
         Raises:
             ValueError: if "rank", "world", "parameters" or "per_rank" is missing or malformed.
         """
-        found = cls(*(saved.get(name) for name in ("rank", "world", "parameters", "per_rank")))  # type: ignore[arg-type]  # looked at below
-        whole = type(found.rank) is int and type(found.world) is int
-        if not whole or not 0 <= found.rank < found.world:
+        names = [entry.name for entry in fields(cls)]
+        found = cls(**checked(cls, {name: saved.get(name) for name in names}, THE_STATES))
+        if found.rank >= found.world:
             raise ValueError(
-                f"the state's rank and world must be whole numbers, 0 <= rank < world, got {found.rank!r} and "
-                f"{found.world!r}"
-            )
-        if type(found.parameters) is not str or type(found.per_rank) is not bool:
-            raise ValueError(
-                f"the state's parameters must be a digest and its per_rank a bool, got {found.parameters!r} and "
-                f"{found.per_rank!r}"
+                f"the state's rank must be below its world, the number of ranks, got {found.rank} of {found.world}"
             )
         return found
 
     def entries(self) -> dict[str, Any]:
         """Returns this rank and model as entries for a `state_dict`: "rank", "world", "parameters", "per_rank"."""
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class _Entries:
+    """The entries of a `state_dict`, beside its origin, that every engine reads."""
+
+    step: Annotated[int, Interval(ge=0, lt=MOST_STEPS)]
+    plan: str
+    loss_scale: PositiveFinite | None  # in whose units the state is; None: the loss was not scaled
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The part of a bucket that is read of the plan under which the state was saved."""
+
+    segments: tuple[tuple[str, NonNegativeInt, NonNegativeInt], ...]
 
 
 @dataclass(frozen=True)
@@ -88,23 +101,21 @@ def examined(saved: object, specs: Mapping[str, TensorSpec], *, strict: bool) ->
     for name in ("state", "step", "plan"):
         if name not in saved:
             raise ValueError(f"the state has no {name!r}: it is not what state_dict() gave")
-    step, plan = saved["step"], saved["plan"]
-    if type(step) is not int or not 0 <= step < MOST_STEPS:
-        raise ValueError(f"the state's step must be a whole number from 0 on, below 2^53, got {step!r}")
-    if not isinstance(plan, str):
-        raise ValueError(f"the state's plan must be text, got {type(plan).__name__}")
+    names = [entry.name for entry in fields(_Entries)]
+    entries = _Entries(**checked(_Entries, {name: saved.get(name) for name in names}, THE_STATES))
+    numels = _numels(entries.plan)
     origin = Origin.of(saved)
     try:
         slices = _slices_of(saved["state"])
         if strict:
             _require_known(slices, specs)
         else:
-            slices = _in_common(slices, specs, plan)
+            slices = _in_common(slices, specs, numels)
         _require_inside(slices, specs)
         _require_once(slices)
     except ValueError as error:
         raise ValueError(f"{error} (saved on rank {origin.rank} of {origin.world})") from None
-    return Saved(origin, step, _scale_of(saved), slices)
+    return Saved(origin, entries.step, entries.loss_scale, slices)
 
 
 def _slices_of(state: object) -> list[StateSlice]:
@@ -121,15 +132,27 @@ def _require_known(slices: Sequence[StateSlice], specs: Mapping[str, TensorSpec]
             )
 
 
-def _in_common(slices: Sequence[StateSlice], specs: Mapping[str, TensorSpec], plan: str) -> list[StateSlice]:
-    """Returns the slices of parameters that have the same number of elements in this model as in the saved plan."""
+def _numels(plan: str) -> dict[str, int]:
+    """Returns the number of elements that each parameter has in a saved plan, of which nothing else is read."""
     try:
-        segments = [segment for bucket in json.loads(plan)["buckets"] for segment in bucket["segments"]]
+        data = from_json(plan, "state's plan")
+        buckets = data.get("buckets") if isinstance(data, dict) else None
+        if not isinstance(buckets, list):
+            raise ValueError("it has no list of buckets")
         numels: dict[str, int] = {}
-        for name, start, stop in segments:
-            numels[name] = numels.get(name, 0) + stop - start
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"the state's plan is none: {error!r}") from None
+        for bucket in buckets:
+            segments = bucket.get("segments") if isinstance(bucket, dict) else None
+            for name, start, stop in checked(_Part, {"segments": segments}, "a bucket's ")["segments"]:
+                numels[name] = numels.get(name, 0) + stop - start
+    except ValueError as error:
+        raise ValueError(f"the state's plan is none: {error}") from None
+    return numels
+
+
+def _in_common(
+    slices: Sequence[StateSlice], specs: Mapping[str, TensorSpec], numels: Mapping[str, int]
+) -> list[StateSlice]:
+    """Returns the slices of parameters that have the same number of elements in this model as in the saved plan."""
     return [part for part in slices if part.name in specs and numels.get(part.name) == specs[part.name].numel]
 
 
@@ -157,14 +180,6 @@ def _require_once(slices: Sequence[StateSlice]) -> None:
         overlapping = [(one, other) for one, other in pairwise(filled) if other.start < one.stop]
         for one, other in [*twice, *overlapping]:
             raise ValueError(f"the states {one.key!r} and {other.key!r} overlap: elements are there twice")
-
-
-def _scale_of(saved: Mapping[str, Any]) -> float | None:
-    """Returns the loss scale that the saved residuals contain as a factor; None if the loss was not scaled."""
-    scale = saved.get("loss_scale")
-    if scale is not None and not (isinstance(scale, float) and 0 < scale < math.inf):
-        raise ValueError(f"the state's loss_scale must be a positive number, got {scale!r}")
-    return scale
 
 
 def refusal(origins: Sequence[Origin], parameters: str) -> str:

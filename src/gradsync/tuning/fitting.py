@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ..costs.cost_model import CostModel
 from ..costs.steps import Compute, Pattern
-from ..plans.profile import Interval, KernelEstimate, LinkEstimate, LinkPoint
+from ..plans.profile import MOST_BYTES_PER_S, Interval, KernelEstimate, LinkEstimate, LinkPoint
 
 CONFIDENCE = 0.95
 KNEE_DOUBT = 0.01  # the chance of a knee where there is none
@@ -220,16 +220,21 @@ def _rate_of(point: LinkPoint, stage_s: Interval, alpha_s: Interval) -> Interval
     return Interval(
         value=point.busiest_bytes / (point.seconds.value - latency_s),
         low=0.0 if longest_s is None else point.busiest_bytes / (longest_s - least_s),
-        high=point.busiest_bytes / shortest_s if shortest_s > 0 else None,
+        high=_highest(point.busiest_bytes, shortest_s),
     )
 
 
 def _rate(byte_s: Interval, seen: float) -> Interval:
     """Returns bytes per second from the fitted seconds per byte; where these are 0, the measured rate `seen`."""
-    if byte_s.value == 0:
+    if byte_s.value * MOST_BYTES_PER_S <= 1:
         return Interval(value=seen, low=min(1 / byte_s.high, seen) if byte_s.high else seen, high=None)
     low = 1 / byte_s.high if byte_s.high else 0.0
-    return Interval(value=1 / byte_s.value, low=low, high=1 / byte_s.low if byte_s.low else None)
+    return Interval(value=1 / byte_s.value, low=low, high=_highest(1.0, byte_s.low))
+
+
+def _highest(nbytes: float, seconds: float) -> float | None:
+    """Returns the upper end of a rate; None where it is above what any link has, or seconds may be 0."""
+    return nbytes / seconds if seconds * MOST_BYTES_PER_S > nbytes else None
 
 
 def slowdown(alone_s: Array, together_s: Array, shared_s: Array) -> Array:

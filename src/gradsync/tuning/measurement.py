@@ -29,6 +29,7 @@ from ..engine.engine import Engine
 from ..engine.observation import Observer
 from ..engine.plan_control import MAX_OBSERVATIONS
 from ..engine.step_listener import RecordingDone, StepListener, recording
+from ..inputs.settings import PositiveInt, argument
 from ..planner.search.errors import highest, relative_errors
 from ..plans.profile import (
     Density,
@@ -89,8 +90,8 @@ class Measurement(StepListener):
         ends_script: bool = False,
         then: Callable[[Engine, Profile], None] | None = None,
     ) -> None:
-        if steps < 1:
-            raise ValueError(f"steps must be at least 1, got {steps}")
+        argument("steps", steps, PositiveInt)
+        argument("warmup", warmup, PositiveInt)
         if warmup < MAX_OBSERVATIONS:
             raise ValueError(f"warmup must be at least {MAX_OBSERVATIONS}, in which plans settle, got {warmup}")
         flat_schemes(candidates)

@@ -298,8 +298,11 @@ def test_distances_near_the_bound_leave_groups_as_they_are() -> None:
 
 
 def test_wrong_bounds_are_refused() -> None:
-    with pytest.raises(ValueError, match="most_apart must be a share above 0, or None, got 0"):
+    with pytest.raises(ValueError, match="most_apart must be greater than 0 or None, got 0"):
         AveragingPlanner(most_apart=0.0)
+    for wrong in ({"momentum_every": True}, {"most_local_steps": 2.0}, {"largest": 1}, {"budget": 0}, {"budget": "1"}):
+        with pytest.raises(ValueError, match=f"AveragingPlanner.{next(iter(wrong))} must be"):
+            AveragingPlanner(**wrong)
     with pytest.raises(ValueError, match="give one of the two"):
         AveragingPlanner(most_apart=0.1, schedule=PAIRS)
     assert AveragingPlanner(most_apart=0.1, cluster=UNIFORM).regroups(Placement.one_per_node(NODES))

@@ -239,8 +239,10 @@ def test_a_scheme_is_taken_as_it_is_and_a_function_is_told_the_number_of_ranks()
     [
         (lambda: CompressingPlanner("topk0.01"), "way must be a compressor, a scheme, or a function .* got 'topk0.01'"),
         (lambda: CompressingPlanner(BalancedParallelism()), "is for dense gradients, but balanced_parallelism is"),
-        (lambda: CompressingPlanner(FEEDBACK, exact="*.bias"), r"must be a tuple of names or patterns, got '\*.bias'"),
+        (lambda: CompressingPlanner(FEEDBACK, exact="*.bias"), r"exact must be a list, got '\*.bias'"),
         (lambda: CompressingPlanner(FEEDBACK, fewest_elements=-1), "fewest_elements must be at least 0, got -1"),
+        (lambda: CompressingPlanner(FEEDBACK, fewest_elements=3.0), "fewest_elements must be a whole number, got 3.0"),
+        (lambda: CompressingPlanner(FEEDBACK, bucket_bytes=True), "bucket_bytes must be a whole number, got True"),
         (lambda: CompressingPlanner(FEEDBACK, bucket_bytes=0), "bucket_bytes must be at least 1, got 0"),
         (lambda: CompressingPlanner(FEEDBACK, exact=("bais",))(PROFILES, 4), "exact names 'bais', which no parameter"),
         (lambda: CompressingPlanner(lambda ranks: ranks)(PROFILES, 4), "way must be a compressor, .* got 4"),

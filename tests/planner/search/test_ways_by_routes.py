@@ -169,7 +169,7 @@ def test_leaves_that_leave_nothing_or_name_nothing_are_refused() -> None:
         ways_of(job(SLOW_BETWEEN), Constraints(lossy=(FEEDBACK,), leaves=LeafConstraints(most_compressions=0)))
     with pytest.raises(ValueError, match="without names 'telepathy'; expected some of compute, offload, all_reduce"):
         Constraints(leaves=LeafConstraints(without=("telepathy",)))
-    with pytest.raises(ValueError, match="leaves must be LeafConstraints or None, got 1"):
+    with pytest.raises(ValueError, match="leaves must be an instance of LeafConstraints or None, got 1"):
         Constraints(leaves=1)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from gradsync.characterization.footprint import DEFAULT_SAMPLE
-from gradsync.cli.console import WIDE, beside, console, plain_errors
+from gradsync.cli.console import WIDE, beside, console, plain_errors, writable
 from gradsync.compressors import names as compressors
 
 from ..bench import averaging
@@ -56,7 +56,7 @@ INTERRUPTED = 130  # exit status, as shells give it
 Nodes = Annotated[int, typer.Option(min=2, help="Nodes of the emulated cluster.")]
 RanksPerNode = Annotated[int, typer.Option(min=1, help="Ranks on each node.")]
 Rate = Annotated[str, typer.Option(help="Rate of every node's link, e.g. 200mbit, 1gbit, unshaped.")]
-Json = Annotated[str | None, typer.Option("--json", help="File for the records; - prints them.")]
+Json = Annotated[str | None, typer.Option("--json", callback=writable, help="File for the records; - prints them.")]
 Quick = Annotated[bool, typer.Option(help="A short run, under a minute.")]
 Require = Annotated[
     list[str] | None,
@@ -528,7 +528,8 @@ def finish(
     else:
         console.print(table(records, compact=console.width < WIDE))
     if json is not None and json != "-":
-        save_records(records, json)
+        with plain_errors():
+            save_records(records, json)
         console.print(f"Records: {json}")
     judged = judgements(records, bounds)
     for holds, text in judged:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from gradsync.cli.console import WIDE, console, plain_errors
+from gradsync.cli.console import WIDE, console, folder, plain_errors
 
 from ..bench.train import TrainSpec, run_training
 from ..report.page import write_page
@@ -29,7 +29,9 @@ def demo(
     link: Annotated[str, typer.Option(help="Rate of every node's link, e.g. 200mbit, 1gbit, unshaped.")] = "1gbit",
     steps: Annotated[int, typer.Option(min=BLOCK_STEPS, help="Counted steps of each method.")] = 64,
     row_length: Annotated[int, typer.Option(help="Elements of an embedding row (deepfm).")] = DEMO_ROW_LENGTH,
-    out: Annotated[Path, typer.Option(help="Where results.json, report.html and trace.json go.")] = Path("demo-out"),
+    out: Annotated[
+        Path, typer.Option(callback=folder, help="Where results.json, report.html and trace.json go.")
+    ] = Path("demo-out"),
     loopback: Annotated[bool, typer.Option(help="No namespaces: plain loopback, without limits on rates.")] = False,
     quick: Annotated[bool, typer.Option(help="A short run, to see that everything works.")] = False,
 ) -> None:
@@ -46,10 +48,11 @@ def demo(
     with plain_errors(), event_bar(f"{workload} on {nodes} nodes, {link}", spec.turns) as on_event:
         run = run_training(spec, on_event)
     run.command = repeat_command(spec)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "results.json").write_text(run.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    write_page(run, out / "report.html")
-    write_trace(run, out / "trace.json")
+    with plain_errors():
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "results.json").write_text(run.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        write_page(run, out / "report.html")
+        write_trace(run, out / "trace.json")
     show(run)
     console.print(
         f"\nReport: {out / 'report.html'}   trace (ui.perfetto.dev): {out / 'trace.json'}   {out / 'results.json'}"

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from gradsync.cli.console import console
+from gradsync.cli.console import console, writable
 from gradsync.costs.cluster import format_rate
 
 from ..cluster import Lab, LabUnavailableError, LinkRate, Scenario
@@ -77,7 +77,7 @@ def run(
     moving_background: Moving = None,
     stalls: Stalls = None,
     procs_per_node: Procs = 1,
-    timeout: Annotated[float | None, typer.Option(help="Seconds after which all ranks are ended.")] = None,
+    timeout: Annotated[float | None, typer.Option(min=0.0, help="Seconds after which all ranks are ended.")] = None,
 ) -> None:
     """Runs a command as every rank of an emulated cluster, with the environment variables that torchrun would set."""
     scenario = scenario_of(nodes, link, rack_size, trunk, slow, background, procs_per_node, moving_background, stalls)
@@ -109,7 +109,7 @@ def check(
     trunk: Trunk = None,
     slow: Slow = None,
     seconds: Annotated[float, typer.Option(min=1, help="How long the links are loaded.")] = 4.0,
-    json: Annotated[Path | None, typer.Option("--json", help="File for the figures.")] = None,
+    json: Annotated[Path | None, typer.Option("--json", callback=writable, help="File for the figures.")] = None,
 ) -> None:
     """Loads all links at once and compares measured with configured rates; exit code 1 if a link is off."""
     scenario = scenario_of(nodes, link, rack_size, trunk, slow, background=None)

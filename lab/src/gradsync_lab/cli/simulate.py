@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gradsync.cli.console import console
+from gradsync.cli.console import console, plain_errors, writable
 
 from ..papers import (
     Communication,
@@ -39,7 +39,9 @@ class Paper(StrEnum):
 
 def simulate(
     paper: Annotated[Paper, typer.Option(help="Whose evaluation to simulate.")] = Paper.ZEN,
-    json: Annotated[str | None, typer.Option(help="Write the rows here; - prints them instead of the table.")] = None,
+    json: Annotated[
+        str | None, typer.Option(callback=writable, help="Write the rows here; - prints them instead of the table.")
+    ] = None,
 ) -> None:
     """Simulates a paper's evaluation beside its published values: communication (zen), or whole steps."""
     rows: Sequence[Any]
@@ -60,7 +62,8 @@ def simulate(
         return
     show()
     if json is not None:
-        Path(json).write_text(text + "\n", encoding="utf-8")
+        with plain_errors():
+            Path(json).write_text(text + "\n", encoding="utf-8")
         console.print(f"Rows: {json}")
 
 

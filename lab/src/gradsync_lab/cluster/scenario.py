@@ -120,7 +120,7 @@ def parse_slow(texts: Sequence[str]) -> dict[int, str]:
     """Parses slow nodes: `["3=100mbit"]` -> {3: "100mbit"}. Raises ValueError for text of another form."""
     slow = {}
     for text in texts:
-        match = re.fullmatch(r"(\d+)=(\S+)", text)
+        match = re.fullmatch(r"([0-9]{1,9})=(\S+)", text)
         if match is None:
             raise ValueError(f"a slow node is written NODE=RATE, like 3=100mbit; got {text!r}")
         slow[int(match[1])] = match[2]
@@ -135,7 +135,7 @@ def parse_background(texts: Sequence[str]) -> tuple[tuple[int, int, str], ...]:
     """
     flows = []
     for text in texts:
-        match = re.fullmatch(r"(\d+)->(\d+)=(\S+)", text)
+        match = re.fullmatch(r"([0-9]{1,9})->([0-9]{1,9})=(\S+)", text)
         if match is None:
             raise ValueError(f"background traffic is written FROM->TO=RATE, like 0->2=300mbit; got {text!r}")
         flows.append((int(match[1]), int(match[2]), match[3]))

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from gradsync.characterization.statistics import Estimate
+from gradsync.inputs.files import from_json, naming, read_as, read_text
 
 Metric = Literal[
     "step_s", "sync_s", "kernel_s", "plan_s", "time_to_loss_s", "imbalance", "cost", "error", "loss", "gap"
@@ -286,5 +287,12 @@ def save_records(records: Sequence[Record], path: str | Path) -> None:
 
 
 def load_records(path: str | Path) -> list[Record]:
-    """Reads records that `save_records` wrote."""
-    return TypeAdapter(list[Record]).validate_json(Path(path).read_text(encoding="utf-8"))
+    """Reads records that `save_records` wrote.
+
+    Raises:
+        ValueError: naming the file, if it cannot be read, is no JSON, or holds no records.
+    """
+    text = read_text(path, "list of records")
+    with naming(path):
+        data = from_json(text, "list of records", any_number=True)
+        return read_as(TypeAdapter(list[Record]).validate_json, data, "list of records")

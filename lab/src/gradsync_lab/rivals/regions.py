@@ -15,9 +15,10 @@ from torch import Tensor
 
 from gradsync import kernels
 from gradsync.comm import Group
-from gradsync.compressors.expressions import PositiveInt, register
+from gradsync.compressors.expressions import register
 from gradsync.costs.cluster import Placement
 from gradsync.costs.steps import Compute, Pattern, Step, Transfer
+from gradsync.inputs.settings import PositiveInt
 from gradsync.schemes.base import Scheme, State, Traits
 from gradsync.schemes.elements import Sums, counts_in, elements_of, nonzeros
 from gradsync.schemes.formats import PartFormat, PartMessage

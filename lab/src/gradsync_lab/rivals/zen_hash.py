@@ -15,9 +15,10 @@ from torch import Tensor
 
 from gradsync import kernels
 from gradsync.comm import LENGTH_BYTES, Group
-from gradsync.compressors.expressions import NonNegativeInt, register
+from gradsync.compressors.expressions import register
 from gradsync.costs.cluster import Placement
 from gradsync.costs.steps import Compute, Step, Transfer
+from gradsync.inputs.settings import NonNegativeInt
 from gradsync.kernels.hierarchy import HashMemory
 from gradsync.schemes.base import Scheme, State, Traits
 from gradsync.schemes.elements import counts_in, elements_of, nonzeros

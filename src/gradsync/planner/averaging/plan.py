@@ -13,6 +13,15 @@ from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RAdam
 from ...comm.shuffle import GroupSchedule, thinned, together
 from ...compressors import Cast, Compressor
 from ...costs.cluster import Cluster, Placement
+from ...inputs.settings import (
+    NonNegativeFinite,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    SeveralInt,
+    check,
+)
 from ...optim.momentum import momentum_of
 from ...plans.plan import Plan, What, state_name
 from ...schemes import AllReduce, CompressedAllGather, HalfPrecision, Hierarchical, ReduceScatter, Scheme, Shuffled
@@ -75,28 +84,21 @@ class AveragingPlanner:
 
     cluster: Cluster | None = None
     schedule: GroupSchedule | None = None
-    largest: int | None = None
-    budget: int | None = 1
-    most_spread: float = 1.5
-    most_left: float = 0.5
-    most_local_steps: int = 4
-    momentum_every: int = 0
+    largest: SeveralInt | None = None
+    budget: PositiveInt | None = 1
+    most_spread: NonNegativeFloat = 1.5
+    most_left: NonNegativeFloat = 0.5
+    most_local_steps: PositiveInt = 4
+    momentum_every: NonNegativeInt = 0
     compressor: Compressor[Any] | None = None
     early: bool = False
-    compute_s: float = 0.0
+    compute_s: NonNegativeFinite = 0.0
     remap: bool = True
-    most_apart: float | None = None
+    most_apart: PositiveFloat | None = None
     survives: bool = False
 
     def __post_init__(self) -> None:
-        if self.momentum_every < 0 or type(self.momentum_every) is not int:
-            raise ValueError(f"momentum_every must be a whole number from 0 on, got {self.momentum_every!r}")
-        if type(self.most_local_steps) is not int or self.most_local_steps < 1:
-            raise ValueError(f"most_local_steps must be a whole number from 1 on, got {self.most_local_steps!r}")
-        if self.compressor is not None and not isinstance(self.compressor, Compressor):
-            raise ValueError(f"compressor must be a compressor or None, got {self.compressor!r}")
-        if self.most_apart is not None and not self.most_apart > 0:
-            raise ValueError(f"most_apart must be a share above 0, or None, got {self.most_apart!r}")
+        check(self)
         if self.most_apart is not None and self.schedule is not None:
             raise ValueError("most_apart lets groups change, and a schedule was given: give one of the two")
 

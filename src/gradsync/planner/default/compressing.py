@@ -22,6 +22,7 @@ from ...compressors import (
 )
 from ...costs.cluster import Placement
 from ...costs.steps import transfers
+from ...inputs.settings import NonNegativeInt, PositiveInt, check
 from ...plans.plan import Plan
 from ...schemes import AllReduce, CompressedAllReduce, CompressedTwoWay, Scheme, SchemeOrCompressor, ways
 from ...tensors.bucket import Bucket, FlatSpec, Layout, Segment, TensorSpec, matches
@@ -63,18 +64,13 @@ class CompressingPlanner:
     )  # a compressor or scheme, or a function from the number of ranks to one
     exact: tuple[str, ...] = ()  # names or shell patterns of parameters that are not compressed
     matrices_only: bool = False  # tensors of one dimension, as biases and norms, are not compressed
-    fewest_elements: int = 0  # smaller tensors are not compressed
-    bucket_bytes: int = BUCKET_BYTES  # size of dense buckets; the first has 1 MiB at most, tensors are not cut
+    fewest_elements: NonNegativeInt = 0  # smaller tensors are not compressed
+    bucket_bytes: PositiveInt = BUCKET_BYTES  # size of dense buckets; the first has 1 MiB at most, tensors are not cut
 
     def __post_init__(self) -> None:
         if not callable(self.way):
             _check_way(self.way)
-        if isinstance(self.exact, str):
-            raise ValueError(f"CompressingPlanner.exact must be a tuple of names or patterns, got {self.exact!r}")
-        if self.fewest_elements < 0:
-            raise ValueError(f"CompressingPlanner.fewest_elements must be at least 0, got {self.fewest_elements}")
-        if self.bucket_bytes < 1:
-            raise ValueError(f"CompressingPlanner.bucket_bytes must be at least 1, got {self.bucket_bytes}")
+        check(self)
 
     def __call__(self, profiles: Sequence[ParameterProfile], world_size: int) -> Plan:
         self._require_names([p.name for p in profiles])

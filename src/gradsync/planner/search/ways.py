@@ -12,6 +12,7 @@ from typing import Any
 
 from ...compressors import Compressor, SparseMessage
 from ...costs.steps import OFFLOAD
+from ...inputs.settings import NonNegativeFinite, NonNegativeInt, check
 from ...schemes import (
     DEVICES,
     WITH_SUMS,
@@ -69,10 +70,10 @@ class Constraints:
     always: bool = False  # True: no exact ways for gradients that may take a lossy one
     exact: tuple[str, ...] = ()  # names or shell patterns of parameters that stay exact
     matrices_only: bool = False  # tensors of one dimension, as biases and norms, stay exact
-    fewest_elements: int = 0  # smaller tensors stay exact
-    most_error: float | None = None
-    most_delay: float | None = None
-    most_delay_frozen: float | None = None
+    fewest_elements: NonNegativeInt = 0  # smaller tensors stay exact
+    most_error: NonNegativeFinite | None = None
+    most_delay: NonNegativeFinite | None = None
+    most_delay_frozen: NonNegativeFinite | None = None
     errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by parameter, by `errors.name_of`
     leaves: LeafConstraints | None = None
 
@@ -82,17 +83,8 @@ class Constraints:
                 isinstance(way, Scheme) and way.traits.layout is not Layout.FLAT
             ):
                 raise ValueError(f"Constraints.lossy must be compressors, or schemes of flat buckets, got {way!r}")
-        if isinstance(self.exact, str):
-            raise ValueError(f"Constraints.exact must be a tuple of names or patterns, got {self.exact!r}")
-        if type(self.fewest_elements) is not int or self.fewest_elements < 0:
-            raise ValueError(f"Constraints.fewest_elements must be a number from 0 on, got {self.fewest_elements!r}")
-        for name in ("most_error", "most_delay", "most_delay_frozen"):
-            bound = getattr(self, name)
-            if bound is not None and not 0 <= bound < inf:
-                raise ValueError(f"Constraints.{name} must be a number and not be negative, got {bound}")
+        check(self)
         if self.leaves is not None:
-            if not isinstance(self.leaves, LeafConstraints):
-                raise ValueError(f"Constraints.leaves must be LeafConstraints or None, got {self.leaves!r}")
             WITH_SUMS.check_names(self.leaves)
 
     def require_names(self, names: Sequence[str]) -> None:
