@@ -6,7 +6,7 @@ ARGS ?=
 WORKERS ?= 2
 PIP_ARGS ?=
 
-.PHONY: setup demo test lint types tests lab-tests torch-tests sanitize bench clean
+.PHONY: setup demo test lint types tests lab-tests torch-tests sanitize fuzz bench clean
 
 setup: .venv/setup.stamp
 
@@ -63,9 +63,13 @@ torch-tests: setup
 sanitize: setup
 	$(BIN)/pytest -n 0 tests/sanitizers $(ARGS)
 
+# Random cases for a minute; ARGS="--seconds 3600" for longer. It goes on behind the last seed of its record.
+fuzz: setup
+	$(BIN)/gradsync fuzz $(ARGS)
+
 bench: setup
 	$(BIN)/gradsync bench $(ARGS)
 
 clean:
-	rm -rf build dist lab/dist demo-out .mypy_cache .pytest_cache .ruff_cache .hypothesis .venv src/gradsync/kernels/*.so src/gradsync/planner/*.so
+	rm -rf build dist lab/dist demo-out fuzz-out .mypy_cache .pytest_cache .ruff_cache .hypothesis .venv src/gradsync/kernels/*.so src/gradsync/planner/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -44,6 +44,9 @@ COMMANDS = {
         ".plan:explain", "Explain a plan: the best other schemes for each bucket, and whether plain DDP is as fast."
     ),
     "bench": Command(None, "Compare methods in one run and keep the records."),
+    "fuzz": Command(
+        None, "Draws random models, plans and worlds, and holds each against oracles; shrinks what fails to a script."
+    ),
     "lab": Command(None, "An emulated cluster on this machine: namespaces joined by limited links."),
 }
 
