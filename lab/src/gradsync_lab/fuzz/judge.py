@@ -182,12 +182,16 @@ class _Judge:
         magnitude = torch.stack(own).abs().sum(dim=0) / size
         # Rows that an embedding's gradient repeats are added first, where they may cancel out.
         added = torch.stack([self._added(step, rank, each) for rank in range(size)]).sum(dim=0) / size
-        subnormal = (size + ROUNDINGS) * info.smallest_normal * info.eps
         return (
             (size + ROUNDINGS) * info.eps / 2 * torch.maximum(magnitude, added)
             + FLOAT32_ADDITIONS * single.eps * added
-            + subnormal
+            + self._subnormal(each.name)
         )
+
+    def _subnormal(self, name: str) -> float:
+        """Returns how far rounding may move values near zero, of which the smallest ones lie evenly spaced."""
+        info = torch.finfo(self.dtypes[name])
+        return (self.case.size + ROUNDINGS) * info.smallest_normal * info.eps
 
     def _added(self, step: int, rank: int, each: _Range) -> Tensor:
         gradient = self.traces[rank].steps[step].own.get(each.name)
@@ -222,13 +226,9 @@ class _Judge:
             if scheme.traits.lossy:
                 yield from self._off(each, got.mean(dim=0), own.mean(dim=0), allowed)
                 continue
-            expected = mixing(self.buckets[each.bucket].scheme, self.case.size, step - self._began(step)) @ own
+            expected = mixing(self.buckets[each.bucket].scheme, self.case.size, step) @ own
             for rank in range(self.case.size):
                 yield from self._off(each, got[rank], expected[rank], allowed)
-
-    def _began(self, step: int) -> int:
-        """Returns the step at which schemes without saved state began."""
-        return 0
 
     def beside(self, step: int) -> Iterator[str]:
         """Yields where torch's DDP has another gradient: other bits on one or two ranks, else beyond rounding."""
@@ -273,7 +273,7 @@ class _Judge:
                 continue
             eps = promised_eps(bucket.scheme, self.dtypes[each.name])
             bound = (self.case.size + ROUNDINGS) * eps + FLOAT32_ADDITIONS * torch.finfo(torch.float32).eps
-            allowed = torch.full_like(found.came_in, bound * largest)
+            allowed = torch.full_like(found.came_in, bound * largest + self.case.size * self._subnormal(each.name))
             expected = found.came_in + found.before
             for problem in self._off(each, found.sent + found.after, expected, allowed):
                 yield f"sent + residual is not gradient + former residual: {problem}"

@@ -113,7 +113,7 @@ def bytes_follow_data(case: Case, number: int) -> bool:
 def _inside(scheme: Scheme[Any]) -> Iterator[Scheme[Any]]:
     """Yields a scheme and those that carry its messages, of which it predicts the mean density only."""
     yield scheme
-    for name in ("scheme", "inner"):
+    for name in ("scheme", "inner", "intra", "inter"):
         carrier = getattr(scheme, name, None)
         if isinstance(carrier, Scheme):
             yield from _inside(carrier)
