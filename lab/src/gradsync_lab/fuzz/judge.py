@@ -329,7 +329,7 @@ class _Judge:
         began = self.case.reload_at if self.case.reload_at is not None and step >= self.case.reload_at else 0
         sent = self._sent_by_all(step, number) - (self._sent_by_all(step - 1, number) if step > began else 0.0)
         low, high = expected_bytes(
-            self.case, number, [self._present(step, rank, bucket) for rank in range(self.case.size)]
+            self.case, number, [self._present(step, rank, bucket) for rank in range(self.case.size)], step
         )
         if not low <= sent <= high:
             told = f"all ranks sent {sent:.0f} bytes"

@@ -122,7 +122,11 @@ def _inside(scheme: Scheme[Any]) -> Iterator[Scheme[Any]]:
 def _follows(scheme: Scheme[Any], bucket: Bucket, placement: Placement) -> bool:
     numel = bucket.specs[0].numel
     densities = [(DensityProfile(numel, rows),) for rows in (0.0, numel / 3, float(numel))]
-    return len({_by_rank(_planned(scheme, bucket, placement, known), placement.size) for known in densities}) > 1
+    try:
+        told = {_by_rank(_planned(scheme, bucket, placement, known), placement.size) for known in densities}
+    except ValueError:  # an inner scheme for other ranks than all, whose bytes are in those of the outer one
+        return False
+    return len(told) > 1
 
 
 def _by_rank(planned: Sequence[Transfer], size: int) -> tuple[float, ...]:
@@ -130,16 +134,18 @@ def _by_rank(planned: Sequence[Transfer], size: int) -> tuple[float, ...]:
 
 
 def _planned(
-    scheme: Scheme[Any], bucket: Bucket, placement: Placement, known: tuple[DensityProfile, ...]
+    scheme: Scheme[Any], bucket: Bucket, placement: Placement, known: tuple[DensityProfile, ...], step: int = 0
 ) -> list[Transfer]:
-    return transfers(scheme.steps(bucket.specs, known, placement))
+    return transfers(scheme.steps(bucket.specs, known, placement, step))
 
 
-def expected_bytes(case: Case, number: int, brought: Sequence[Sequence[Tensor | None]]) -> tuple[float, float]:
-    """Returns the fewest and the most bytes that all ranks together may send for what each rank brings to a bucket."""
+def expected_bytes(
+    case: Case, number: int, brought: Sequence[Sequence[Tensor | None]], step: int
+) -> tuple[float, float]:
+    """Returns the fewest and the most bytes that all ranks may send in a step for what each brings to a bucket."""
     scheme, bucket, placement = _bucket_of(case, number)
     known = _rows(bucket, brought) if bucket.layout is Layout.ROWS else _elements(bucket, brought)
-    planned = _planned(scheme, bucket, placement, known)
+    planned = _planned(scheme, bucket, placement, known, step)
     total = sum(_by_rank(planned, case.size))
     pairs = case.size * (case.size - 1)
     heads = HEADS_BYTES * pairs * (len(bucket.segments) + 1) * max(len(planned), 1)
