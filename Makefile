@@ -7,7 +7,7 @@ WORKERS ?= 2
 PIP_ARGS ?=
 SOAK_MINUTES ?= 10
 
-.PHONY: setup demo test lint types tests lab-tests torch-tests sanitize bench faults soak clean
+.PHONY: setup demo test lint types tests lab-tests torch-tests sanitize fuzz bench faults soak clean
 
 setup: .venv/setup.stamp
 
@@ -64,6 +64,10 @@ torch-tests: setup
 sanitize: setup
 	$(BIN)/pytest -n 0 tests/sanitizers $(ARGS)
 
+# Random cases for a minute; ARGS="--seconds 3600" for longer. It goes on behind the last seed of its record.
+fuzz: setup
+	$(BIN)/gradsync fuzz $(ARGS)
+
 bench: setup
 	$(BIN)/gradsync bench $(ARGS)
 
@@ -76,5 +80,5 @@ soak: setup
 	$(BIN)/gradsync soak --hours $$(awk 'BEGIN { print $(SOAK_MINUTES) / 60 }') --record soak-$(SOAK_MINUTES).jsonl $(ARGS)
 
 clean:
-	rm -rf build dist lab/dist demo-out .mypy_cache .pytest_cache .ruff_cache .hypothesis .venv src/gradsync/kernels/*.so src/gradsync/planner/*.so
+	rm -rf build dist lab/dist demo-out fuzz-out .mypy_cache .pytest_cache .ruff_cache .hypothesis .venv src/gradsync/kernels/*.so src/gradsync/planner/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -12,11 +12,13 @@ from torch import Tensor
 
 from gradsync.compressors import (
     Biased,
+    Cast,
     Compressor,
     CompressorState,
     Contraction,
     ErrorFeedback,
     MomentumCorrection,
+    SharedBlockInt,
     Threshold,
     TopK,
     Warmup,
@@ -162,6 +164,12 @@ def test_settings_out_of_range_are_refused() -> None:
             Warmup((top_k, top_k), starts)
     with pytest.raises(ValueError, match="put the feedback around the Warmup"):
         Warmup((top_k, ErrorFeedback(top_k)), (0, 1))
+    for differing, match in (
+        ((SharedBlockInt(3, block=1), SharedBlockInt(3, block=2)), "equally many numbers, got 5, 3 for 5 elements"),
+        ((Cast("float16"), Cast("bfloat16")), "sum one dtype, got torch.float16, torch.bfloat16 for 5 elements"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            Warmup(differing, (0, 1)).init(FlatSpec.of(torch.zeros(5)))
 
 
 def test_a_plan_can_name_all_of_it() -> None:

@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradsync
 from gradsync import Plan
-from gradsync.schemes import AllReduce
+from gradsync.compressors import ErrorFeedback, TopK
+from gradsync.schemes import AllReduce, CompressedAllGather
 from gradsync.tensors.bucket import TensorSpec, trainable_parameters
 from tests.frontends.models import Branches, Perceptron, Tables
 from tests.frontends.twins import Twin, assert_same_gradients, assert_same_on_all_ranks, assert_same_weights, plain
@@ -115,6 +116,39 @@ def cut_across() -> None:
 
 def test_buckets_of_a_plan_may_cut_across_ddps(world: World) -> None:
     world(2).run(cut_across)
+
+
+def cut_table() -> None:
+    specs = {name: TensorSpec.of(p) for name, p in trainable_parameters(Tables()).items()}
+    others = [(name, 0, spec.numel) for name, spec in specs.items() if name != "words.weight"]
+    cuts = [[("words.weight", 0, 67)], [*others, ("words.weight", 67, 150)]]
+    plan = Plan.make(specs, dist.get_world_size(), [(cut, AllReduce()) for cut in cuts])
+    compare(twins(Tables, plan=plan), sparse_step)
+
+
+def test_a_plan_may_cut_a_table(world: World) -> None:
+    world(2).run(cut_table)
+
+
+def state_by_index() -> None:
+    """Compares state with that of `attach`, which is in the order of indices whatever the memory format."""
+    kept = []
+    for wrapped in (False, True):
+        torch.manual_seed(0)
+        model: nn.Module = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+        specs = {name: TensorSpec.of(p) for name, p in trainable_parameters(model).items()}
+        scheme = CompressedAllGather(ErrorFeedback(TopK(0.3)))
+        plan = Plan.make(specs, dist.get_world_size(), [(list(specs), scheme)])
+        model = DistributedDataParallel(model) if wrapped else model
+        handle = gradsync.attach(model, plan=plan, timeout=15)
+        model(torch.randn(2, 3, 4, 4)).square().mean().backward()
+        kept.append(handle.state_dict()["state"]["weight[0:48]/sent.residual"])
+        handle.detach()
+    assert kept[0].any() and torch.equal(*kept)
+
+
+def test_state_is_in_the_order_of_indices_whatever_the_memory_format(world: World) -> None:
+    world(2).run(state_by_index)
 
 
 def registered_by_hand() -> None:

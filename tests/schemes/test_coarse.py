@@ -355,7 +355,7 @@ def test_nothing_is_lost_between_nodes_either(inner: CoarseGrained) -> None:
 
 def test_a_bucket_without_elements_has_flags_only() -> None:
     like = bucket(shapes=((0, 3),))
-    for scheme in (SMALL, replace(SMALL, choice="exact", max_age=2)):
+    for scheme in (SMALL, replace(SMALL, choice="exact", max_age=2), replace(SMALL, scoring="relative")):
         result = Ranks(scheme, 2, like).step([gradient(0, like), gradient(1, like)])
         assert (result > 0).tolist() == [True, True, *[False] * (like.num_flags - 2)]
 

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
+from gradsync.compressors import ErrorFeedback, TopK
 from gradsync.costs.cluster import Placement
 from gradsync.costs.steps import transfers
 from gradsync.schemes import (
@@ -19,6 +20,7 @@ from gradsync.schemes import (
     AllReduce,
     BalancedElements,
     BalancedParallelism,
+    CompressedAllGather,
     HalfPrecision,
     RowPoint,
     Scheme,
@@ -29,6 +31,7 @@ from gradsync.tensors.bucket import Layout, TensorSpec
 from gradsync.tensors.density import DensityProfile
 from gradsync.tensors.sparse import SparseRows
 from tests.schemes.family import ROUNDED_MEMBERS, assert_is_scaled_sum, bits, make_inputs, run, run_scheme
+from tests.schemes.stateful import Ranks, bucket, gradient
 
 SPARSE: list[Scheme[Any]] = [AGSparse(), BalancedParallelism(), RowPoint(), BalancedElements(), DOUBLING_OF_ELEMENTS]
 every_sparse = pytest.mark.parametrize("inner", SPARSE, ids=lambda scheme: scheme.name)
@@ -149,6 +152,18 @@ def _rows_of(x: Tensor) -> SparseRows:
     """Returns rows of two columns, each row twice."""
     indices = x.nonzero().flatten().repeat(2)
     return SparseRows(indices, torch.stack([x[indices], -x[indices]], dim=1), len(x))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_residuals_are_in_units_of_gradients(size: int) -> None:
+    """A residual may go on under another plan, which takes it for a part of a gradient."""
+    ranks = Ranks(HalfPrecision(CompressedAllGather(ErrorFeedback(TopK(0.2)))), size, bucket(torch.float32))
+    inputs = [gradient(seed, bucket(torch.float32)) for seed in range(size)]
+    sent = size * ranks.step(inputs)
+    numel = bucket().numel
+    assert ranks.residuals().any()
+    total = sum(x[:numel].double() for x in inputs)
+    torch.testing.assert_close(sent[:numel].double() + ranks.residuals(), total, rtol=0.0, atol=0.1)
 
 
 def test_it_is_lossy_and_passes_on_what_its_inner_scheme_says() -> None:

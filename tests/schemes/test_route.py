@@ -362,6 +362,17 @@ def test_payloads_that_can_be_summed_are_added_on_their_way(compressor: Compress
             assert_is_mean(outcome, inputs, 2**-6, 2**-6)
 
 
+@pytest.mark.parametrize("shape", [(1, 2), (2, 2), (2, 1)])
+def test_payloads_are_summed_across_nodes_by_those_ranks_that_have_them(shape: tuple[int, int]) -> None:
+    """Gathers payloads on one rank of each node: on a single node the others have nothing, and nobody to sum with."""
+    placement, words = Placement.regular(*shape), ("compress@compute", "gather", "all_reduce", "decompress@compute")
+    route = Route((*words, "broadcast"), Cast("bfloat16"), placement.ranks_per_node or 1)
+    inputs = inputs_of(placement.size)
+    outcome = run(route, inputs, placement)
+    assert_is_mean(outcome, inputs)
+    assert_bytes_are_predicted(route, outcome, placement)
+
+
 def test_bundles_are_as_many_payloads_and_sums_of_payloads_are_one() -> None:
     def pulled(compressor: Compressor[Any]) -> float:
         route = Route(BUNDLES, compressor)

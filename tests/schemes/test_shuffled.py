@@ -9,7 +9,7 @@ import torch
 
 from gradsync.comm import LocalGroup
 from gradsync.comm.shuffle import GroupSchedule, Round, crossing, exact, grid, together, with_ranks_absent
-from gradsync.compressors import BlockInt, Cast, ErrorFeedback, TopK
+from gradsync.compressors import THC, BlockInt, Cast, ErrorFeedback, TopK
 from gradsync.costs.cluster import Placement
 from gradsync.costs.steps import transfers
 from gradsync.schemes import (
@@ -124,6 +124,7 @@ def test_plans_can_name_it(schedule: GroupSchedule) -> None:
         ({"rounds": [[[0, 1]]], "relaxations": [[2.5]]}, r"in \(0, 2\)"),
         ({"rounds": [[[0, 1]]], "scheme": BalancedParallelism()}, "for flat buckets and exact"),
         ({"rounds": [[[0, 1]]], "scheme": CoarseGrained()}, "for flat buckets and exact"),
+        ({"rounds": [[[0, 1]]], "scheme": CompressedAllGather(THC())}, "ranks agree on no numbers"),
     ],
 )
 def test_what_is_no_schedule_is_refused(settings: dict[str, Any], said: str) -> None:

@@ -234,6 +234,18 @@ def test_tables_are_taken_as_they_came_and_delivered_in_the_layout_asked_for() -
     assert dense.tolist() == [[0, 0], [2, 2], [0, 0], [0, 0], [0, 0], [4, 4]]
 
 
+def test_a_dense_gradient_of_a_table_has_the_parameters_strides_on_ranks_that_brought_none() -> None:
+    parameter = torch.randn(3, 5).t()
+    gradients = row_gradients({"t": parameter})
+    gradients.begin()
+    gradients.load("t", None, used=False)
+    gradients.take(check_finite=False)
+    gradients.accept((SparseRows(torch.tensor([1, 4]), torch.arange(6.0).view(2, 3), 5),))
+    dense = gradients.unload("t", None, sparse=False, shape=torch.Size((5, 3)))
+    assert dense.stride() == parameter.stride()
+    assert dense.tolist() == [[0, 0, 0], [0, 1, 2], [0, 0, 0], [0, 0, 0], [3, 4, 5]]
+
+
 def test_a_table_used_without_rows_is_present_and_one_not_used_is_absent() -> None:
     gradients = row_gradients(TABLES)
     gradients.begin()

@@ -34,6 +34,13 @@ def test_dense_and_sparse_tensors_of_any_shape_return(shape: tuple[int, ...]) ->
     assert torch.equal(again.values, rows.values)
 
 
+def test_from_dense_takes_any_memory_format() -> None:
+    dense = torch.randn(6, 4, 3, 2)
+    for strided in (dense.to(memory_format=torch.channels_last), dense.transpose(0, 1), dense[:, :, :, 0]):
+        rows = SparseRows.from_dense(strided)
+        assert torch.equal(rows.write_to(torch.zeros(strided.shape)), strided)
+
+
 def test_from_dense_takes_the_rows_that_are_not_zero_everywhere() -> None:
     dense = torch.zeros(5, 2)
     dense[1, 1], dense[3, 0], dense[4] = 2.0, float("nan"), -0.0

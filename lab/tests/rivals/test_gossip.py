@@ -8,7 +8,10 @@ import torch
 from gradsync.comm import LocalGroup
 from gradsync.costs.cluster import Placement
 from gradsync.costs.steps import transfers
+from gradsync.engine.engine import Engine
+from gradsync.plans.plan import Plan, What
 from gradsync.schemes import from_expression, to_expression
+from gradsync.tensors.bucket import TensorSpec
 from gradsync_lab.rivals.gossip import Gossip
 from tests.schemes.family import run_scheme
 from tests.schemes.stateful import bucket, gradient
@@ -48,6 +51,19 @@ def test_one_peer_at_doubling_distances_agrees_after_a_cycle_of_powers_of_two() 
         states, values = outcome.states, outcome.results
     for value in values:
         torch.testing.assert_close(value[: like.numel], mean[: like.numel])
+
+
+def test_a_rank_alone_keeps_its_parameters() -> None:
+    """Runs a plan of one rank: a bucket without a turn would never begin."""
+    parameters = {"w": torch.arange(3.0)}
+    specs = {"w": TensorSpec.of(parameters["w"])}
+    plan = Plan.make(specs, 1, [(["w"], Gossip.ring())], what=What.PARAMETER)
+    engine = Engine(parameters, LocalGroup.world(1)[0], plan, timeout_s=5)
+    engine.begin()
+    engine.load("w", parameters["w"])
+    engine.finish()
+    assert torch.equal(engine.unload("w", None, sparse=False), parameters["w"])
+    engine.close()
 
 
 @pytest.mark.parametrize("distances", [(), ((),), ((1,), ())])

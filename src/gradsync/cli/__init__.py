@@ -45,6 +45,9 @@ COMMANDS = {
     ),
     "bench": Command(None, "Compare methods in one run and keep the records."),
     "faults": Command(None, "Injects random faults into small jobs, and judges what surviving ranks say and do."),
+    "fuzz": Command(
+        None, "Draws random models, plans and worlds, and holds each against oracles; shrinks what fails to a script."
+    ),
     "soak": Command(None, "Trains under torchrun while faults come at random, and compares with a run without faults."),
     "lab": Command(None, "An emulated cluster on this machine: namespaces joined by limited links."),
 }

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..tensors.bucket import FlatSpec
-from .base import Compressor, CompressorState, CompressorTraits, Payload
+from .base import Compressor, CompressorState, CompressorTraits, Payload, Summand
 from .expressions import register
 from .feedback import Feedback
 from .law import Contraction, Law
@@ -89,6 +89,19 @@ class Warmup(Compressor[P]):
         return Contraction(min(deltas), drawn) if len(deltas) == len(laws) else laws[-1]
 
     def init(self, spec: FlatSpec, stream: int = 0) -> CompressorState:
+        """Returns the state before the first step, with what all compressors keep.
+
+        Raises:
+            ValueError: if the compressors differ in how many numbers ranks agree on, or in the dtype that is summed.
+        """
+        agreed = [compressor.num_agreed(spec) for compressor in self.compressors]
+        summed = [c.number_dtype(spec) for c in self.compressors if issubclass(c.traits.payload, Summand)]
+        for differing, what in ((agreed, "let the ranks agree on equally many numbers"), (summed, "sum one dtype")):
+            if len(set(differing)) > 1:
+                raise ValueError(
+                    f"Warmup.compressors must {what}, got {', '.join(map(str, differing))} for {spec.numel} elements: "
+                    "give them the same block and summands"
+                )
         states = [compressor.init(spec, stream) for compressor in self.compressors]
         elements = {name: kept for state in states for name, kept in state.elements.items()}
         tensors = {name: kept for state in states for name, kept in state.tensors.items()}

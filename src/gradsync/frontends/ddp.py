@@ -28,6 +28,7 @@ from ..engine.plan_control import Planner
 from ..optim.freezing import Freezing
 from ..optim.momentum import MomentumCheck
 from ..plans.plan import Plan
+from ..tensors.sparse import SparseRows
 from ..tuning.default import default_planner, planner_of
 from .agreement import DEFAULT_TIMEOUT_S, agreed_engine, exclusions, forget, unwrapped
 from .model_changes import Additions
@@ -277,7 +278,10 @@ class _Exchange:
         buffer = bucket.buffer()
         for name, gradient in self._named(bucket):
             if buffer.layout is torch.sparse_coo:
-                return self.engine.unload(name, None, sparse=True) * self._factor
+                rows = self.engine.unload(name, None, sparse=True)
+                if rows.layout is torch.strided:  # of a table that the plan cuts
+                    rows = SparseRows.from_dense(rows).to_torch(rows.shape)
+                return rows * self._factor
             result = self.engine.unload(name, gradient, sparse=False)
             if result.data_ptr() != gradient.data_ptr():
                 gradient.copy_(result)
@@ -291,11 +295,23 @@ class _Exchange:
         gradients = [buffer] if buffer.layout is torch.sparse_coo else bucket.gradients()
         for parameter, gradient in zip(bucket.parameters(), gradients, strict=True):
             if id(parameter) in self._names:
-                yield self._names[id(parameter)], gradient
+                yield self._names[id(parameter)], _in_format_of(parameter, gradient)
             elif id(parameter) not in self._left_alone:
                 why = "this DDPState got a bucket of another model than its own; give each DDP model its own DDPState"
                 self.engine.fail(why)
                 raise RuntimeError(why)
+
+
+def _in_format_of(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """Returns a gradient in DDP's bucket with the parameter's strides, in which its elements lie there.
+
+    `GradBucket.gradients` has the parameter's shape, but always contiguous strides. Parameters whose elements overlap
+    or have gaps do have contiguous gradients.
+    """
+    strides = torch.empty_like(parameter, device="meta").stride()
+    if gradient.layout is not torch.strided or strides != parameter.stride():
+        return gradient
+    return gradient.as_strided(parameter.shape, strides, gradient.storage_offset())
 
 
 def has_reducer(model: nn.Module) -> TypeGuard[DistributedDataParallel]:

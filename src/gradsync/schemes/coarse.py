@@ -346,7 +346,7 @@ class CoarseGrained(Scheme[Tensor]):
         """
         if LEVELS not in kept:
             return {}
-        tensor_of = torch.tensor(_owners(tuple(spec.lengths), self.chunk))
+        tensor_of = torch.tensor(_owners(tuple(spec.lengths), self.chunk), dtype=torch.int64)  # also of no chunks
         known = norms.double().cpu()
         sums = torch.zeros(len(spec.segments), dtype=torch.float64).index_add_(0, tensor_of, known)
         counts = torch.bincount(tensor_of, minlength=len(spec.segments))

@@ -29,6 +29,8 @@ from .dense import AllReduce
 class HalfPrecision(Scheme[Any]):
     """A scheme that scales gradients, rounds them to 16 bits, sums them by `inner`, and widens the sum. Not exact.
 
+    If `inner` keeps residuals, which are in units of gradients, it scales the sum instead.
+
     Sparse schemes add 16-bit values in float32 and round once more, at the owner, before the pull; so every rank, the
     owner too, has the same rounded bits. (An all-reduce adds as its transport does.) Repeated rows are merged before
     rounding. Finite values beyond the range become the largest finite value; a sum beyond the range becomes infinity.
@@ -80,7 +82,9 @@ class HalfPrecision(Scheme[Any]):
         if isinstance(x, Tensor):
             if not self.rounds(x.dtype):
                 return await self.inner.synchronize(x, state, group, scale)
-            total, next_state = await self.inner.synchronize(self._narrowed(x, scale), state, group, 1.0)
+            # With state the inner scheme scales, as residuals are in units of gradients, under whichever plan.
+            first, then = (1.0, scale) if state else (scale, 1.0)
+            total, next_state = await self.inner.synchronize(self._narrowed(x, first), state, group, then)
             return x.copy_(total), next_state
         if not self.rounds(x[0].values.dtype):
             return await self.inner.synchronize(x, state, group, scale)

@@ -44,7 +44,7 @@ class Shuffled(Scheme[Tensor]):
         rounds: for each round the groups of ranks, with every rank once; repeated in order.
         relaxations: for each round and group the share of the way to the group's mean that ranks move; (): 1 for all.
         scheme: sums within a group; for flat buckets, without residuals; exact, `HalfPrecision`, or
-            `CompressedAllGather`.
+            `CompressedAllGather` with a compressor for which the ranks need not agree on numbers.
     """
 
     rounds: tuple[tuple[RankGroup, ...], ...]
@@ -59,6 +59,11 @@ class Shuffled(Scheme[Tensor]):
             raise ValueError(
                 f"{type(self).__name__}.scheme must be for flat buckets and exact, HalfPrecision of such a scheme, or "
                 f"CompressedAllGather, got {self.scheme!r}"
+            )
+        if isinstance(self.scheme, CompressedAllGather) and self.scheme.compressor.traits.agrees:
+            raise ValueError(
+                f"{type(self).__name__}.scheme must have a compressor for which ranks agree on no numbers, as a rank "
+                f"must know beforehand what it sends, got {self.scheme.title}"
             )
         shares = self.relaxations or ((),) * len(self.rounds)
         if len(shares) != len(self.rounds):

@@ -129,10 +129,12 @@ class Transit:
 
     def alone(self, leg: Leg) -> list[Tensor]:
         """Returns the result of a collective in a process group of this rank alone: its own message, if any."""
-        if leg.task.kind in (Kind.COMM, Kind.COMM_L):
-            return [self._summand(leg)]
         held = leg.before[self.rank]
-        return [] if held is None else [self._message(leg, held, slice(None))]
+        if held is None:
+            return []
+        return [
+            self._summand(leg) if leg.task.kind in (Kind.COMM, Kind.COMM_L) else self._message(leg, held, slice(None))
+        ]
 
     def issue(self, leg: Leg) -> Pending[list[Tensor]]:
         """Starts the collective of a leg; the result is a list of messages to this rank, in the order of members.

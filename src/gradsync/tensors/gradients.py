@@ -178,6 +178,7 @@ class RowGradients:
     def __init__(self, bucket: Bucket, templates: Mapping[str, Tensor], device: torch.device) -> None:
         self.bucket = bucket
         self._shapes = {name: templates[name].shape for name in bucket.names}
+        self._strides = {name: torch.empty_like(templates[name], device="meta").stride() for name in bucket.names}
         self._device = device
         self._brought: dict[str, tuple[Tensor, bool]] = {}
         self._taken: dict[str, tuple[int, int]] = {}  # address and version of dense gradients when they were taken
@@ -220,7 +221,9 @@ class RowGradients:
         if sparse:
             return rows.to_torch(shape)
         if out is None or not out.is_contiguous() or self._taken.get(name) != (out.data_ptr(), out._version):
-            return rows.write_to(rows.values.new_zeros(shape))
+            dense = rows.write_to(rows.values.new_zeros(shape))
+            strides = self._strides[name]
+            return dense if dense.stride() == strides else dense.new_empty_strided(shape, strides).copy_(dense)
         # The rows of the sum are all that this rank brought, and more. Its other zeros become those of all ranks: +0.0.
         return rows.write_to(out.detach().add_(0.0))
 

@@ -86,7 +86,7 @@ class SparseRows:
 
         NaN is non-zero, -0.0 is zero.
         """
-        rows = grad.reshape(grad.shape[0], torch.Size(grad.shape[1:]).numel())
+        rows = grad.reshape(grad.shape[0], torch.Size(grad.shape[1:]).numel()).contiguous()  # as kernels take them
         found = kernels.nonzero_rows(rows)
         indices = torch.empty(found.count, dtype=torch.int64, device=grad.device)
         values = rows.new_empty(found.count, rows.shape[1])

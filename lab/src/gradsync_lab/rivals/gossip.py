@@ -64,7 +64,7 @@ class Gossip(Scheme[Tensor]):
         return w / (1 + len(places))
 
     def stages(self, size: int) -> tuple[str, ...]:
-        return ("swap",) if size > 1 else ()
+        return ("swap",)
 
     def init(self, bucket: Bucket, group: Group) -> State:
         return {ROUND: (CompressorState(bucket.flat_spec, group.rank),)}

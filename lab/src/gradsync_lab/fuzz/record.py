@@ -1,0 +1,115 @@
+"""The record of fuzzing: lines of JSON, which say what was run by which code, and where the next run goes on."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+import gradsync
+
+from ..bench.provenance import commit, machine, versions
+
+
+class _Line(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Header(_Line):
+    """The code and the machine of the lines that follow.
+
+    Attributes:
+        engine: the SHA-256 of the library's sources: cases count for every commit with the same ones.
+    """
+
+    kind: Literal["header"] = "header"
+    engine: str
+    commit: str | None
+    versions: dict[str, str]
+    machine: dict[str, Any]
+
+
+class Batch(_Line):
+    """Cases that were run: seeds [first, next), by the way in which ranks ran, with the failed ones and the seconds."""
+
+    kind: Literal["batch"] = "batch"
+    first: int
+    next: int
+    cases: dict[str, int]
+    mismatches: dict[str, int]
+    hangs: dict[str, int]
+    seconds: float
+
+
+class Failure(_Line):
+    """A case that failed, as it was drawn, with its problems, and the script that replays a smaller one."""
+
+    kind: Literal["failure"] = "failure"
+    problems: list[str]
+    case: str
+    script: str | None
+
+
+Line = Annotated[Header | Batch | Failure, Field(discriminator="kind")]
+_LINE: TypeAdapter[Header | Batch | Failure] = TypeAdapter(Line)
+
+
+def header() -> Header:
+    """Returns the header of this checkout on this machine."""
+    return Header(engine=engine_digest(), commit=commit(), versions=versions(), machine=machine())
+
+
+def engine_digest() -> str:
+    """Returns the SHA-256 of the library's Python sources, and of the native ones where there is a checkout."""
+    package = Path(gradsync.__file__).parent
+    native = package.parents[1] / "csrc"
+    digest = hashlib.sha256()
+    for root, suffixes in ((package, {".py", ".pyi"}), (native, {".cpp", ".h", ".hpp"})):
+        for path in sorted(root.rglob("*")) if root.is_dir() else ():
+            if path.suffix in suffixes:
+                digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def append(path: Path, line: Header | Batch | Failure) -> None:
+    """Writes one line at the end of the record, which is made with its folder if there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(line.model_dump_json() + "\n")
+
+
+def read(path: Path) -> list[Header | Batch | Failure]:
+    """Returns the lines of a record; none if there is no file.
+
+    Raises:
+        ValueError: for a line that is none of a record, with its number.
+    """
+    lines = []
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines() if path.exists() else (), 1):
+        try:
+            lines.append(_LINE.validate_json(text))
+        except ValidationError as error:
+            first = error.errors()[0]["msg"]
+            raise ValueError(
+                f"line {number} of {path} is not one of `gradsync fuzz`: {first}; name another file"
+            ) from None
+    return lines
+
+
+def batches_of(lines: Iterable[Header | Batch | Failure], engine: str) -> list[Batch]:
+    """Returns the batches that were run by the library with this digest."""
+    found, present = [], ""
+    for line in lines:
+        if isinstance(line, Header):
+            present = line.engine
+        elif isinstance(line, Batch) and present == engine:
+            found.append(line)
+    return found
+
+
+def next_seed(lines: Iterable[Header | Batch | Failure]) -> int:
+    """Returns the first seed that no batch has, whichever code ran it."""
+    return max((line.next for line in lines if isinstance(line, Batch)), default=0)
