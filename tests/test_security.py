@@ -19,6 +19,7 @@ from tests.forked import run_on_two_ranks
 ROOT = Path(__file__).parents[1]
 # What sources may do nevertheless, each with its reason.
 ALLOWED = {
+    ("cli/world.py", "bind"): "asks whether an address is of this machine; nothing listens, and it is closed at once",
     ("cli/script.py", "runpy.run_path"): "the user's own script, which the command line names",
     ("cli/__init__.py", "import_module of a name"): "a command's module, from a table in the file",
     ("cli/extensions.py", "importlib.metadata.entry_points"): "commands of installed distributions, by a fixed group",
@@ -214,4 +215,4 @@ def test_the_watch_sees_what_is_planted(tmp_path: Path, monkeypatch: pytest.Monk
     for rank in watched("planted", tmp_path):
         seen = {each.partition(" ")[0] for each in rank["events"]}
         assert seen >= {"exec", "compile", "pickle.find_class", "socket.bind"}
-        assert rank["ports"][-1][0] > rank["ports"][-1][1]
+        assert rank["ports"][-1][0] == 1, "gradsync's are closed by then"

@@ -55,7 +55,7 @@ class World:
 
     def __init__(self, size: int, *, store_on_rank_0: bool = False) -> None:
         self.size = size
-        self._store_on_rank_0 = store_on_rank_0
+        self.store_on_rank_0 = store_on_rank_0
         self._store: dist.TCPStore | None = None
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
@@ -134,7 +134,7 @@ class World:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         port = 0
-        if not self._store_on_rank_0:
+        if not self.store_on_rank_0:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             port = self._store.port
         for rank in range(self.size):
@@ -145,7 +145,7 @@ class World:
             )
             process.start()
             theirs.close()
-            if self._store_on_rank_0 and rank == 0:
+            if self.store_on_rank_0 and rank == 0:
                 port = mine.recv()
             self._processes.append(process)
             self._connections.append(mine)

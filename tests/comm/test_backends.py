@@ -30,7 +30,7 @@ def test_a_process_group_gets_the_class_of_the_one_backend_that_it_has(config: s
         patch("gradsync.comm.backends.TorchGroup", classes[TorchGroup]),
     ):
         assert torch_group(timeout_s=3.0) is classes[kind].return_value
-    classes[kind].assert_called_once_with(None, timeout_s=3.0, placement=None)
+    classes[kind].assert_called_once_with(None, timeout_s=3.0, placement=None, what="a group of gradsync")
 
 
 def test_on_nccl_a_stream_waits_and_the_backend_ends_what_hangs() -> None:

@@ -234,7 +234,7 @@ def test_detach_in_the_middle_of_a_step_ends_the_worker(
 ) -> None:
     (group,) = LocalGroup.world(1)
     ours = engine(group, Route(on(GATHERED, "offload"), Watched(0.5)))
-    monkeypatch.setattr(group, "announce_failure", lambda text: watched.gate.set())  # once the step is given up
+    monkeypatch.setattr(group, "announce_failure", lambda *told: watched.gate.set())  # once the step is given up
     ours.begin()
     ours.load("first", torch.ones(40, 5))
     ours.load("second", torch.ones(300))

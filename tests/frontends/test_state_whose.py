@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import gradsync
 from gradsync import Plan
-from gradsync.comm.board import Board
+from gradsync.comm.store import StoreClient
 from gradsync.compressors import Cast, ErrorFeedback, TopK
 from gradsync.engine import engine
 from gradsync.engine.bucket_run import BucketRun
@@ -418,8 +418,8 @@ def test_ranks_that_load_while_others_train_raise_and_so_do_these(
         assert re.search(rf"ing of (state|a checkpoint) began on rank {loader} while others train", said)
 
 
-def load_while_others_average() -> str:
-    """Loads while an exchange of parameters goes on behind the step: ranks in the exchange are told."""
+def load_while_others_average(what: str) -> str:
+    """Loads, or takes the consensus, while an exchange of parameters goes on behind the step: all ranks are told."""
     torch.manual_seed(0)
     model = Perceptron()
     specs = {name: TensorSpec.of(p) for name, p in model.named_parameters()}
@@ -428,7 +428,9 @@ def load_while_others_average() -> str:
     handle = gradsync.attach(model, optimizer, plan, timeout=10)
     saved = handle.state_dict()
     with pytest.raises(gradsync.GroupError) as caught:
-        if dist.get_rank() == 1:
+        if dist.get_rank() == 1 and what == "consensus":
+            handle.consensus()
+        elif dist.get_rank() == 1:
             handle.load_state_dict(saved)
         for _ in range(2):
             train(model)
@@ -437,8 +439,10 @@ def load_while_others_average() -> str:
     return str(caught.value)
 
 
-def test_ranks_that_load_while_others_average_parameters_raise(world: World) -> None:
-    assert all("loading of state began on rank 1" in said for said in world(2).run(load_while_others_average))
+@pytest.mark.parametrize("what", ["loading of state", "consensus"])
+def test_ranks_that_load_while_others_average_parameters_raise(world: World, what: str) -> None:
+    for said in world(2).run(load_while_others_average, what):
+        assert f"{what} began on rank 1" in said
 
 
 def load_on_one_of_two_nodes() -> str:
@@ -572,26 +576,27 @@ def a_load_that_is_interrupted(where: str) -> str:
 @pytest.mark.parametrize("where", ["take_over", "all_gather", "examined"])
 def test_a_load_that_is_interrupted_on_one_rank_raises_on_all(world: World, where: str) -> None:
     said = world(3).run(a_load_that_is_interrupted, where)
-    assert all("rank 1: loading of state" in each for each in (said[0], said[2]))
+    for each in (said[0], said[2]):
+        assert all(words in each for words in ("loading of state", "rank 1: ", "KeyboardInterrupt")), said
 
 
 def load_when_a_note_was_lost() -> None:
     """Leaves rank 1's first question to the store unanswered: the store takes no other one before the barrier."""
     _, handle, saved = trained()
-    ask, lost = Board._ask, []
+    ask, lost = StoreClient.ask, []
 
-    def forgetful(self: Board, *arguments: Any, **settings: Any) -> bytes | None:
+    def forgetful(self: StoreClient, *arguments: Any, **settings: Any) -> Any:
         if not lost:
             lost.append(self)
             return None
         return ask(self, *arguments, **settings)
 
     if dist.get_rank() == 1:
-        Board._ask = forgetful
+        StoreClient.ask = forgetful
     try:
         handle.load_state_dict(saved)
     finally:
-        Board._ask = ask
+        StoreClient.ask = ask
     assert bool(lost) == (dist.get_rank() == 1)
     handle.detach()
 

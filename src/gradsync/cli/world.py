@@ -52,7 +52,7 @@ def ranks_of_environment(*, joins: bool) -> Ranks:
             text = f"{ADDRESS}={os.environ[ADDRESS]}, where rank 0 should listen, cannot be reached: {error}"
             if joins:
                 raise ValueError(text) from None
-            beside.print(f"Note: {text}", style="yellow", markup=False)
+            beside.print(f"Note: {text}", style="yellow")
     return ranks
 
 
@@ -84,6 +84,6 @@ def _require_master(address: str, port: int, rank: int) -> None:
                 return
         except ConnectionRefusedError:
             if time.monotonic() > until_s:
-                beside.print(f"Waiting for rank 0: nobody listens at {address}:{port} yet", markup=False)
+                beside.print(f"Waiting for rank 0: nobody listens at {address}:{port} yet")
                 return
             time.sleep(0.1)

@@ -1,10 +1,10 @@
 """Collectives over `torch.distributed`: groups of ranks, a ledger of sent bytes, and the order of issuing."""
 
 from .backends import torch_group as torch_group
+from .errors import GroupError as GroupError
 from .gloo import GlooGroup as GlooGroup
 from .group import LENGTH_BYTES as LENGTH_BYTES
 from .group import Group as Group
-from .group import GroupError as GroupError
 from .group import Pending as Pending
 from .group import TorchGroup as TorchGroup
 from .group import gather_bytes as gather_bytes

@@ -33,9 +33,11 @@ class GlooGroup(TorchGroup):
 
     Args:
         process_group: the members; None: all ranks.
-        timeout_s: seconds that making the group may take; operations have their own timeout.
+        timeout_s: seconds to wait for the other members, and that making each communicator may take; operations have
+            their own timeout.
         bytes_per_s: the rate of a member's link in each direction; None: it is measured now, by sending 5 MiB.
         placement: the node of each member; None: the members find it out together.
+        what: what the members come together for, the same on all members, for error messages.
         parent: the group that this one is a subgroup of.
         places: the members' places in `parent`.
     """
@@ -47,11 +49,14 @@ class GlooGroup(TorchGroup):
         timeout_s: float,
         bytes_per_s: float | None = None,
         placement: Placement | None = None,
+        what: str = "a group of gradsync",
         parent: TorchGroup | None = None,
         places: tuple[int, ...] | None = None,
     ) -> None:
         self.bytes_per_s = self._given_bytes_per_s = bytes_per_s
-        super().__init__(process_group, timeout_s=timeout_s, placement=placement, parent=parent, places=places)
+        super().__init__(
+            process_group, timeout_s=timeout_s, placement=placement, what=what, parent=parent, places=places
+        )
 
     def _open(self, process_group: dist.ProcessGroup | None, timeout_s: float) -> None:
         super()._open(process_group, timeout_s)

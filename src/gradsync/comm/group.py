@@ -7,15 +7,13 @@ are the backend's own; where these are slow, a subclass replaces them (`gloo.py`
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import logging
-import os
-import secrets
-import socket
+import re
 import sys
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -24,12 +22,16 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
 from ..costs.cluster import Placement
 from ..costs.transport import DIRECT_BYTES, RingOrDirect, Transport
 from ..tensors import allocator as memory
-from .board import Board, Came, purpose
+from . import communicators
+from .board import Board, Came, Failure, purpose
+from .errors import GroupError, ranks_in_words
+from .rendezvous import meet
+from .roll_call import Progress, RollCall
+from .store import NO_STORE, StoreClient
 
 logger = logging.getLogger(__name__)
 
@@ -40,13 +42,8 @@ BARRIER_POLL_S = (
     0.2,
 )  # pauses of a rank at a barrier between two looks for the others: the first and the longest
 POLL_S = 1.0  # seconds between two looks at the board of a rank that waits
-NOTICE_S = 20.0  # a rank that waits longer notes it on the board, so that the others can tell who is missing
 WARNING_S = 30.0  # a rank that waits longer logs, once, for whom
 LENGTH_BYTES = 8  # of the length at the start of a message whose length only its sender knows
-
-
-class GroupError(RuntimeError):
-    """Raised for a collective that did not complete: a rank died, stopped answering, or announced a failure."""
 
 
 class Pending(Generic[T]):
@@ -228,8 +225,11 @@ class Group(ABC):
         """
 
     @abstractmethod
-    def announce_failure(self, text: str) -> None:
-        """Makes the other members raise an error with this text when they next wait; uses no collective."""
+    def announce_failure(self, text: str, ranks: Collection[int] | None = None) -> None:
+        """Makes the other members raise an error with this text when they next wait; uses no collective.
+
+        `ranks`: the global ranks that are the cause; None: this member itself.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -243,10 +243,15 @@ class TorchGroup(Group):
 
     Args:
         process_group: the members; None: all ranks.
-        timeout_s: seconds that making the group may take; operations have their own timeout.
+        timeout_s: seconds to wait for the other members, and that making each communicator may take; operations have
+            their own timeout.
         placement: the node of each member, the same on all members; None: the members find it out together.
+        what: what the members come together for, the same on all members, for error messages.
         parent: the group that this one is a subgroup of, if it is one.
         places: the members' indices in `parent`.
+
+    Raises:
+        GroupError: where another member does not come in time, came for something else, died or stopped.
     """
 
     def __init__(
@@ -255,6 +260,7 @@ class TorchGroup(Group):
         *,
         timeout_s: float,
         placement: Placement | None = None,
+        what: str = "a group of gradsync",
         parent: TorchGroup | None = None,
         places: tuple[int, ...] | None = None,
     ) -> None:
@@ -267,35 +273,54 @@ class TorchGroup(Group):
             raise ValueError(f"the placement is of {placement.size} ranks, the group has {len(self.members)}")
         self._subgroups: dict[tuple[int, ...], TorchGroup] = {}
         self._asked_for: set[tuple[int, ...]] = set()  # subgroups that were asked for since `renewed` began
-        self._patience = timedelta(seconds=self._patience_s(timeout_s))
+        self._made: Counter[tuple[int, ...]] = Counter()  # how often each subgroup was made
         self._in_flight: dict[int, tuple[Any, Tensor | None]] = {}  # works, and inputs that must live until they end
         self._issued = 0
         self._barriers = 0  # the number of barriers that this member has come to
+        self._store: StoreClient
+        self._roll_call: RollCall
+        self._keys: list[str] = []  # of communicators in the store
         # Callbacks that undo what was made so far, called with whether an operation may hang.
         self._releases: list[Callable[[bool], None]] = []
+        self._meet(what, places)
         try:
             self._open(process_group, timeout_s)
-        except BaseException:  # nobody will get the group, to close it
-            self._release(hanging=True)
+        except BaseException as error:  # nobody will get the group, to close it
+            self.announce_failure(f"{what}: {error}", error.ranks if isinstance(error, GroupError) else None)
+            self._close(hanging=True)
             raise
         self._lasting = frozenset(self._subgroups)
 
-    def _open(self, process_group: dist.ProcessGroup | None, timeout_s: float) -> None:
-        """Makes the communicator, the placement (each member's node), and the board for notices in the store.
+    def _meet(self, what: str, places: tuple[int, ...] | None) -> None:
+        """Waits for the other members in the store, and makes the board for notices there.
 
-        By notices members tell each other that they came to a barrier, wait, failed or left. Functions that undo what
-        was made are appended to `_releases`.
+        By notices members tell each other that they came to a barrier, failed or left. Their names are new in each
+        group, as the store may outlive the job. A subgroup's members have met in its parent.
         """
+        if self._parent is not None and places is not None:
+            self._store, self._roll_call = self._parent._store, self._parent._roll_call
+            self._board = Board(self._store, self._parent._name_of(places))
+            return
+        meeting = meet(self._process_group, what, self._timeout_s)
+        self._store, self._placement = meeting.store, self._placement or meeting.placement
+        self._board = Board(self._store, meeting.name)
+        self._roll_call = RollCall(self._store, meeting.name, self.members[self.rank], self._progress)
+
+    def _name_of(self, places: tuple[int, ...]) -> str:
+        """Returns the name of a new subgroup: the same on its members, and used for no other."""
+        self._made[places] += 1
+        return f"{self._board.name}/{hashlib.sha256(str(places).encode()).hexdigest()[:12]}/{self._made[places]}"
+
+    def _progress(self) -> Progress:
+        """Returns the number of operations issued so far, of this group and its subgroups, by the group's name."""
+        found = {self._board.name: self._issued}
+        for made in list(self._subgroups.values()):
+            found.update(made._progress())
+        return found
+
+    def _open(self, process_group: dist.ProcessGroup | None, timeout_s: float) -> None:
+        """Makes the communicators; functions that undo what was made are appended to `_releases`."""
         self._own = self._communicator(process_group)
-        # The store may outlive the job, and the next job has the same group names: a nonce tells their notices apart.
-        mine = torch.tensor([secrets.randbits(62), _node_key()], device=self.device)
-        everyone = mine.new_empty(2 * self.size)
-        _all_gather_single(everyone, mine, self._own).wait()
-        nonces, keys = everyone.view(-1, 2).T.tolist()
-        if self._placement is None:
-            nodes = list(dict.fromkeys(keys))
-            self._placement = Placement(tuple(map(nodes.index, keys)))
-        self._board = Board(distributed_c10d._get_default_store(), f"gradsync/{self._own.group_name}/{nonces[0]}")
 
     def subgroup(self, places: tuple[int, ...]) -> Group:
         if len(places) == self.size:
@@ -395,17 +420,23 @@ class TorchGroup(Group):
             if self.members[self.rank] in missing:  # the store did not take the note while it owed an answer
                 self._board.note_arrival(barrier, self.members[self.rank], self._issued, what, detail)
             if failure := self._announced_failure():
-                raise GroupError(failure)
+                raise failure.error()
             if gone := self._board.left_before(self._issued):
-                raise GroupError(f"{_ranks(gone)} detached before {text}, which all ranks must come to")
+                raise GroupError(f"{ranks_in_words(gone)} detached before {text}, which all ranks must come to", gone)
             now_s = time.monotonic()
             answered_s = now_s if here else answered_s  # at least one member is there
             if now_s - answered_s >= min(WARNING_S, timeout_s):
-                raise GroupError(f"the store of torch.distributed, by which the ranks meet for {text}, does not answer")
+                raise GroupError(f"{NO_STORE}; the ranks meet there for {text}")
             if now_s - began_s >= timeout_s:
-                raise GroupError(f"{_ranks(missing)} did not come to {text} within {timeout_s:.0f} s: all ranks must")
+                self._roll_call.answers(self.members)  # so that all know who is lost
+                raise GroupError(
+                    f"{ranks_in_words(missing)} did not come to {text} within {timeout_s:.0f} s: all ranks must",
+                    missing,
+                )
             if not warned and now_s - began_s >= WARNING_S:
-                logger.warning("waiting for %.0f s by now for %s to come to %s", WARNING_S, _ranks(missing), text)
+                logger.warning(
+                    "waiting for %.0f s by now for %s to come to %s", WARNING_S, ranks_in_words(missing), text
+                )
                 warned = True
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, BARRIER_POLL_S[1])
@@ -418,42 +449,59 @@ class TorchGroup(Group):
         for made in self._subgroups.values():
             made._note_arrival(what, detail)
 
-    def announce_failure(self, text: str) -> None:
-        if not self._board.announce_failure(f"rank {self.members[self.rank]}: {text}"):
+    def announce_failure(self, text: str, ranks: Collection[int] | None = None) -> None:
+        own = self.members[self.rank]
+        failure = Failure(own, tuple([own] if ranks is None else ranks), text, tuple(self._roll_call.silent))
+        if not self._board.announce_failure(failure):
             logger.warning("could not tell the other ranks of a failure here, the store does not answer: %s", text)
 
     def close(self) -> None:
-        if _is_open(self._own):
-            self._board.note_left(self.members[self.rank], self._issued)
-        self._release(hanging=any(not work.is_completed() for work, _ in self._in_flight.values()))
-        self._in_flight.clear()
+        self._close(hanging=False)
 
-    def _release(self, *, hanging: bool) -> None:
-        """Closes subgroups, then undoes all that `_open` made; `hanging` says that operations may not have ended."""
+    def _close(self, *, hanging: bool) -> None:
+        """Closes subgroups, undoes all that `_open` made, and deletes what the members wrote into the store.
+
+        The last member that closes the group deletes it. `hanging`: operations may not have ended, also others than
+        those in flight.
+        """
+        hanging = hanging or any(not work.is_completed() for work, _ in list(self._in_flight.values()))
+        self._board.note_left(self.members[self.rank], self._issued)
         while self._subgroups:
-            self._subgroups.popitem()[1].close()
+            self._subgroups.popitem()[1]._close(hanging=hanging)
+        is_last = self._is_last()
         while self._releases:
             self._releases.pop()(hanging)
+        self._in_flight.clear()
+        self.__dict__.pop("_own", None)  # its sockets close now, not when garbage is collected
+        if is_last:
+            self._board.clear(self._barriers)
+            self._store.delete(*self._keys)
+        if self._parent is None:
+            self._roll_call.close(clear=is_last)
+            self._store.close()
+
+    def _is_last(self) -> bool:
+        """Whether all other members have closed the group, or are lost."""
+        failure = self._announced_failure()
+        gone = self._board.left().keys() | self._roll_call.silent | set(failure.lost if failure else ())
+        return gone >= set(self.members)
 
     def _communicator(self, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-        made = _new_communicator(process_group, self.members, self.rank, self._patience)
-        self._releases.append(lambda hanging: self._destroy(made, hanging=hanging))
+        name = f"{self._board.name}/{len(self._keys)}"
+        self._keys += communicators.keys_of(name, self.size)
+        try:
+            made = communicators.new_communicator(process_group, self.members, self.rank, self._timeout_s, name)
+        except RuntimeError as error:
+            raise self._broken(0, f"the members did not connect: {_reason(error)}") from None
+        communicators.set_patience(made, self._patience_s(self._timeout_s))
+        self._releases.append(lambda hanging: communicators.destroy(made, hanging=hanging))
         return made
-
-    def _destroy(self, communicator: dist.ProcessGroup, *, hanging: bool) -> None:
-        if not _is_open(communicator):
-            return
-        dist.destroy_process_group(communicator)
-        if hanging:
-            # gloo cannot cancel operations: the destructor would wait for their timeouts, in any line that collects
-            # garbage or at exit. So the destructor never runs; the end of the process releases what is left.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator))
 
     def _patience_s(self, timeout_s: float) -> float:
         """Returns the seconds until the backend aborts an operation: above `timeout_s`, when `_wait` raises."""
         return 1.5 * timeout_s + 5.0  # later than `_wait`, which says who is missing
 
-    def _completes(self, work: Any, patience_s: float) -> bool:
+    def _completes(self, work: Any, number: int, patience_s: float) -> bool:
         """Waits for a `torch.distributed` work for at most `patience_s`, and returns whether it has ended.
 
         Raises:
@@ -469,8 +517,7 @@ class TorchGroup(Group):
             work.wait()  # perhaps it succeeded just after our patience ended: this raises only if it failed
             return True
         except RuntimeError as error:
-            why = self._announced_failure() or f"a connection broke, as when a rank ends or dies ({_first_line(error)})"
-            raise GroupError(why) from None
+            raise self._broken(number, f"a connection broke: {_reason(error)}") from None
 
     def _pending(self, work: Any, result: Callable[[], T], keep: Tensor | None = None) -> Pending[T]:
         number = self._issued
@@ -479,7 +526,7 @@ class TorchGroup(Group):
 
         def wait(timeout_s: float) -> T:
             self._wait(work, number, timeout_s)
-            del self._in_flight[number]
+            self._in_flight.pop(number, None)
             return result()
 
         return Pending(wait)
@@ -492,35 +539,38 @@ class TorchGroup(Group):
         """
         began_s = time.monotonic()
         poll_s = min(POLL_S, timeout_s / 4)
-        noted, warned = False, False
-        while not self._completes(work, poll_s):
-            if failure := self._announced_failure():
-                raise GroupError(failure)
-            if gone := self._board.left_before(number):
-                raise GroupError(
-                    f"{_ranks(gone)} detached before this step; every rank must make the same number of steps "
-                    "(DistributedSampler(drop_last=True) does)"
-                )
-            elsewhere = {
-                r: came for r, came in self._board.arrivals(self._barriers).items() if came.operations <= number
-            }
-            if elsewhere:
-                what = next(iter(elsewhere.values()))
-                raise GroupError(
-                    f"{what} began on {_ranks(sorted(elsewhere))} while others train: all ranks must come to it, "
-                    "between the same two steps"
-                )
+        warned = False
+        while not self._completes(work, number, poll_s):
+            if told := self._told(number):
+                raise told
             waited_s = time.monotonic() - began_s
-            if not noted and waited_s >= min(NOTICE_S, timeout_s / 2):
-                self._board.note_waiting(self.members[self.rank], number)
-                noted = True
             if waited_s >= timeout_s:
-                raise GroupError(f"no answer within {timeout_s:.0f} s: {self._who_is_missing(number)}")
+                raise self._broken(number, f"no answer within {timeout_s:.0f} s")
             if not warned and waited_s >= WARNING_S:
                 logger.warning("waiting for %.0f s by now: %s", waited_s, self._who_is_missing(number))
                 warned = True
 
-    def _announced_failure(self) -> str | None:
+    def _told(self, number: int) -> GroupError | None:
+        """Returns why operation `number` cannot end, by the notices of other members; None if they say nothing."""
+        if failure := self._announced_failure():
+            return failure.error()
+        if gone := self._board.left_before(number):
+            return GroupError(
+                f"{ranks_in_words(gone)} detached before this; in training every rank must make the same number of "
+                "steps (DistributedSampler(drop_last=True) does)",
+                gone,
+            )
+        elsewhere = {r: came for r, came in self._board.arrivals(self._barriers).items() if came.operations <= number}
+        if elsewhere:
+            what = next(iter(elsewhere.values()))
+            return GroupError(
+                f"{what} began on {ranks_in_words(sorted(elsewhere))} while others train: all ranks must come to it, "
+                "between the same two steps",
+                elsewhere,
+            )
+        return None
+
+    def _announced_failure(self) -> Failure | None:
         """Returns the failure that a member of this group or its parent announced; None if there is none.
 
         A failed rank outside a subgroup can keep the subgroup's members waiting too.
@@ -528,13 +578,34 @@ class TorchGroup(Group):
         whole = self._parent._announced_failure() if self._parent is not None else None
         return whole or self._board.failure()
 
-    def _who_is_missing(self, number: int) -> str:
-        behind = self._board.behind(self.members, number)
-        if not behind:
-            return "every rank waits, so a connection between two of them is stuck"
-        if len(behind) == self.size:
-            return "at least one rank has not come this far, and the store does not say which"
-        return f"{_ranks(behind)} did not come this far: still at work, stopped, or a loop of fewer steps there"
+    def _broken(self, number: int, why: str) -> GroupError:
+        """Returns the error of operation `number`, which failed: by notices, else by the members that are missing."""
+        if told := self._told(number):
+            return told
+        missing = self._who_is_missing(number)
+        # The others may have found out meanwhile, or have left because of it.
+        return self._told(number) or GroupError(f"{missing} ({why})", missing.ranks)
+
+    def _who_is_missing(self, number: int) -> GroupError:
+        """Calls the roll, and returns an error that names the members that are lost or behind operation `number`."""
+        answers = self._roll_call.answers(self.members)
+        if self.members[self.rank] not in answers:
+            return GroupError(NO_STORE)
+        came = {rank: issued.get(self._board.name, 0) for rank, issued in answers.items()} | self._board.left()
+        silent = [rank for rank in self.members if rank not in came]
+        if len(silent) == self.size - 1 > 1:
+            return GroupError("no other rank answers: they have ended, or have gone on without this rank")
+        if silent:
+            words = "does not answer: it has died, was stopped, or is blocked"
+            if len(silent) > 1:
+                words = "do not answer: they have died, were stopped, or are blocked"
+            return GroupError(f"{ranks_in_words(silent)} {words}", silent)
+        behind = [rank for rank, issued in sorted(came.items()) if issued <= number]
+        if behind:
+            return GroupError(
+                f"{ranks_in_words(behind)} did not come this far: still at work, or a loop of fewer steps there", behind
+            )
+        return GroupError("every rank waits, so a connection between two of them is stuck")
 
 
 def _require_one_purpose(came: Mapping[int, Came]) -> None:
@@ -542,52 +613,6 @@ def _require_one_purpose(came: Mapping[int, Came]) -> None:
     if len({each.what for each in came.values()}) > 1:
         found = ", ".join(f"{each} on rank {rank}" for rank, each in sorted(came.items()))
         raise GroupError(f"the ranks came to different things at the same time, all must come to the same: {found}")
-
-
-def _is_open(communicator: dist.ProcessGroup) -> bool:
-    """Whether the communicator still exists: the user's `destroy_process_group()` ends all of them."""
-    return dist.is_initialized() and communicator in distributed_c10d._world.pg_map
-
-
-def _new_communicator(
-    process_group: dist.ProcessGroup | None,
-    members: tuple[int, ...],
-    rank: int,
-    timeout: timedelta,
-    *,
-    name: str | None = None,
-) -> dist.ProcessGroup:
-    """Makes a process group of these members with the backend of `process_group`; only the members need to call this.
-
-    `name` is unique, the same on all members. None: the name has the number of groups that these members have made so
-    far, which must be the same on all of them.
-    """
-    backend = dist.get_backend(process_group)
-    if len(members) == dist.get_world_size() and name is None:
-        whole: dist.ProcessGroup = dist.new_group(members, timeout=timeout, backend=backend)
-        return whole
-    # new_group(use_local_synchronization=True) names the group by how many groups a rank is in: members of different
-    # numbers of groups would wait for each other. So this calls what new_group ends with, by a name that members share.
-    store = distributed_c10d._get_default_store()
-    if name is None:
-        parent = (process_group or distributed_c10d._get_default_group()).group_name
-        among = hashlib.sha256(str(members).encode()).hexdigest()[:16]
-        number = store.add(
-            f"gradsync {parent} {among} of {members[rank]}", 1
-        )  # the number of groups of these members so far
-        name = f"gradsync {parent} {among} {number}"
-    made: dist.ProcessGroup
-    made, _ = distributed_c10d._new_process_group_helper(
-        len(members),
-        rank,
-        list(members),
-        backend,
-        store,
-        name,  # type: ignore[arg-type]  # a NewType of str in some versions
-        timeout=timeout,
-    )
-    distributed_c10d._world.pg_group_ranks[made] = {member: place for place, member in enumerate(members)}
-    return made
 
 
 def gather_bytes(group: Group, content: bytes, timeout_s: float) -> list[bytes]:
@@ -658,22 +683,13 @@ def cut_messages(arrived: Sequence[Tensor], origins: Collection[int]) -> dict[in
     return {peer: arrived[peer][: length_of(arrived[peer])] for peer in origins}
 
 
-def _node_key() -> int:
-    """Returns a number that identifies this rank's node: a hash of the host name and torchrun's group rank."""
-    name = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")
-
-
 def _all_gather_single(output: Tensor, buffer: Tensor, group: dist.ProcessGroup) -> Any:
     # torch 2.13 renamed all_gather_into_tensor and warns about the old name.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(output, buffer, group=group, async_op=True)
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    """Returns the ranks in words: `rank 3`, or `ranks 0, 3`."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+def _reason(error: Exception) -> str:
+    """Returns the reason that the backend gives, without the place in its sources and its advice."""
+    text = re.sub(r"^\[[^]]*\.(cc|cpp|h):\d+\] *", "", str(error)).partition(". This ")[0].partition(", keys: ")[0]
+    return text.splitlines()[0] if text else type(error).__name__

@@ -36,7 +36,8 @@ from torch.profiler import record_function
 
 from ..costs.steps import COMPUTE, FINISH, OFFLOAD
 from ..costs.timeline import Task
-from .group import GroupError, Pending
+from .errors import GroupError
+from .group import Pending
 from .threads import JobThread
 from .work import Work
 
@@ -330,7 +331,7 @@ class Synchronization:
             if isinstance(operation, Work) and not self._hand_over(operation) and operation.device == COMPUTE:
                 self.due.append(operation)
         except GroupError as error:
-            raise GroupError(f"{self._where(bucket, current)}: {error}") from None
+            raise error.at(self._where(bucket, current)) from None
         except Exception as error:
             error.add_note(f"while synchronising {self._where(bucket, current)}")
             raise

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from ..costs.cluster import Placement
-from .group import Group, GroupError, Pending, split, swapped, with_lengths
+from .board import Failure
+from .errors import GroupError
+from .group import Group, Pending, split, swapped, with_lengths
 
 T = TypeVar("T")
 
@@ -23,7 +25,7 @@ class _SharedMemory:
         self.changed = threading.Condition()
         self.brought: dict[int, dict[int, Any]] = {}
         self.taken: dict[int, int] = {}
-        self.failure: str | None = None
+        self.failure: Failure | None = None
         self._meetings: dict[tuple[int, ...], _SharedMemory] = {}  # of subgroups, by their places
 
     def of(self, places: tuple[int, ...]) -> _SharedMemory:
@@ -33,12 +35,12 @@ class _SharedMemory:
             meeting.failure = meeting.failure or self.failure
             return meeting
 
-    def fail(self, text: str) -> None:
+    def fail(self, failure: Failure) -> None:
         with self.changed:
-            self.failure = text
+            self.failure = failure
             self.changed.notify_all()
             for meeting in self._meetings.values():
-                meeting.fail(text)
+                meeting.fail(failure)
 
     def bring(self, number: int, rank: int, what: Any) -> None:
         with self.changed:
@@ -53,7 +55,7 @@ class _SharedMemory:
                 lambda: self.failure is not None or len(self.brought.get(number, {})) == self.size, timeout_s
             )
             if self.failure is not None:
-                raise GroupError(self.failure)
+                raise self.failure.error()
             if not complete:
                 missing = sorted(set(range(self.size)) - set(self.brought.get(number, {})))
                 raise GroupError(f"no answer from rank {missing[0]} within {timeout_s:.0f} s")
@@ -158,8 +160,9 @@ class LocalGroup(Group):
     def barrier(self, what: str, timeout_s: float, *, detail: str = "") -> None:
         """Does nothing: `_operation` raises an error where members issue different operations."""
 
-    def announce_failure(self, text: str) -> None:
-        self._meeting.fail(f"rank {self.members[self.rank]}: {text}")
+    def announce_failure(self, text: str, ranks: Collection[int] | None = None) -> None:
+        own = self.members[self.rank]
+        self._meeting.fail(Failure(own, tuple([own] if ranks is None else ranks), text))
 
     def close(self) -> None:
         """Does nothing: a group of threads has no communicator to release."""

@@ -118,8 +118,8 @@ class RecordingGroup(Group):
     def barrier(self, what: str, timeout_s: float, *, detail: str = "") -> None:
         self.inner.barrier(what, timeout_s, detail=detail)
 
-    def announce_failure(self, text: str) -> None:
-        self.inner.announce_failure(text)
+    def announce_failure(self, text: str, ranks: Collection[int] | None = None) -> None:
+        self.inner.announce_failure(text, ranks)
 
     def close(self) -> None:
         self.inner.close()

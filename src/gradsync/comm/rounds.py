@@ -89,8 +89,12 @@ class Rounds:
         return work
 
     def stop(self, patience_s: float) -> None:
-        """Stops the thread after its queued all-to-alls; returns after `patience_s` even if one hangs and runs on."""
+        """Stops the thread after its queued all-to-alls; returns after `patience_s` even if one hangs and runs on.
+
+        The communicator is let go of, so that its sockets close when it is destroyed, not when garbage is collected.
+        """
         self._thread.stop(patience_s)
+        del self._process_group
 
     def _turns(
         self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], together: bool, bounded: bool, tag: int

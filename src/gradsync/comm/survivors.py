@@ -14,22 +14,18 @@ import weakref
 from collections.abc import Collection
 from concurrent import futures
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from .board import ANSWER_S
-from .group import GroupError, _is_open, _new_communicator, _ranks
+from .communicators import is_open, new_communicator
+from .errors import GroupError, ranks_in_words
+from .store import ANSWER_S, NO_STORE
 
 BEAT_S = 1.0  # between two beats of a rank
 SILENT_S = 15.0  # a rank without a beat for so long is lost; at most half of the timeout
 POLL_S = 0.1  # between two looks of a rank that waits for others
 EXIT_S = 2.0  # for which the end of the process waits for a thread that is inside the store's code
-NO_STORE = (
-    "ranks were lost, and the store of torch.distributed, through which the others would agree on how to go on, does "
-    "not answer: where the ranks host it, not torchrun, it ends with rank 0"
-)
 
 
 @dataclass(frozen=True)
@@ -88,15 +84,15 @@ class Survivors:
         self._asked = steps, answer
         self._woken.set()
         if self._store_lost:
-            raise GroupError(NO_STORE)
+            raise GroupError(f"ranks were lost, and {NO_STORE}")
         try:
             found = answer.result(self._timeout_s + self._silent_s + ANSWER_S)
         except futures.TimeoutError:
-            raise GroupError(NO_STORE) from None
+            raise GroupError(f"ranks were lost, and {NO_STORE}") from None
         if self._rank not in found.ranks:
             raise GroupError(
-                f"{_ranks(found.ranks)} went on without this one, rank {self._rank}, which they could not wait for any "
-                "longer: end it here; a new job may go on from a checkpoint"
+                f"{ranks_in_words(found.ranks)} went on without this one, rank {self._rank}, which they could not wait "
+                "for any longer: end it here; a new job may go on from a checkpoint"
             )
         return found
 
@@ -106,13 +102,8 @@ class Survivors:
         The process group that an earlier call returned is destroyed.
         """
         self._destroy_group()
-        self._group = _new_communicator(
-            self._process_group,
-            self.ranks,
-            self.ranks.index(self._rank),
-            timedelta(seconds=self._timeout_s),
-            name=f"{self._name} {self._calls}",
-        )
+        own, name = self.ranks.index(self._rank), f"{self._name} {self._calls}"
+        self._group = new_communicator(self._process_group, self.ranks, own, self._timeout_s, name)
         return self._group
 
     def close(self) -> None:
@@ -121,7 +112,7 @@ class Survivors:
         self._destroy_group()
 
     def _destroy_group(self) -> None:
-        if self._group is not None and _is_open(self._group):
+        if self._group is not None and is_open(self._group):
             dist.destroy_process_group(self._group)
         self._group = None
 
@@ -144,7 +135,7 @@ class Survivors:
         except RuntimeError:
             self._store_lost = True
             if self._asked is not None:
-                self._asked[1].set_exception(GroupError(NO_STORE))
+                self._asked[1].set_exception(GroupError(f"ranks were lost, and {NO_STORE}"))
 
     def _agreed(self, store: distributed_c10d.Store, steps: int) -> Survival:
         here, left = f"here {self._calls}", f"left {self._calls}"

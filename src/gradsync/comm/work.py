@@ -9,7 +9,8 @@ from typing import TypeVar
 
 import torch
 
-from .group import GroupError, Pending
+from .errors import GroupError
+from .group import Pending
 
 T = TypeVar("T")
 

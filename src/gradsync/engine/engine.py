@@ -82,7 +82,7 @@ class Engine:
         self._running: Synchronization | None = None
         self._collected: set[str] = set()  # buckets of the step under way whose results are here
         self._collected_s: float | None = None  # when the first of them was asked for before `finish`
-        self._failure: str | None = None
+        self._failure: RuntimeError | None = None
         self._is_torn = False  # a load, or a change of plans, has failed midway: state is neither the old nor the new
         self._closed = False
         self._marks = StepMarks()
@@ -223,7 +223,7 @@ class Engine:
             try:
                 running.wait_for(run.bucket.id)
             except BaseException as error:
-                self.fail(str(error))
+                self.fail(error)
                 self._running = None
                 raise
             self._accept(run, running)
@@ -245,7 +245,7 @@ class Engine:
                     aside.result()
                 running.wait()
         except BaseException as error:
-            self.fail(str(error))
+            self.fail(error)
             raise
         finally:
             self._running = None
@@ -314,11 +314,13 @@ class Engine:
             with self.group.renewed():
                 self._change_plan(self._controller.plan)
 
-    def fail(self, why: str) -> None:
-        """Stops all synchronisation from now on and tells the other ranks why."""
+    def fail(self, why: str | BaseException) -> None:
+        """Stops all synchronisation from now on and tells the other ranks why; a GroupError names the cause itself."""
         if self._failure is None:
-            self._failure = why
-            self.group.announce_failure(why)
+            text = why if isinstance(why, str) else _said(why)
+            ranks = why.ranks if isinstance(why, GroupError) else None
+            self._failure = RuntimeError(text) if ranks is None else GroupError(text, ranks)
+            self.group.announce_failure(text, ranks)
 
     def abandon(self, why: str) -> None:
         """Gives up the step under way, if there is one, and tells the other ranks, which may be waiting."""
@@ -365,11 +367,12 @@ class Engine:
         try:
             with self._turn:
                 return function(self.group)
+        except GroupError as error:
+            placed = error.at(f"{what}, step {self.step}")
+            self.fail(placed)
+            raise placed from None
         except BaseException as error:  # an interruption leaves the others in the middle of it, too
-            why = f"{what}, step {self.step}: {_said(error)}"
-            self.fail(why)
-            if isinstance(error, GroupError):
-                raise GroupError(why) from None
+            self.fail(f"{what}, step {self.step}: {_said(error)}")
             raise
 
     def aside(self, job: Callable[[Group], T]) -> Future[T]:
@@ -629,7 +632,7 @@ class Engine:
         try:
             return compare()
         except RuntimeError as error:
-            self._failure = self._failure or str(error)
+            self._failure = self._failure or error
             raise
 
     def _require_step(self) -> Synchronization:
@@ -656,9 +659,10 @@ class Engine:
         if self._closed:
             raise RuntimeError("gradsync was detached from this model; attach again on every rank")
         if self._failure is not None:
-            raise RuntimeError(
-                f"gradient synchronisation stopped earlier: {self._failure}; detach() and attach again on every rank"
-            )
+            why = f"gradient synchronisation stopped earlier: {self._failure}; detach() and attach again on every rank"
+            if isinstance(self._failure, GroupError):
+                raise GroupError(why, self._failure.ranks)
+            raise RuntimeError(why)
 
     def _rescale(self, scale: float) -> None:
         """Multiplies residuals by `scale`, the present loss scale, over the loss scale that they were computed with."""

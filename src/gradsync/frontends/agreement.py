@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
 from typing import TypeVar
@@ -21,7 +22,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..comm import Group, LocalGroup, gather_bytes, torch_group
+from ..comm import Group, GroupError, LocalGroup, gather_bytes, torch_group
 from ..engine.engine import Engine
 from ..engine.guard import Verification
 from ..engine.plan_control import Planner
@@ -34,6 +35,12 @@ from .wrappers import warn_if_alone, why_not_alone
 T = TypeVar("T")
 
 DEFAULT_TIMEOUT_S = 600.0
+
+# The calls for which ranks meet, in error messages.
+GRADIENTS = "attach() with a plan of gradients"
+PARAMETERS = "attach() with a plan of parameters"
+PLANNING = "attach() with an AveragingPlanner"
+HOOK = "attach() behind a DDP model"
 
 _attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _attached_parameters = WeakIdKeyDictionary()  # keys only; two engines that write one gradient would race
@@ -50,6 +57,7 @@ def agreed_engine(
     refusal: str = "",
     also: Mapping[str, Tensor] | None = None,
     *,
+    what: str = GRADIENTS,
     in_backward: bool = False,
     verification: Verification,
 ) -> tuple[Engine, dict[str, nn.Parameter]]:
@@ -59,16 +67,17 @@ def agreed_engine(
         settings: the caller's settings as text, which must be equal on all ranks.
         refusal: what is wrong with the settings on this rank, or "".
         also: further tensors that the engine synchronises, by name.
+        what: the call that all ranks make, for error messages; ranks that make different ones all raise.
         in_backward: all ranks call this inside a backward, as DDP's hook does.
         verification: how ranks compare parameters during training.
 
     Raises:
-        RuntimeError, ValueError: as `gradsync.attach`.
+        RuntimeError, ValueError, GroupError: as `gradsync.attach`.
     """
-    group = group_of(process_group, timeout_s)
+    group = group_of(process_group, timeout_s, what)
     warn_if_alone(process_group)
     engines: list[Engine] = []
-    settings, refusal = f"{settings}, {verification}", refusal or verification.refusal
+    settings, refusal = f"{settings}, timeout={timeout_s:g}, {verification}", refusal or verification.refusal
 
     def build() -> Engine:
         sparse_names = _sparse_tables(unwrapped(model))
@@ -87,9 +96,10 @@ def agreed_engine(
         return engines[0]
 
     try:
-        examine = partial(_examine, model, plan, exclude, group.size, refusal, also or {}, in_backward)
-        parameters = _agree(group, examine, partial(_texts, model, plan, exclude, settings), timeout_s)
-        engine = _agree(group, build, lambda engine: {"plans": engine.plan.to_json()}, timeout_s)
+        with announcing(group, what):
+            examine = partial(_examine, model, plan, exclude, group.size, refusal, also or {}, in_backward)
+            parameters = _agree(group, examine, partial(_texts, model, plan, exclude, settings), timeout_s)
+            engine = _agree(group, build, lambda engine: {"plans": engine.plan.to_json()}, timeout_s)
         engine.follow()
     except BaseException:
         if engines:
@@ -102,10 +112,31 @@ def agreed_engine(
     return engine, parameters
 
 
-def group_of(process_group: dist.ProcessGroup | None, timeout_s: float) -> Group:
-    """Returns the collectives (`Group`) over a process group's ranks; None: over all ranks.
+@contextmanager
+def announcing(group: Group, what: str) -> Iterator[None]:
+    """Tells the other ranks of collectives that failed in the block, and of interruptions, as in a phase `what`.
 
     Raises:
+        GroupError: for collectives that failed, with `what` in front of its text.
+    """
+    try:
+        yield
+    except GroupError as error:
+        placed = error.at(what)
+        group.announce_failure(str(placed), placed.ranks)
+        raise placed from None
+    except Exception:  # of which the ranks told each other
+        raise
+    except BaseException as error:
+        group.announce_failure(f"{what}: {type(error).__name__}")
+        raise
+
+
+def group_of(process_group: dist.ProcessGroup | None, timeout_s: float, what: str) -> Group:
+    """Returns the collectives (`Group`) over a process group's ranks, which all come for `what`; None: all ranks.
+
+    Raises:
+        GroupError: where another rank does not come in time, comes for something else, died or stopped.
         RuntimeError: if torch.distributed is not initialised, or this rank is no member of `process_group`.
     """
     if not dist.is_available() or not dist.is_initialized():
@@ -118,7 +149,7 @@ def group_of(process_group: dist.ProcessGroup | None, timeout_s: float) -> Group
         raise RuntimeError("this rank is not a member of process_group; call attach() on its members only")
     if dist.get_world_size(process_group) == 1:
         return LocalGroup.world(1)[0]
-    return torch_group(process_group, timeout_s=timeout_s)
+    return torch_group(process_group, timeout_s=timeout_s, what=what)
 
 
 def forget(modules: Iterable[nn.Module], parameters: Iterable[Tensor]) -> None:

@@ -371,7 +371,7 @@ class AutogradHooks:
             self._momentum.check(self._engine.plan, optimizer)
             self._freezing.before(optimizer, has_closure=step.has_closure, is_watched=step.is_watched)
         except ValueError as error:
-            self._engine.fail(str(error))  # settings may differ by rank: the other ranks would wait for this one
+            self._engine.fail(error)  # settings may differ by rank: the other ranks would wait for this one
             raise
         self._used[optimizer] = self._synchronizations
         self._rounds.stepped(step, has_local_gradients=bool(self._accumulated))

@@ -46,6 +46,7 @@ from .torch_hooks import (
 
 logger = logging.getLogger(__name__)
 
+CONSENSUS = "consensus"
 APART = "apart"  # key of a checkpoint: the number of ranks whose models differ
 CLOSURE = (
     "optimizer.step(closure) computes gradients itself; by a plan of early parameters they were stepped in backward: "
@@ -232,11 +233,15 @@ class Averaging:
 
         Variances are pooled, as if of the samples of all ranks together. Counters and other integer buffers become the
         maximum over ranks.
+
+        Raises:
+            GroupError: on all ranks, where some of them make a step instead, have left, or do not come in time.
         """
         self.land()
         model, parameters = self._model(), list(self._parameters.values())
         timeout_s = self._engine.timeout_s
-        self._engine.call("consensus", lambda group: take_mean(group, model, parameters, timeout_s, self._exclude))
+        with self._engine.at_barrier(CONSENSUS):
+            self._engine.call(CONSENSUS, lambda group: take_mean(group, model, parameters, timeout_s, self._exclude))
         self._engine.verify(self._parameters)
         self._references = self._taken_references()
         self.are_apart = False

@@ -30,7 +30,7 @@ from ..optim.momentum import MomentumCheck
 from ..plans.plan import Plan
 from ..tensors.sparse import SparseRows
 from ..tuning.default import default_planner, planner_of
-from .agreement import DEFAULT_TIMEOUT_S, agreed_engine, exclusions, forget, unwrapped
+from .agreement import DEFAULT_TIMEOUT_S, HOOK, agreed_engine, exclusions, forget, unwrapped
 from .model_changes import Additions
 from .torch_hooks import (
     OptimizerStep,
@@ -158,6 +158,7 @@ class _Exchange:
             exclude,
             settings,
             optimizer,
+            what=HOOK,
             verification=verification,
             in_backward=is_backward(),
         )
@@ -251,7 +252,7 @@ class _Exchange:
             self._momentum.check(self.engine.plan, step.optimizer)
             self._freezing.before(step.optimizer, has_closure=step.has_closure, is_watched=step.is_watched)
         except ValueError as error:
-            self.engine.fail(str(error))  # settings may differ by rank: the other ranks would wait for this one
+            self.engine.fail(error)  # settings may differ by rank: the other ranks would wait for this one
             raise
 
     def _after_optimizer_step(self, step: OptimizerStep) -> None:

@@ -28,7 +28,7 @@ from ..planner.averaging.plan import schedule_of
 from ..plans.plan import Plan, What
 from ..tensors.bucket import matches
 from ..tuning.rates import measured_cluster
-from .agreement import agreed_engine, buffers_of, forget, gather_texts, group_of
+from .agreement import PARAMETERS, PLANNING, agreed_engine, announcing, buffers_of, forget, gather_texts, group_of
 from .autograd import AutogradHooks
 from .averaging import SCALED, Averaging, tensors_beside_parameters
 from .choosing import GradientsOrParameters
@@ -265,7 +265,7 @@ class Surviving:
         """Stops the present frontend; returns the surviving ranks and their most steps. Collective over these ranks."""
         if self._survival is None:
             self._present.land()
-            self._switch.present.engine.fail("ranks were lost; the surviving ranks go on without them")
+            self._switch.present.engine.fail(GroupError("ranks were lost; the surviving ranks go on without them"))
             self._present.give_up()
             self._survival = self._survived(self._survivors.ranks)
         return self._survival
@@ -356,6 +356,7 @@ def averaging_frontend(
         optimizer,
         refusal,
         also,
+        what=PARAMETERS,
         verification=attached.verification,
     )
     try:
@@ -404,16 +405,17 @@ def _planned(planner: AveragingPlanner, attached: Attached, refusal: str) -> tup
     links are None also if none were given and the planner needs none.
     """
     timeout_s, optimizer = attached.timeout_s, attached.optimizer
-    group = group_of(attached.process_group, timeout_s)
+    group = group_of(attached.process_group, timeout_s, PLANNING)
     try:
         if planner.survives and "nccl" in dist.get_backend_config(attached.process_group):
             refusal = refusal or SURVIVES_NOT
-        if any(text.strip() for text in gather_texts(group, refusal, timeout_s)):
-            return None, None, refusal
-        assert optimizer is not None
-        placement, cluster = group.placement, planner.cluster
-        if planner.measures(placement):
-            cluster = measured_cluster(group, timeout_s)
+        with announcing(group, PLANNING):
+            if any(text.strip() for text in gather_texts(group, refusal, timeout_s)):
+                return None, None, refusal
+            assert optimizer is not None
+            placement, cluster = group.placement, planner.cluster
+            if planner.measures(placement):
+                cluster = measured_cluster(group, timeout_s)
         return planner.plan(attached.model, optimizer, placement, cluster, attached.exclude), cluster, ""
     except ValueError as error:
         return None, None, str(error)

@@ -68,9 +68,9 @@ def _show(done: list[Entry], wanted: int) -> None:
     console.width = max(console.width, WIDE)
     console.print(summary_table(done))
     for line in bad_lines(done):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(line, highlight=False, soft_wrap=True)
     for what in sorted({entry.verdict.not_possible for entry in done if entry.verdict.not_possible}):
-        console.print(f"not possible here: {what}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"not possible here: {what}", highlight=False, soft_wrap=True)
     if len(done) < wanted:
         console.print(f"{wanted - len(done)} of {wanted} cases were not run: the time was up", highlight=False)
 

@@ -20,6 +20,7 @@ Event = dict[str, Any]
 TEXT_CHARACTERS = 600  # of an error, kept in records
 NAMES_RANKS = re.compile(r"\branks? (\d+(?:, \d+)*(?:,? and \d+)?)")
 NAMES_STEP, NAMES_BUCKET = re.compile(r"\bstep (\d+)\b"), re.compile(r"\bbucket '")
+STUCK = ("gradsync store", "gradsync roll call")  # threads that wait for a store whose host has stopped
 WORDS = {Phase.ATTACH: "attach", Phase.LOAD: "load", Phase.DETACH: "detach", "consensus": "consensus"}
 # Faults that tell of themselves, or by which no rank is missing: nobody is asked to name the victim.
 NAMELESS = (*MUST_GO_ON, Fault.UNLIKE, Fault.LINK_RATE, Fault.LINK_LOSS)
@@ -140,7 +141,8 @@ def _verdict(case: Case, rank: int, struck: float, events: Sequence[Event]) -> R
         found.again_text = "" if again is None or again["ok"] else again["text"][:TEXT_CHARACTERS]
     if end is not None:
         before, after = end["before"], end["after"]
-        threads = [name for name in after["threads"] if name not in before["threads"]]
+        kept = STUCK if case.victim == 0 and case.store_on_rank_0 else ()
+        threads = [name for name in after["threads"] if name not in (*before["threads"], *kept)]
         found.left = threads, *(after[each] - before[each] for each in ("tasks", "descriptors"))
     if hung is not None:
         found.stacks = hung["stacks"]

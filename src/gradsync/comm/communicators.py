@@ -1,0 +1,70 @@
+"""Process groups of `torch.distributed` that only their members make, by a name that the members share."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+
+def is_open(communicator: dist.ProcessGroup) -> bool:
+    """Whether the communicator still exists: the user's `destroy_process_group()` ends all of them."""
+    return dist.is_initialized() and communicator in distributed_c10d._world.pg_map
+
+
+def new_communicator(
+    process_group: dist.ProcessGroup | None, members: tuple[int, ...], rank: int, timeout_s: float, name: str
+) -> dist.ProcessGroup:
+    """Makes a process group of these members with the backend of `process_group`; only the members need to call this.
+
+    Args:
+        process_group: a process group with the backend; None: the default one.
+        members: the global ranks.
+        rank: this member's index.
+        timeout_s: seconds that making it, and later each of its operations, may take.
+        name: a name that is the same on all members, and used for no other process group.
+
+    Raises:
+        RuntimeError: where the members do not connect in time.
+    """
+    # new_group(use_local_synchronization=True) names the group by how many groups a rank is in: members of different
+    # numbers of groups would wait for each other. So this calls what new_group ends with.
+    made: dist.ProcessGroup
+    made, _ = distributed_c10d._new_process_group_helper(
+        len(members),
+        rank,
+        list(members),
+        dist.get_backend(process_group),
+        distributed_c10d._get_default_store(),
+        name,  # type: ignore[arg-type]  # a NewType of str in some versions
+        timeout=timedelta(seconds=timeout_s),
+    )
+    distributed_c10d._world.pg_group_ranks[made] = {member: place for place, member in enumerate(members)}
+    return made
+
+
+def set_patience(communicator: dist.ProcessGroup, patience_s: float) -> None:
+    """Sets the seconds after which the backend aborts operations; only gloo and NCCL know this."""
+    if dist.get_backend(communicator) in ("gloo", "nccl"):
+        distributed_c10d._set_pg_timeout(timedelta(seconds=patience_s), communicator)
+
+
+def destroy(communicator: dist.ProcessGroup, *, hanging: bool) -> None:
+    """Destroys the communicator; `hanging`: some of its operations may not have ended."""
+    if not is_open(communicator):
+        return
+    dist.destroy_process_group(communicator)
+    if hanging:
+        # gloo cannot cancel operations: the destructor would wait for their timeouts, in any line that collects
+        # garbage or at exit. So the destructor never runs; the end of the process releases what is left.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator))
+
+
+def keys_of(name: str, size: int) -> Iterator[str]:
+    """Yields the keys of the store in which members of a gloo communicator leave their addresses, for deletion."""
+    for rank in range(size):
+        yield f"{name}//cpu//0/{rank}"
+        yield f"{name}//cuda//0/{rank}"

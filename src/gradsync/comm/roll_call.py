@@ -1,0 +1,120 @@
+"""`RollCall`: asks the ranks of a group through the store how far they are; a rank that does not answer is lost.
+
+A failed collective does not show who is lost: a broken connection says nothing of third ranks, and a rank in a long
+computation is as silent as a dead one. So a thread of each rank looks for calls in the store and answers them.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.distributed import distributed_c10d
+
+from .store import StoreClient
+
+LOOK_S = 0.4  # between two looks of the thread for a call
+ANSWER_S = 2.0  # a rank that has not answered by then has died, was stopped, or is blocked
+POLL_S = 0.05  # between the first two looks of the caller for answers; later ones are up to LOOK_S apart
+EXIT_S = 2.0  # for which the end of the process waits for a thread that is inside the store's code
+
+Progress = dict[str, int]  # the number of operations that a rank has issued, by the name of the group
+
+
+class RollCall:
+    """Calls of the roll in the store, under `name`; a thread answers them for this rank.
+
+    Args:
+        store: the connection for calling; the thread has one of its own.
+        name: the prefix of the keys in the store: the same on all ranks, used by nothing else.
+        rank: this process' global rank.
+        progress: the bound method that returns what this rank answers.
+    """
+
+    def __init__(self, store: StoreClient, name: str, rank: int, progress: Callable[[], Progress]) -> None:
+        self._store, self._name = store, name
+        self._state = _State()
+        self.silent: frozenset[int] = frozenset()  # the ranks that did not answer the last call
+        self._thread = threading.Thread(
+            target=_answer_calls,
+            args=(self._state, name, rank, weakref.WeakMethod(progress)),
+            name="gradsync roll call",
+            daemon=True,
+        )
+        self._thread.start()
+        # A daemon thread that is inside of C++ code when the interpreter ends would abort the process.
+        self._end = weakref.finalize(self, _end, self._state.ended, self._thread)
+
+    def answers(self, ranks: Sequence[int]) -> dict[int, Progress]:
+        """Calls all ranks, and returns the answers of those of `ranks` that answer within `ANSWER_S`.
+
+        It is empty if the store does not answer, as this rank's own answer lacks too. `silent` has the others then.
+        """
+        number, pause_s, found = self._state.calls, POLL_S, dict[int, Progress]()
+        began_s = time.monotonic()
+        self._store.ask(lambda store: store.set(_call(self._name, number), "1"), urgent=True)
+        while True:
+            answers = _parsed(self._store.read(_answers(self._name, number)))
+            found |= {rank: answers[rank] for rank in ranks if rank in answers}
+            if len(found) == len(ranks) or time.monotonic() - began_s >= ANSWER_S:
+                self.silent = frozenset(ranks) - found.keys() if found else self.silent
+                return found
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LOOK_S)
+
+    def close(self, *, clear: bool) -> None:
+        """Ends the thread; `clear` deletes all calls and answers from the store."""
+        self._end()
+        if clear:
+            numbers = range(self._state.calls + 1)
+            keys = [key(self._name, number) for number in numbers for key in (_call, _answers)]
+            self._store.delete(*keys)
+
+
+class _State:
+    """The data that a `RollCall` shares with its thread, which must not keep the `RollCall` alive."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+        self.calls = 0  # the number of calls that the thread has answered
+
+
+def _answer_calls(state: _State, name: str, rank: int, progress: weakref.WeakMethod[Callable[[], Progress]]) -> None:
+    try:
+        store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]  # torch does not declare it
+        while not state.ended.wait(LOOK_S):
+            while store.check([_call(name, state.calls)]):
+                said = progress()
+                answer = json.dumps({} if said is None else said()).encode().hex()
+                store.append(_answers(name, state.calls), f"{rank}:{answer} ")
+                state.calls += 1
+                del said  # it would keep the group alive
+    except (RuntimeError, ValueError):  # the store is lost, or the process group was destroyed
+        return
+
+
+def _parsed(text: str | None) -> dict[int, Progress]:
+    pairs = (each.split(":") for each in (text or "").split())
+    return {int(rank): _progress(json.loads(bytes.fromhex(answer))) for rank, answer in pairs}
+
+
+def _progress(answer: Any) -> Progress:
+    return {str(group): int(operations) for group, operations in answer.items()}
+
+
+def _call(name: str, number: int) -> str:
+    return f"{name}/call {number}"
+
+
+def _answers(name: str, number: int) -> str:
+    return f"{name}/answers {number}"
+
+
+def _end(ended: threading.Event, thread: threading.Thread) -> None:
+    ended.set()
+    if thread is not threading.current_thread():  # garbage may be collected on any thread
+        thread.join(EXIT_S)

@@ -1,0 +1,89 @@
+"""`StoreClient`: a connection to the store of `torch.distributed` whose calls have a time limit.
+
+The store outlives a broken connection between two ranks, and answers while a collective hangs. But its host may be a
+process that stopped or died, and then a call blocks for minutes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
+
+from torch.distributed import distributed_c10d
+
+T = TypeVar("T")
+
+ANSWER_S = 1.0  # the longest wait for the store
+ABSENT = "(no value)"
+NO_STORE = "the store of torch.distributed does not answer: where torchrun does not keep it, it ends with rank 0"
+
+
+class StoreClient:
+    """A connection of gradsync's own to the default store: a call on the user's connection may block others."""
+
+    def __init__(self) -> None:
+        self._store = distributed_c10d._get_default_store()
+        self._own: distributed_c10d.Store | None = None
+        self._asking: threading.Thread | None = None
+        self._turn = threading.RLock()  # a collection of garbage inside of a question may close a group, and ask
+        self._closed = False
+
+    def ask(self, question: Callable[[distributed_c10d.Store], T], *, urgent: bool = False) -> T | None:
+        """Calls `question` with the store in a thread, and returns its answer; None if none comes within `ANSWER_S`.
+
+        A question that is not urgent is dropped while an earlier one is unanswered.
+        """
+        with self._turn:
+            if self._asking is not None:
+                self._asking.join(ANSWER_S if urgent else 0.0)
+                if self._asking.is_alive():
+                    return None
+            return self._answer(question)
+
+    def _answer(self, question: Callable[[distributed_c10d.Store], T]) -> T | None:
+        answers: list[T] = []
+
+        def ask() -> None:
+            with suppress(RuntimeError):
+                if self._own is None and not self._closed:
+                    self._own = self._store.clone()  # type: ignore[attr-defined]  # torch does not declare it
+                if self._own is not None:
+                    answers.append(question(self._own))
+
+        self._asking = asking = threading.Thread(target=ask, name="gradsync store", daemon=True)
+        asking.start()
+        asking.join(ANSWER_S)
+        return answers[0] if answers else None
+
+    def read(self, key: str) -> str | None:
+        """Returns the value of `key`; None if there is none, or the store does not answer."""
+        text = self.ask(lambda store: value(store, key))
+        return text or None
+
+    def append(self, key: str, text: str) -> bool:
+        """Appends `text` to the value of `key`, and returns whether the store answered.
+
+        One key for all ranks lets a reader ask once, however many ranks there are.
+        """
+
+        def append(store: distributed_c10d.Store) -> bool:
+            store.append(key, text)  # type: ignore[attr-defined]  # torch does not declare it
+            return True
+
+        return self.ask(append, urgent=True) is not None
+
+    def delete(self, *keys: str) -> None:
+        """Deletes these keys; a key that does not exist is left out."""
+        self.ask(lambda store: [store.delete_key(key) for key in keys], urgent=True)
+
+    def close(self) -> None:
+        """Closes the connection; later questions have no answer."""
+        self._closed, self._own = True, None
+
+
+def value(store: distributed_c10d.Store, key: str) -> str:
+    """Returns the value of `key`, or "" if there is none; `get` would wait for one, also if it was just deleted."""
+    found = store.compare_set(key, ABSENT, ABSENT).decode()
+    return "" if found == ABSENT else found
