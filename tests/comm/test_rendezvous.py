@@ -83,7 +83,7 @@ def test_a_late_rank_is_waited_for(world: Worlds) -> None:
 def come_for_different_things(kind: str) -> tuple[int, str]:
     before, other = keys(), dist.get_rank() == 1
     if kind == "version" and other:
-        rendezvous.__version__ = "0.0.1"
+        rendezvous.VERSION = "0.0.1"
     model = Perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     plan = AveragingPlanner() if kind == "plan" and other else None

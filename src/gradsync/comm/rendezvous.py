@@ -15,6 +15,7 @@ import logging
 import os
 import secrets
 import socket
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -22,7 +23,6 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from .. import __version__
 from ..costs.cluster import Placement
 from .board import Board
 from .errors import GroupError, ranks_in_words
@@ -30,6 +30,7 @@ from .store import NO_STORE, StoreClient, value
 
 logger = logging.getLogger(__name__)
 
+VERSION: str = sys.modules["gradsync"].__version__  # an import of the package would be a circle
 POLL_S = (0.002, 0.2)  # pauses between two looks for the others: the first and the longest
 POLL_OF_A_RANK_S = 0.004  # by which the longest pause grows with each rank, as each look reads all ranks' entries
 DELETIONS = 20  # attempts to delete an entry while other ranks write theirs
@@ -96,7 +97,7 @@ class _Rendezvous:
         self._members = dist.get_process_group_ranks(process_group)
         self._rank = dist.get_rank()
         self._what = what
-        self._mine = Entry(secrets.token_hex(8), what, __version__, _node())
+        self._mine = Entry(secrets.token_hex(8), what, VERSION, _node())
         of = (process_group or distributed_c10d._get_default_group()).group_name
         self._place = f"gradsync/{of}/{_digest(str(self._members))}"
         self._seen: dict[str, dict[int, Entry]] = {}  # sets of all members' entries that this rank saw, by their name
