@@ -17,6 +17,16 @@ ALLOWED = {
     ("bench/rank.py", JOIN): "a command that is a job of its own: the network of torch.distributed",
     ("cluster/cluster.py", "bind"): "looks for a free port on 127.0.0.1, without listening",
     ("cluster/keeper.py", "execvp"): "the command of a rank, inside a node's namespace, without a shell",
+    ("faults/job.py", JOIN): "a small job on this machine, in which a fault is injected",
+    ("faults/rank.py", "multiprocessing"): POOL,
+    ("faults/rank.py", "torch.distributed.TCPStore"): "the store of that job, where rank 0 keeps it",
+    ("faults/run.py", "multiprocessing"): POOL,
+    ("fuzz/settings.py", "importlib.metadata.entry_points"): "the registry of schemes, as the library has it",
+    ("fuzz/worker.py", "multiprocessing"): POOL,
+    ("fuzz/worker.py", JOIN): "the job of a case, on this machine",
+    ("fuzz/workers.py", "multiprocessing"): POOL,
+    ("soak/train.py", JOIN): "a job under torchrun, on this machine or inside namespaces",
+    ("soak/train.py", "torch.distributed.TCPStore"): "a connection to torchrun's store, to count its keys",
     ("cluster/probe.py", "socket.create_server"): "measures links inside namespaces, which nothing outside reaches",
 }
 
