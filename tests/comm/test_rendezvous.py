@@ -24,7 +24,8 @@ from tests.frontends.models import Perceptron
 from tests.world import Ranks, World
 
 Worlds = Callable[[int], Ranks]
-TIMEOUT_S = 5.0
+TIMEOUT_S = 5.0  # where a rank is missing
+PATIENT_S = 30.0  # where none is: other tests may have the cores
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def come_without(absent: int) -> tuple[int, tuple[str, tuple[int, ...], float] |
         time.sleep(0.3 * dist.get_rank())
         told = raised(lambda: gradsync.attach(Perceptron(), timeout=TIMEOUT_S))
     dist.barrier()
-    gradsync.attach(Perceptron(), timeout=TIMEOUT_S).detach()
+    gradsync.attach(Perceptron(), timeout=PATIENT_S).detach()
     return keys() - before, told
 
 
@@ -72,7 +73,7 @@ def come_late() -> int:
     before = keys()
     if dist.get_rank() == 1:
         time.sleep(1.5)
-    gradsync.attach(Perceptron(), timeout=TIMEOUT_S).detach()
+    gradsync.attach(Perceptron(), timeout=PATIENT_S).detach()
     return keys() - before
 
 
@@ -140,8 +141,8 @@ def meet_beside_entries_of_an_earlier_job() -> list[float]:
         store.append(f"{name}/seen", "0 1 ")  # type: ignore[attr-defined]
     dist.barrier()
     time.sleep(0.3 * dist.get_rank())
-    group = torch_group(timeout_s=TIMEOUT_S)
-    total = group.all_reduce(torch.ones(1)).wait(TIMEOUT_S).tolist()
+    group = torch_group(timeout_s=PATIENT_S)
+    total = group.all_reduce(torch.ones(1)).wait(PATIENT_S).tolist()
     group.close()
     return total
 
@@ -185,7 +186,7 @@ def attach_and_detach_often() -> tuple[int, int, int]:
 
     def cycle(fails: bool) -> None:
         model = Perceptron()
-        handle = gradsync.attach(model, timeout=TIMEOUT_S)
+        handle = gradsync.attach(model, timeout=PATIENT_S)
         model(torch.randn(4, 6)).mean().backward()
         handle.load_state_dict(handle.state_dict())
         if fails:
@@ -202,7 +203,8 @@ def attach_and_detach_often() -> tuple[int, int, int]:
     before = census()
     for number in range(10):
         cycle(fails=number % 2 == 1)
-    keys_, descriptors, threads = (now - then for now, then in zip(census(), before, strict=True))
+    for _ in range(6):  # all ranks look equally often, as a look is at a barrier
+        keys_, descriptors, threads = (now - then for now, then in zip(census(), before, strict=True))
     return keys_, descriptors, threads
 
 

@@ -7,6 +7,7 @@ members are behind.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from torch.distributed import distributed_c10d
@@ -16,7 +17,7 @@ from .store import StoreClient
 
 
 class Came(NamedTuple):
-    """A member's arrival at a barrier: the number of operations issued before, the barrier's purpose, and details."""
+    """A member at a barrier or a rendezvous: the operations that it issued before, for what it came, and details."""
 
     operations: int
     what: str
@@ -43,6 +44,13 @@ class Failure(NamedTuple):
 def purpose(what: str, detail: str) -> str:
     """Returns the text by which messages name a barrier's purpose: `what`, with any detail in brackets."""
     return f"{what} ({detail})" if detail else what
+
+
+def require_one_purpose(came: Mapping[int, Came]) -> None:
+    """Raises GroupError if members came to one meeting for different purposes; `came` is the arrivals by rank."""
+    if len({each.what for each in came.values()}) > 1:
+        found = ", ".join(f"{each} on rank {rank}" for rank, each in sorted(came.items()))
+        raise GroupError(f"the ranks came to different things at the same time, all must come to the same: {found}")
 
 
 class Board:

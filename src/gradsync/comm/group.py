@@ -27,7 +27,7 @@ from ..costs.cluster import Placement
 from ..costs.transport import DIRECT_BYTES, RingOrDirect, Transport
 from ..tensors import allocator as memory
 from . import communicators
-from .board import Board, Came, Failure, purpose
+from .board import Board, Failure, purpose, require_one_purpose
 from .errors import GroupError, ranks_in_words
 from .rendezvous import meet
 from .roll_call import Progress, RollCall
@@ -440,7 +440,7 @@ class TorchGroup(Group):
                 warned = True
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, BARRIER_POLL_S[1])
-        _require_one_purpose(here)
+        require_one_purpose(here)
 
     def _note_arrival(self, what: str, detail: str) -> None:
         """Writes this member's arrival at a barrier to the store, for members of this group and of its subgroups."""
@@ -606,13 +606,6 @@ class TorchGroup(Group):
                 f"{ranks_in_words(behind)} did not come this far: still at work, or a loop of fewer steps there", behind
             )
         return GroupError("every rank waits, so a connection between two of them is stuck")
-
-
-def _require_one_purpose(came: Mapping[int, Came]) -> None:
-    """Raises GroupError if members came to one barrier for different purposes; `came` is the arrivals by rank."""
-    if len({each.what for each in came.values()}) > 1:
-        found = ", ".join(f"{each} on rank {rank}" for rank, each in sorted(came.items()))
-        raise GroupError(f"the ranks came to different things at the same time, all must come to the same: {found}")
 
 
 def gather_bytes(group: Group, content: bytes, timeout_s: float) -> list[bytes]:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ..costs.cluster import Placement
-from .board import Board
+from .board import Board, Came, require_one_purpose
 from .errors import GroupError, ranks_in_words
 from .store import NO_STORE, StoreClient, value
 
@@ -214,9 +214,7 @@ def _require_alike(found: dict[int, Entry]) -> None:
     if len({entry.version for entry in found.values()}) > 1:
         versions = ", ".join(f"{entry.version} on rank {rank}" for rank, entry in by_rank)
         raise GroupError(f"the ranks have different versions of gradsync, install the same one everywhere: {versions}")
-    if len({entry.what for entry in found.values()}) > 1:
-        came = ", ".join(f"{entry.what} on rank {rank}" for rank, entry in by_rank)
-        raise GroupError(f"the ranks came to different things at the same time, all must come to the same: {came}")
+    require_one_purpose({rank: Came(0, entry.what, "") for rank, entry in by_rank})
 
 
 def _node() -> str:

@@ -16,11 +16,11 @@ from typing import Any
 from torch.distributed import distributed_c10d
 
 from .store import StoreClient
+from .threads import ended_with
 
 LOOK_S = 0.4  # between two looks of the thread for a call
-ANSWER_S = 2.0  # a rank that has not answered by then has died, was stopped, or is blocked
+CALL_S = 2.0  # of a call: a rank that has not answered by then has died, was stopped, or is blocked
 POLL_S = 0.05  # between the first two looks of the caller for answers; later ones are up to LOOK_S apart
-EXIT_S = 2.0  # for which the end of the process waits for a thread that is inside the store's code
 
 Progress = dict[str, int]  # the number of operations that a rank has issued, by the name of the group
 
@@ -46,25 +46,34 @@ class RollCall:
             daemon=True,
         )
         self._thread.start()
-        # A daemon thread that is inside of C++ code when the interpreter ends would abort the process.
-        self._end = weakref.finalize(self, _end, self._state.ended, self._thread)
+        self._end = ended_with(self, self._thread, self._state.ended)
 
     def answers(self, ranks: Sequence[int]) -> dict[int, Progress]:
-        """Calls all ranks, and returns the answers of those of `ranks` that answer within `ANSWER_S`.
+        """Calls all ranks, and returns the answers of those of `ranks` that answer within `CALL_S`.
 
-        It is empty if the store does not answer, as this rank's own answer lacks too. `silent` has the others then.
+        It is empty if the store does not take the call within `CALL_S`. Else `silent` has those without an answer.
         """
         number, pause_s, found = self._state.calls, POLL_S, dict[int, Progress]()
-        began_s = time.monotonic()
-        self._store.ask(lambda store: store.set(_call(self._name, number), "1"), urgent=True)
+        began_s, has_called = time.monotonic(), False
         while True:
+            if not has_called and self._call(number):
+                began_s, has_called = time.monotonic(), True
             answers = _parsed(self._store.read(_answers(self._name, number)))
             found |= {rank: answers[rank] for rank in ranks if rank in answers}
-            if len(found) == len(ranks) or time.monotonic() - began_s >= ANSWER_S:
+            if len(found) == len(ranks) or time.monotonic() - began_s >= CALL_S:
                 self.silent = frozenset(ranks) - found.keys() if found else self.silent
                 return found
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LOOK_S)
+
+    def _call(self, number: int) -> bool:
+        """Writes the call into the store; returns whether the store answered."""
+
+        def call(store: distributed_c10d.Store) -> bool:
+            store.set(_call(self._name, number), "1")
+            return True
+
+        return self._store.ask(call, urgent=True) is not None
 
     def close(self, *, clear: bool) -> None:
         """Ends the thread; `clear` deletes all calls and answers from the store."""
@@ -112,9 +121,3 @@ def _call(name: str, number: int) -> str:
 
 def _answers(name: str, number: int) -> str:
     return f"{name}/answers {number}"
-
-
-def _end(ended: threading.Event, thread: threading.Thread) -> None:
-    ended.set()
-    if thread is not threading.current_thread():  # garbage may be collected on any thread
-        thread.join(EXIT_S)

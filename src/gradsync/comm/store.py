@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 T = TypeVar("T")
 
 ANSWER_S = 1.0  # the longest wait for the store
-ABSENT = "(no value)"
+ABSENT = "(no value)"  # stands for a key that does not exist
 NO_STORE = "the store of torch.distributed does not answer: where torchrun does not keep it, it ends with rank 0"
 
 

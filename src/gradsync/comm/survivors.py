@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Collection
 from concurrent import futures
 from dataclasses import dataclass
@@ -21,11 +20,11 @@ from torch.distributed import distributed_c10d
 from .communicators import is_open, new_communicator
 from .errors import GroupError, ranks_in_words
 from .store import ANSWER_S, NO_STORE
+from .threads import ended_with
 
 BEAT_S = 1.0  # between two beats of a rank
 SILENT_S = 15.0  # a rank without a beat for so long is lost; at most half of the timeout
 POLL_S = 0.1  # between two looks of a rank that waits for others
-EXIT_S = 2.0  # for which the end of the process waits for a thread that is inside the store's code
 
 
 @dataclass(frozen=True)
@@ -66,8 +65,7 @@ class Survivors:
         self._store = distributed_c10d.PrefixStore(name, own)
         self._thread = threading.Thread(target=self._watch, name="gradsync survivors", daemon=True)
         self._thread.start()
-        # A daemon thread that is inside of C++ code when the interpreter ends would abort the process.
-        self._end = weakref.finalize(self, _end, self._ended, self._woken, self._thread)
+        self._end = ended_with(self, self._thread, self._ended, self._woken)
 
     def agree(self, steps: int) -> Survival:
         """Agrees on the ranks that are left and returns them; all living ranks must call this.
@@ -170,10 +168,3 @@ class Survivors:
 def _numbers(text: bytes) -> list[tuple[int, int]]:
     entries = (entry.split(":") for entry in text.decode().split())
     return [(int(rank), int(number)) for rank, number in entries]
-
-
-def _end(ended: threading.Event, woken: threading.Event, thread: threading.Thread) -> None:
-    ended.set()
-    woken.set()
-    if thread is not threading.current_thread():  # garbage may be collected on any thread
-        thread.join(EXIT_S)

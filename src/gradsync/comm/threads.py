@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 import torch
 
+EXIT_S = 2.0  # for which the end of the process waits for a thread that is inside of C++ code
+
 _running: weakref.WeakSet[JobThread] = weakref.WeakSet()
 
 
@@ -21,6 +23,21 @@ def _stop_all() -> None:
     """
     for thread in list(_running):
         thread.stop(patience_s=2.0)
+
+
+def ended_with(owner: object, thread: threading.Thread, *events: threading.Event) -> weakref.finalize[..., object]:
+    """Returns a finalizer that sets `events`, which end the thread, and joins it; it runs with `owner` or at exit.
+
+    A daemon thread that is inside of C++ code when the interpreter ends would abort the process.
+    """
+    return weakref.finalize(owner, _end, thread, events)
+
+
+def _end(thread: threading.Thread, events: tuple[threading.Event, ...]) -> None:
+    for event in events:
+        event.set()
+    if thread is not threading.current_thread():  # garbage may be collected on any thread
+        thread.join(EXIT_S)
 
 
 class JobThread:

@@ -145,7 +145,7 @@ class Job:
         match self.case.frontend:
             case Frontend.HOOK:
                 self.handle = gradsync.DDPState(timeout_s=timeout_s, **settings)
-                self.model.register_comm_hook(self.handle, gradsync.ddp_hook)  # type: ignore[operator]
+                self.model.register_comm_hook(self.handle, gradsync.ddp_hook)  # type: ignore[operator]  # it is wrapped in DDP here
             case Frontend.DROP_IN:
                 self.model = wrapped = gradsync.DistributedDataParallel(self.net, timeout=timeout_s, **settings)
                 self.handle = wrapped.attachment
