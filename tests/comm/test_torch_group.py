@@ -150,3 +150,39 @@ def test_a_new_group_does_not_hear_of_old_failures(world: World) -> None:
 def test_a_group_of_one_needs_no_process_group() -> None:
     (group,) = LocalGroup.world(1)
     assert operations(group)["all_reduce"] == [[0.0, 1.0, 2.0]]
+
+
+def leave_with_a_failure_between_two_looks() -> str:
+    """Rank 1 announces a failure and leaves while rank 0, which waits for it, is between two reads of its notices."""
+    group = TorchGroup(timeout_s=20)
+    text = ""
+    if group.rank == 1:
+        dist.barrier()
+        group.announce_failure("rank 2 is lost", [2])
+        group._board.note_left(1, 0)
+        dist.barrier()
+    else:
+        left_before, failure = group._board.left_before, group._board.failure
+        first: list[str] = []
+
+        def meanwhile(name: str, read: Callable[..., object]) -> Callable[..., object]:
+            def look(*arguments: object) -> object:
+                found = read(*arguments)
+                if not first:  # the others act behind the first read
+                    first.append(name)
+                    dist.barrier()
+                    dist.barrier()
+                return found
+
+            return look
+
+        group._board.left_before = meanwhile("left", left_before)  # type: ignore[method-assign, assignment]
+        group._board.failure = meanwhile("failure", failure)  # type: ignore[method-assign, assignment]
+        text = str(group._told(0))
+    dist.barrier()
+    group.close()
+    return text
+
+
+def test_a_rank_that_leaves_because_of_a_failure_is_not_blamed(world: World) -> None:
+    assert world(2).run(leave_with_a_failure_between_two_looks)[0] == "rank 1 reports: rank 2 is lost"

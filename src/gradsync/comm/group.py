@@ -419,9 +419,10 @@ class TorchGroup(Group):
         while missing := sorted(set(self.members) - (here := self._board.arrivals(barrier)).keys()):
             if self.members[self.rank] in missing:  # the store did not take the note while it owed an answer
                 self._board.note_arrival(barrier, self.members[self.rank], self._issued, what, detail)
-            if failure := self._announced_failure():
+            gone = self._board.left_before(self._issued)
+            if failure := self._announced_failure():  # read last, as in `_told`
                 raise failure.error()
-            if gone := self._board.left_before(self._issued):
+            if gone:
                 raise GroupError(f"{ranks_in_words(gone)} detached before {text}, which all ranks must come to", gone)
             now_s = time.monotonic()
             answered_s = now_s if here else answered_s  # at least one member is there
@@ -552,9 +553,10 @@ class TorchGroup(Group):
 
     def _told(self, number: int) -> GroupError | None:
         """Returns why operation `number` cannot end, by the notices of other members; None if they say nothing."""
-        if failure := self._announced_failure():
+        gone = self._board.left_before(number)
+        if failure := self._announced_failure():  # read last: who leaves because of a failure has announced it before
             return failure.error()
-        if gone := self._board.left_before(number):
+        if gone:
             return GroupError(
                 f"{ranks_in_words(gone)} detached before this; in training every rank must make the same number of "
                 "steps (DistributedSampler(drop_last=True) does)",
