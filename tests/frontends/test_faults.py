@@ -6,6 +6,7 @@ import gc
 import os
 import re
 import signal
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -81,6 +82,35 @@ def test_a_stopped_rank_is_noticed_at_the_timeout(short_lived: World, victim: in
     texts = [first for first, _ in survivors(outcomes, victim)]
     for text in texts:
         assert PLACE.match(text) and "(no answer within 5 s)" in text and missing(short_lived, victim) in text, texts
+
+
+def stop_until_the_others_have_left() -> tuple[str, tuple[int, ...]]:
+    """Stops rank 1 in a backward until the others have detached; rank 0 then wakes it."""
+    model = Perceptron()
+    handle = gradsync.attach(model, timeout=TIMEOUT_S)
+    pids = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(pids, torch.tensor([os.getpid()]))
+    output = model(torch.randn(4, 6))
+    if dist.get_rank() == 1:
+        output.register_hook(lambda _: os.kill(os.getpid(), signal.SIGSTOP))
+    try:
+        output.mean().backward()
+    except gradsync.GroupError as error:
+        said = str(error), error.ranks
+    handle.detach()
+    if dist.get_rank() == 0:
+        time.sleep(1)
+        os.kill(int(pids[1]), signal.SIGCONT)
+    return said
+
+
+@pytest.mark.parametrize("short_lived", [False], indirect=True)
+def test_a_rank_that_stood_still_blames_nobody_else(short_lived: World) -> None:
+    short_lived.start(stop_until_the_others_have_left, size=2)
+    for outcome in short_lived.outcomes(limit_s=10 * TIMEOUT_S):
+        text, ranks = outcome.value
+        assert ranks == (1,) and "rank 1" in text, (text, ranks)
+    assert "stood still for" in text or "rank 0 reports: rank 1" in text
 
 
 def make_fewer_steps() -> str:

@@ -430,7 +430,7 @@ class TorchGroup(Group):
                 raise GroupError(f"{NO_STORE}; the ranks meet there for {text}")
             if now_s - began_s >= timeout_s:
                 self._roll_call.answers(self.members)  # so that all know who is lost
-                raise GroupError(
+                raise self._left_alone(missing) or GroupError(
                     f"{ranks_in_words(missing)} did not come to {text} within {timeout_s:.0f} s: all ranks must",
                     missing,
                 )
@@ -595,8 +595,8 @@ class TorchGroup(Group):
             return GroupError(NO_STORE)
         came = {rank: issued.get(self._board.name, 0) for rank, issued in answers.items()} | self._board.left()
         silent = [rank for rank in self.members if rank not in came]
-        if len(silent) == self.size - 1 > 1:
-            return GroupError("no other rank answers: they have ended, or have gone on without this rank")
+        if alone := self._left_alone(silent):
+            return alone
         if silent:
             words = "does not answer: it has died, was stopped, or is blocked"
             if len(silent) > 1:
@@ -608,6 +608,21 @@ class TorchGroup(Group):
                 f"{ranks_in_words(behind)} did not come this far: still at work, or a loop of fewer steps there", behind
             )
         return GroupError("every rank waits, so a connection between two of them is stuck")
+
+    def _left_alone(self, absent: Sequence[int]) -> GroupError | None:
+        """Returns the error of a rank from which all others are `absent` because they have left it, else None."""
+        if len(absent) < self.size - 1:
+            return None
+        if stood_still_s := self._roll_call.stood_still_s(self._timeout_s):
+            own = self.members[self.rank]
+            return GroupError(
+                f"rank {own}, this one, stood still for {stood_still_s:.0f} s (stopped, suspended or blocked), and the "
+                "others have gone on without it",
+                [own],
+            )
+        if self.size == 2:  # the other one is lost
+            return None
+        return GroupError("no other rank answers: they have ended, or have gone on without this rank")
 
 
 def gather_bytes(group: Group, content: bytes, timeout_s: float) -> list[bytes]:

@@ -7,6 +7,7 @@ computation is as silent as a dead one. So a thread of each rank looks for calls
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 import weakref
@@ -66,6 +67,15 @@ class RollCall:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LOOK_S)
 
+    def stood_still_s(self, timeout_s: float) -> float:
+        """Returns for how long this process stood still, if the others may have given up waiting for it; else 0.
+
+        They wait `timeout_s`, of which they may have waited a part already when this process stopped. This rank has
+        then waited in vain for as long.
+        """
+        lately = time.monotonic() - self._state.resumed_s < 2 * timeout_s + CALL_S
+        return self._state.stood_still_s if lately and self._state.stood_still_s >= timeout_s / 2 else 0.0
+
     def _call(self, number: int) -> bool:
         """Writes the call into the store; returns whether the store answered."""
 
@@ -90,12 +100,23 @@ class _State:
     def __init__(self) -> None:
         self.ended = threading.Event()
         self.calls = 0  # the number of calls that the thread has answered
+        self.stood_still_s = 0.0  # the last time that the process was stopped, suspended or blocked, if it ever was
+        self.resumed_s = -math.inf  # when that ended
+
+    def wait(self) -> bool:
+        """Waits until the next look at the store; returns whether there is one. Notes if it came far too late."""
+        began_s = time.monotonic()
+        ended = self.ended.wait(LOOK_S)
+        now_s = time.monotonic()
+        if now_s - began_s >= CALL_S:
+            self.stood_still_s, self.resumed_s = now_s - began_s, now_s
+        return not ended
 
 
 def _answer_calls(state: _State, name: str, rank: int, progress: weakref.WeakMethod[Callable[[], Progress]]) -> None:
     try:
         store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]  # torch does not declare it
-        while not state.ended.wait(LOOK_S):
+        while state.wait():
             while store.check([_call(name, state.calls)]):
                 said = progress()
                 answer = json.dumps({} if said is None else said()).encode().hex()
