@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradsync.comm import LENGTH_BYTES, GroupError, LocalGroup, run_local
-from gradsync.comm.group import length_of
+from gradsync.comm.framing import length_of
 from gradsync.costs.cluster import Placement
 
 every_size = pytest.mark.parametrize("size", [1, 2, 3, 4])

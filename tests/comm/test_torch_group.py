@@ -159,10 +159,10 @@ def leave_with_a_failure_between_two_looks() -> str:
     if group.rank == 1:
         dist.barrier()
         group.announce_failure("rank 2 is lost", [2])
-        group._board.note_left(1, 0)
+        group._whereabouts._board.note_left(1, 0)
         dist.barrier()
     else:
-        left_before, failure = group._board.left_before, group._board.failure
+        left_before, failure = group._whereabouts._board.left_before, group._whereabouts._board.failure
         first: list[str] = []
 
         def meanwhile(name: str, read: Callable[..., object]) -> Callable[..., object]:
@@ -176,9 +176,9 @@ def leave_with_a_failure_between_two_looks() -> str:
 
             return look
 
-        group._board.left_before = meanwhile("left", left_before)  # type: ignore[method-assign, assignment]
-        group._board.failure = meanwhile("failure", failure)  # type: ignore[method-assign, assignment]
-        text = str(group._told(0))
+        group._whereabouts._board.left_before = meanwhile("left", left_before)  # type: ignore[method-assign, assignment]
+        group._whereabouts._board.failure = meanwhile("failure", failure)  # type: ignore[method-assign, assignment]
+        text = str(group._whereabouts.told(0))
     dist.barrier()
     group.close()
     return text

@@ -248,9 +248,9 @@ def counted(every: int, tried: bool) -> tuple[list[int], list[bool]]:
     group, counts, settled = handle._engine.group, [], []
     for number in range(120 if tried else 9):  # a trial may take 90 steps
         settled.append(handle.settled)
-        before, buckets = group._issued, len(handle.plan.buckets)
+        before, buckets = group._whereabouts.issued, len(handle.plan.buckets)
         train(model, optimizer, number)
-        counts.append(group._issued - before - buckets)
+        counts.append(group._whereabouts.issued - before - buckets)
     for bucket in handle.statistics():
         assert bucket.sent_bytes == bucket.predicted_bytes
     handle.detach()

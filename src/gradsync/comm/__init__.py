@@ -1,14 +1,14 @@
 """Collectives over `torch.distributed`: groups of ranks, a ledger of sent bytes, and the order of issuing."""
 
 from .backends import torch_group as torch_group
+from .distributed import TorchGroup as TorchGroup
 from .errors import GroupError as GroupError
+from .framing import LENGTH_BYTES as LENGTH_BYTES
+from .framing import split as split
 from .gloo import GlooGroup as GlooGroup
-from .group import LENGTH_BYTES as LENGTH_BYTES
 from .group import Group as Group
 from .group import Pending as Pending
-from .group import TorchGroup as TorchGroup
 from .group import gather_bytes as gather_bytes
-from .group import split as split
 from .issue import Synchronization as Synchronization
 from .issue import drive as drive
 from .issue import drive_in_turns as drive_in_turns

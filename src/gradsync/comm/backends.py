@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from ..costs.cluster import Placement
+from .distributed import TorchGroup
 from .gloo import GlooGroup
-from .group import TorchGroup
 from .nccl import NcclGroup
 
 GROUP_OF_BACKEND: dict[str, type[TorchGroup]] = {"gloo": GlooGroup, "nccl": NcclGroup}

@@ -19,7 +19,9 @@ from ..costs.cluster import Placement
 from ..costs.steps import Transfer
 from ..costs.transport import DIRECT_BYTES, Pattern
 from ..tensors import allocator as memory
-from .group import Pending, TorchGroup, cut_messages, cut_to_lengths, split, swapped, with_lengths
+from .distributed import TorchGroup
+from .framing import cut_messages, cut_to_lengths, split, swapped, with_lengths
+from .group import Pending
 from .links import Exchange, measured_link
 from .rounds import Rounds
 

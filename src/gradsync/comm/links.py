@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from ..costs.steps import Pattern, Transfer
-from .group import LENGTH_BYTES, Group, Pending
+from .framing import LENGTH_BYTES
+from .group import Group, Pending
 
 PATTERNS = (Pattern.ALL_REDUCE, Pattern.ALL_GATHER, Pattern.ALL_TO_ALL, Pattern.MESSAGES)
 SAMPLE_BYTES = (4 << 10, 1 << 20)  # a member sends in the two all-to-alls of `measured_link`

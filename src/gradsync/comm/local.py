@@ -12,7 +12,8 @@ from torch import Tensor
 from ..costs.cluster import Placement
 from .board import Failure
 from .errors import GroupError
-from .group import Group, Pending, split, swapped, with_lengths
+from .framing import split, swapped, with_lengths
+from .group import Group, Pending
 
 T = TypeVar("T")
 

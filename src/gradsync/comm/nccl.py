@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .group import TorchGroup
+from .distributed import TorchGroup
 
 
 class NcclGroup(TorchGroup):

@@ -14,7 +14,7 @@ from itertools import count
 import torch.distributed as dist
 from torch import Tensor
 
-from .group import length_of
+from .framing import length_of
 from .threads import JobThread
 
 CHUNK_BYTES = 256 << 10  # of each message in a turn of rounds: ranks that drift apart meet again at the next turn
