@@ -249,3 +249,48 @@ def a_table_of_more_than_2_31_elements(plan: str, folder: str) -> None:
 @every_plan
 def test_a_table_of_more_than_2_31_elements_is_averaged(world: World, plan: str, tmp_path: Path) -> None:
     world(2).run(a_table_of_more_than_2_31_elements, plan, str(tmp_path))
+
+
+class FunctionalTie(nn.Module):
+    """A table with sparse gradients that is the output layer, too, which no module says: its gradients are dense."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(12, 4, sparse=True)
+        self.other = nn.Linear(4, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return nn.functional.linear(self.embedding(ids), self.embedding.weight)
+
+
+def layouts_where_one_rank_uses_a_tied_table_at_times(make: Callable[[], nn.Module], steps: list[bool]) -> list[str]:
+    """Returns the layouts of the table's gradient on this rank; rank 1 uses the table in some of the steps only."""
+    torch.manual_seed(0)
+    model = make()
+    specs = {name: TensorSpec.of(parameter) for name, parameter in model.named_parameters()}
+    handle = attach(model, plan=Plan.make(specs, dist.get_world_size(), [(list(specs), AllReduce())]))
+    layouts = []
+    for used in steps:
+        if used or dist.get_rank() == 0:
+            model(torch.randint(12, (3, 2))).square().mean().backward()
+        else:
+            model.other(torch.randn(2, 4)).mean().backward()
+        layouts.append(str(model.embedding.weight.grad.layout))
+    handle.detach()
+    return layouts
+
+
+class Tied(FunctionalTie):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 12, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+@pytest.mark.parametrize(("make", "steps"), [(FunctionalTie, [True, False]), (Tied, [False, True, False])])
+def test_a_rank_that_does_not_use_a_tied_table_gets_a_dense_gradient_as_the_others(
+    world: World, make: Callable[[], nn.Module], steps: list[bool]
+) -> None:
+    """Optimisers that take no sparse gradients would raise on that rank alone."""
+    for layouts in world(2).run(layouts_where_one_rank_uses_a_tied_table_at_times, make, steps):
+        assert layouts == ["torch.strided"] * len(steps)

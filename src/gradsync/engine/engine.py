@@ -340,7 +340,7 @@ class Engine:
         return self._observer.profiles
 
     def layout_is_sparse(self, name: str) -> bool:
-        """Returns whether the gradient is sparse: by its layout in this step on this rank, else as the ranks agreed."""
+        """Returns whether the gradient is sparse: as this rank's last one, or else as the ranks agreed."""
         return self._observer.layout_is_sparse(name)
 
     def unload(self, name: str, out: Tensor | None, *, sparse: bool) -> Tensor:

@@ -36,6 +36,7 @@ class Observer:
         announced = set(sparse_names)
         self.profiles = {n: ParameterProfile(n, spec, sparse=n in announced) for n, spec in specs.items()}
         self._arrivals: dict[str, bool] = {}  # parameters in the order they became ready -> sparse layout
+        self._last_layouts: dict[str, bool] = {}  # whether the last gradient that this rank had was sparse
         self._samples: dict[str, ZeroSample] = {}
         self._looks = 0
 
@@ -46,7 +47,7 @@ class Observer:
 
     def arrived(self, name: str, *, sparse: bool) -> None:
         """Records that the parameter's gradient is ready now, and whether its layout is sparse."""
-        self._arrivals[name] = sparse
+        self._arrivals[name] = self._last_layouts[name] = sparse
 
     def look(self, name: str, gradient: Tensor) -> None:
         """Samples which rows and elements of a ready gradient are zero, before its exchange, if dense and large."""
@@ -54,8 +55,8 @@ class Observer:
             self._samples[name] = ZeroSample.of(gradient)
 
     def layout_is_sparse(self, name: str) -> bool:
-        """Returns whether the gradient is sparse: by its layout in this step on this rank, else as the ranks agreed."""
-        return self._arrivals.get(name, self.profiles[name].sparse)
+        """Returns whether the gradient is sparse: as this rank's last one, or else as the ranks agreed."""
+        return self._last_layouts.get(name, self.profiles[name].sparse)
 
     @property
     def complete(self) -> bool:

@@ -334,9 +334,10 @@ def _classes(model: nn.Module) -> set[type]:
 
 
 def _sparse_tables(model: nn.Module) -> frozenset[str]:
-    """Returns the names of embedding weights with sparse gradients, as their modules have `sparse=True`."""
-    return frozenset(
-        f"{prefix}.weight" if prefix else "weight"
-        for prefix, module in model.named_modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-    )
+    """Returns the names of embedding weights with sparse gradients, as all modules that have them say."""
+    sparse: dict[int, bool] = {}
+    for module in model.modules():
+        says = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+        for parameter in module._parameters.values():
+            sparse[id(parameter)] = says and sparse.get(id(parameter), True)  # dense if tied to a dense layer
+    return frozenset(name for name, parameter in model.named_parameters() if sparse[id(parameter)])
