@@ -22,6 +22,7 @@ import gradsync
 from gradsync import Plan, attach
 from gradsync.schemes import AGSparse, AllReduce, BalancedParallelism, Scheme
 from gradsync.tensors.bucket import TensorSpec
+from tests.frontends.models import HiddenTable
 from tests.world import Ranks
 
 World = Callable[[int], Ranks]
@@ -263,23 +264,6 @@ class FunctionalTie(nn.Module):
         return nn.functional.linear(self.embedding(ids), self.embedding.weight)
 
 
-def layouts_where_one_rank_uses_a_tied_table_at_times(make: Callable[[], nn.Module], steps: list[bool]) -> list[str]:
-    """Returns the layouts of the table's gradient on this rank; rank 1 uses the table in some of the steps only."""
-    torch.manual_seed(0)
-    model = make()
-    specs = {name: TensorSpec.of(parameter) for name, parameter in model.named_parameters()}
-    handle = attach(model, plan=Plan.make(specs, dist.get_world_size(), [(list(specs), AllReduce())]))
-    layouts = []
-    for used in steps:
-        if used or dist.get_rank() == 0:
-            model(torch.randint(12, (3, 2))).square().mean().backward()
-        else:
-            model.other(torch.randn(2, 4)).mean().backward()
-        layouts.append(str(model.embedding.weight.grad.layout))
-    handle.detach()
-    return layouts
-
-
 class Tied(FunctionalTie):
     def __init__(self) -> None:
         super().__init__()
@@ -287,10 +271,63 @@ class Tied(FunctionalTie):
         self.head.weight = self.embedding.weight
 
 
-@pytest.mark.parametrize(("make", "steps"), [(FunctionalTie, [True, False]), (Tied, [False, True, False])])
-def test_a_rank_that_does_not_use_a_tied_table_gets_a_dense_gradient_as_the_others(
-    world: World, make: Callable[[], nn.Module], steps: list[bool]
+def train_with_a_table_that_one_rank_uses_at_times(
+    make: Callable[[], nn.Module], kind: Scheme[Any], uses: list[bool]
+) -> tuple[list[str], list[float]]:
+    """Returns the layouts of the table's gradients on this rank, and the table; rank 1 uses it in some steps only."""
+    torch.manual_seed(0)
+    model = make().bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    specs = {name: TensorSpec.of(parameter) for name, parameter in model.named_parameters()}
+    table, *others = sorted(specs, key=lambda name: name != "embedding.weight")
+    plan = Plan.make(specs, dist.get_world_size(), [([table], kind), (others, AllReduce())])
+    handle = attach(model, plan=plan)
+    layouts = []
+    for used in uses:
+        if used or dist.get_rank() == 0:
+            model(torch.randint(12, (3, 2))).square().mean().backward()
+        else:
+            model.other(torch.randn(2, 4).bfloat16()).mean().backward()
+        layouts.append(str(model.embedding.weight.grad.layout))
+        optimizer.step()
+        optimizer.zero_grad()
+    handle.detach()
+    return layouts, model.embedding.weight.flatten().tolist()
+
+
+@pytest.mark.parametrize("kind", [AllReduce(), BalancedParallelism()], ids=["flat", "rows"])
+@pytest.mark.parametrize("uses", [[True, False, False], [False, True, False]])
+@pytest.mark.parametrize("make", [FunctionalTie, Tied])
+def test_all_ranks_get_gradients_of_one_layout(
+    world: World, make: Callable[[], nn.Module], kind: Scheme[Any], uses: list[bool]
 ) -> None:
-    """Optimisers that take no sparse gradients would raise on that rank alone."""
-    for layouts in world(2).run(layouts_where_one_rank_uses_a_tied_table_at_times, make, steps):
-        assert layouts == ["torch.strided"] * len(steps)
+    """Else roundings of optimisers differ, or an optimiser that takes no sparse gradients raises on one rank alone."""
+    (layouts, weights), other = world(2).run(train_with_a_table_that_one_rank_uses_at_times, make, kind, uses)
+    assert (layouts, weights) == other and layouts == ["torch.strided"] * len(uses)
+
+
+def train_with_a_table_that_is_dense_at_times() -> tuple[list[str], list[float]]:
+    """Trains a table that no module announces as sparse; rank 1 adds a dense gradient in the second step."""
+    torch.manual_seed(0)
+    model = HiddenTable().bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    specs = {name: TensorSpec.of(parameter) for name, parameter in model.named_parameters()}
+    segments: list[tuple[list[str], Scheme[Any]]] = [(["table"], BalancedParallelism())]
+    segments.append(([name for name in specs if name != "table"], AllReduce()))
+    handle = attach(model, plan=Plan.make(specs, dist.get_world_size(), segments))
+    layouts = []
+    for step in range(3):
+        loss = model(torch.randint(25, (4, 3))).square().mean()
+        if step == dist.get_rank() == 1:
+            loss = loss + model.table.square().mean()
+        loss.backward()
+        layouts.append(str(model.table.grad.layout))
+        optimizer.step()
+        optimizer.zero_grad()
+    handle.detach()
+    return layouts, model.table.flatten().tolist()
+
+
+def test_a_table_that_is_dense_on_one_rank_is_sparse_as_on_the_others(world: World) -> None:
+    (layouts, weights), other = world(2).run(train_with_a_table_that_is_dense_at_times)
+    assert (layouts, weights) == other and layouts == ["torch.sparse_coo"] * 3

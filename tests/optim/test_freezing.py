@@ -36,7 +36,7 @@ in_both_ways = pytest.mark.parametrize("is_watched", [False, True], ids=["what a
 
 
 def trained(
-    make: Callable[..., Optimizer], steps: list[Sections | None], *, is_watched: bool = False
+    make: Callable[..., Optimizer], steps: list[Sections | None], *, is_watched: bool = False, sparse: bool = False
 ) -> tuple[nn.Parameter, dict[str, Any], list[Tensor]]:
     """Trains with these sections arriving; returns parameter, optimiser state and the parameter after each step."""
     torch.manual_seed(0)
@@ -51,6 +51,7 @@ def trained(
         weight.grad, other.grad = torch.randn(3, 4, generator=generator), torch.ones(2)
         if sections is not None:
             weight.grad[~MOVES.view(3, 4)] = 0
+        weight.grad = weight.grad.to_sparse(1) if sparse else weight.grad
         now[0] = sections
         freezing.before(optimizer, is_watched=is_watched)
         optimizer.step()
@@ -59,6 +60,19 @@ def trained(
         after.append(weight.detach().clone())
     assert (other < 1).all() or not steps
     return weight, optimizer.state[weight], after
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # by Adagrad
+@pytest.mark.parametrize("make", [partial(SGD, lr=0.1), partial(SGD, lr=0.1, momentum=0.9), partial(Adagrad, lr=0.1)])
+def test_sparse_gradients_move_what_dense_ones_do(make: Callable[..., Optimizer]) -> None:
+    """Sparse momentum, too, stays as it was where nothing arrived."""
+    steps: list[Sections | None] = [None, SECTIONS, SECTIONS, None]
+    dense, dense_state, _ = trained(make, steps)
+    sparse, sparse_state, _ = trained(make, steps, sparse=True)
+    assert torch.allclose(sparse, dense, atol=1e-6)
+    for name, values in dense_state.items():
+        if isinstance(values, Tensor):
+            assert torch.allclose(sparse_state[name].to_dense(), values, atol=1e-6), name
 
 
 def test_all_optimizers_that_step_what_arrived_are_tried() -> None:

@@ -339,9 +339,10 @@ class Engine:
         """Layout and densities of each parameter's gradient as all ranks agreed, by name."""
         return self._observer.profiles
 
-    def layout_is_sparse(self, name: str) -> bool:
-        """Returns whether the gradient is sparse: as this rank's last one, or else as the ranks agreed."""
-        return self._observer.layout_is_sparse(name)
+    @property
+    def sparse_names(self) -> frozenset[str]:
+        """The parameters whose gradients are sparse, as the ranks agreed."""
+        return self._observer.sparse_names
 
     def unload(self, name: str, out: Tensor | None, *, sparse: bool) -> Tensor:
         """Returns the synchronised gradient of a parameter, with the parameter's shape and dtype.

@@ -30,13 +30,17 @@ LOOKS = 2  # at a dense gradient before it is taken for sparse: the first step's
 
 
 class Observer:
-    """Records order, layout and density of one rank's gradients; `profiles` holds what the ranks agreed on, by name."""
+    """Records order, layout and density of one rank's gradients; `profiles` holds what the ranks agreed on, by name.
+
+    All ranks give optimisers gradients of the same layout, or the ranks' parameters would drift apart by roundings:
+    sparse ones for the parameters `sparse_names`.
+    """
 
     def __init__(self, specs: Mapping[str, TensorSpec], sparse_names: Iterable[str] = ()) -> None:
         announced = set(sparse_names)
         self.profiles = {n: ParameterProfile(n, spec, sparse=n in announced) for n, spec in specs.items()}
         self._arrivals: dict[str, bool] = {}  # parameters in the order they became ready -> sparse layout
-        self._last_layouts: dict[str, bool] = {}  # whether the last gradient that this rank had was sparse
+        self.unseen = set(specs)  # parameters whose gradients' layouts no rank has seen yet, the same on all ranks
         self._samples: dict[str, ZeroSample] = {}
         self._looks = 0
 
@@ -47,16 +51,22 @@ class Observer:
 
     def arrived(self, name: str, *, sparse: bool) -> None:
         """Records that the parameter's gradient is ready now, and whether its layout is sparse."""
-        self._arrivals[name] = self._last_layouts[name] = sparse
+        self._arrivals[name] = sparse
 
     def look(self, name: str, gradient: Tensor) -> None:
         """Samples which rows and elements of a ready gradient are zero, before its exchange, if dense and large."""
         if gradient.layout is torch.strided and name in self._sampled_names():
             self._samples[name] = ZeroSample.of(gradient)
 
-    def layout_is_sparse(self, name: str) -> bool:
-        """Returns whether the gradient is sparse: as this rank's last one, or else as the ranks agreed."""
-        return self._last_layouts.get(name, self.profiles[name].sparse)
+    @property
+    def profiles(self) -> dict[str, ParameterProfile]:
+        """Layout and densities of each parameter's gradient as the ranks agreed, by name."""
+        return self._profiles
+
+    @profiles.setter
+    def profiles(self, profiles: dict[str, ParameterProfile]) -> None:
+        self._profiles = profiles
+        self.sparse_names = frozenset(name for name, profile in profiles.items() if profile.sparse)
 
     @property
     def complete(self) -> bool:
@@ -71,6 +81,22 @@ class Observer:
         """Whether some gradient of known density is sparse, or has the dense layout but many zeros."""
         return any(p.found or (p.sparse and p.density is not None) for p in self.profiles.values())
 
+    def agree_on_layouts(self, gather: Callable[[Tensor], list[Tensor]]) -> None:
+        """Updates which gradients are sparse, for parameters of `unseen`, by the finished step. Collective.
+
+        `gather` sends a tensor to all ranks and returns all ranks' tensors, by rank.
+        """
+        names = sorted(self.unseen)
+        seen = torch.stack([part.cpu() for part in gather(torch.tensor(list(map(self._layout, names))))])
+        layouts = {name: layout for name, layout in zip(names, seen.amax(dim=0).tolist(), strict=True)}
+        found = {name: bool(layout) for name, layout in layouts.items() if layout != UNKNOWN}
+        self.unseen -= found.keys()
+        self.profiles |= {name: replace(self.profiles[name], sparse=sparse) for name, sparse in found.items()}
+
+    def _layout(self, name: str) -> int:
+        """Returns 1 if this rank's gradient in this step was sparse, 0 if dense, -1 without one."""
+        return int(self._arrivals[name]) if name in self._arrivals else UNKNOWN
+
     def share(self, gradients: Callable[[str], Gradients], gather: Callable[[Tensor], list[Tensor]]) -> None:
         """Updates `profiles` by what all ranks observed in the finished step. Collective.
 
@@ -84,6 +110,7 @@ class Observer:
         mine = torch.tensor([self._seen(name, positions, numbers, gradients(name)) for name in self.profiles])
         table = torch.stack([part.cpu().view(mine.shape) for part in gather(mine.flatten())])
         sampled = self._share_samples(gather)
+        self.unseen -= {name for name, number in numbers.items() if (table[:, number, 1] != UNKNOWN).any()}
         before = self.profiles
         self.profiles = {
             name: _reduced(profile, table[:, index]) for index, (name, profile) in enumerate(before.items())
@@ -136,12 +163,11 @@ class Observer:
         many rows are non-zero, how many in the sum over ranks, and the index (of `numbers`, which count all parameters)
         of the first parameter in the bucket whose summed gradient has the same rows.
         """
-        layout = int(self._arrivals[name]) if name in positions else UNKNOWN
         rows, union, first = UNKNOWN, UNKNOWN, UNKNOWN
         if isinstance(gradients, RowGradients):
             rows, union = gradients.rows(name), gradients.union_rows(name)
             first = numbers[gradients.first_with_rows_of(name)]
-        return positions.get(name, NEVER_READY), layout, rows, union, first
+        return positions.get(name, NEVER_READY), self._layout(name), rows, union, first
 
 
 def _latest(seen: DensityProfile | None, before: DensityProfile | None) -> DensityProfile | None:

@@ -37,6 +37,7 @@ Call = Callable[[str, Callable[[Group], Any]], Any]  # `Engine.call`
 # A table that no module announced travels dense at first, and so do dense gradients with many zeros: their rows show in
 # the second step.
 MAX_OBSERVATIONS = 2
+LAYOUT_STEPS = 100  # in which ranks agree whether gradients are sparse that no rank has seen before
 ASK_AGAIN_STEPS = 8  # while another model is measured; to ask takes a small exchange
 
 
@@ -129,6 +130,7 @@ class PlanController:
         self._device = device
         self._timeout_s = timeout_s
         self._observations_left = 0 if isinstance(plan, Plan) else MAX_OBSERVATIONS
+        self._layouts_left = LAYOUT_STEPS
         self._steps_to_look = LOOK_STEPS
         self._trial: Trial[Plan] | None = None
         self._known_to_plan: list[ParameterProfile] = []  # when the plan was made
@@ -164,7 +166,11 @@ class PlanController:
         """
         if self._observations_left:
             self._observe(runs)
-        elif self._trial is not None:
+            return
+        if self._layouts_left and self._observer.unseen and self.plan.what is What.GRADIENT:
+            self._layouts_left -= 1
+            self._observer.agree_on_layouts(lambda mine: self._gather("layouts of gradients", mine))
+        if self._trial is not None:
             self._try(self._trial)
         elif self._reviser is not None and self._reviser.cost is not None:
             self._look_again(self._reviser, runs)

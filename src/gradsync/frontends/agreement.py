@@ -277,6 +277,7 @@ def _texts(
     # Gradients are summed as they lie in memory, so channels-last on one rank only would add up the wrong elements.
     lines += [f"{name}: strides {p.stride()}" for name, p in parameters.items() if not p.is_contiguous()]
     lines += [f"{line} (frozen)" for line in describe_specs({n: TensorSpec.of(p) for n, p in others.items()})]
+    lines += [f"{name}: sparse gradients" for name in sorted(_sparse_tables(inner))]
     lines += [f"{line} (buffer)" for line in describe_buffers(buffers_of(model, exclude))]
     plan_text = plan.to_json() if isinstance(plan, Plan) else f"made by {_planner_name(plan)}"
     return {"models": "\n".join(lines), "plans": plan_text, "settings of attach": settings}

@@ -477,10 +477,12 @@ class AutogradHooks:
             self._reached |= self._arrived | self._undefined
         self._undefined.clear()
         self._accumulated.clear()
-        if not len(self._arrived) == len(self._views) == len(self._parameters) or not self._views.hold_all():
+        sparse = engine.sparse_names
+        all_arrived = len(self._arrived) == len(self._views) == len(self._parameters)
+        if sparse or not all_arrived or not self._views.hold_all():
             for name, parameter in self._parameters.items():
                 view = self._views.get(name)
-                if view is None or name not in self._arrived or not view.holds_gradient():
+                if view is None or name in sparse or name not in self._arrived or not view.holds_gradient():
                     self._deliver(name, parameter)
         self._views.end()
         if self.factor != 1:
@@ -496,7 +498,7 @@ class AutogradHooks:
         if not engine.used(name):
             self._views.restore(name)
             return
-        sparse = engine.layout_is_sparse(name)
+        sparse = name in engine.sparse_names
         view, before = self._views.get(name), parameter.grad
         if view is not None and not sparse:
             self._views.deliver(view)

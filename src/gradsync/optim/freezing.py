@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
 from ..tensors.arrivals import Arrivals, Sections, gathered, put
+from ..tensors.gradients import dense_of
 
 # These optimisers treat every element by itself, whatever shape a parameter has. Subclasses may do otherwise.
 OF_ELEMENTS = frozenset({ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop})
@@ -63,7 +64,8 @@ class Freezing:
         found = [(p, arrivals.unfrozen(self._names[id(p)])) for p in ours if p.grad is not None]
         partial = [(p, sections) for p, sections in found if sections is not None and _between(sections, p.numel())]
         if partial:
-            any_shape = type(optimizer) in OF_ELEMENTS and not is_watched
+            are_dense = all(p.grad.layout is torch.strided for p, _ in partial)
+            any_shape = type(optimizer) in OF_ELEMENTS and are_dense and not is_watched
             self._under_way[id(optimizer)] = (_SubstituteStep if any_shape else _RestoringStep)(optimizer, partial)
 
     @torch.no_grad()
@@ -157,13 +159,15 @@ class _RestoringStep(_Step):
             put(weights, still, parameter)
             for name, values in self._of_elements(parameter).items():
                 put(state[name] if name in state else torch.zeros_like(gathered(values, still)), still, values)
+                if self._optimizer.state[parameter][name] is not values:  # momentum of sparse gradients is sparse
+                    self._optimizer.state[parameter][name] = values.to_sparse(1)
 
     def give_up(self) -> None:
         """Does nothing: other code may have changed the parameters since, which restoring would undo."""
 
     def _of_elements(self, parameter: Tensor) -> dict[str, Tensor]:
         kept = self._optimizer.state.get(parameter, {})
-        return {name: values for name, values in kept.items() if _alike(values, parameter)}
+        return {name: dense_of(values) for name, values in kept.items() if _alike(values, parameter)}
 
 
 def _between(sections: Sections, numel: int) -> list[tuple[int, int]]:

@@ -220,7 +220,12 @@ class RowGradients:
         rows = self._result[name]
         if sparse:
             return rows.to_torch(shape)
-        if out is None or not out.is_contiguous() or self._taken.get(name) != (out.data_ptr(), out._version):
+        if (
+            out is None
+            or out.layout is not torch.strided
+            or not out.is_contiguous()
+            or self._taken.get(name) != (out.data_ptr(), out._version)
+        ):
             dense = rows.write_to(rows.values.new_zeros(shape))
             strides = self._strides[name]
             return dense if dense.stride() == strides else dense.new_empty_strided(shape, strides).copy_(dense)

@@ -123,6 +123,7 @@ class _Judge:
                 if gradient.shape != shape or gradient.dtype is not self.dtypes[name]:
                     yield f"{name}: rank {rank} has a gradient of {tuple(gradient.shape)} {gradient.dtype}"
             if len({gradient.layout for gradient in there}) > 1:
+                yield f"{name}: the ranks' gradients have different layouts"
                 there = [gradient.to_dense() + 0.0 for gradient in there]  # a sparse one has no zeros with a sign
             if len({bits_of(gradient) for gradient in there}) > 1:
                 yield f"{name}: the ranks' gradients are not the same bits"
@@ -152,10 +153,11 @@ class _Judge:
 
     def _form(self, step: int, name: str) -> Iterator[str]:
         """Yields a gradient in another layout than autograd's, or with other strides than the parameter's."""
+        brought = [trace.steps[number].own.get(name) for trace in self.traces for number in range(step + 1)]
+        all_dense = not any(gradient is not None and gradient.layout is torch.sparse_coo for gradient in brought)
         for rank, trace in enumerate(self.traces):
-            before, after = trace.steps[step].own.get(name), trace.steps[step].got[name]
-            if before is not None and before.layout is not after.layout and after.layout is torch.sparse_coo:
-                yield f"{name}: rank {rank} brought a dense gradient and got a sparse one"
+            if all_dense and trace.steps[step].got[name].layout is torch.sparse_coo:
+                yield f"{name}: the ranks brought dense gradients, and rank {rank} got a sparse one"
             strides = trace.steps[step].strides.get(name)
             if self.case.world == "processes" and strides not in (None, self.strides[name]):
                 yield f"{name}: the gradient of rank {rank} has the strides {strides}, not {self.strides[name]}"
@@ -281,24 +283,26 @@ class _Judge:
     def _sums(self, step: int, each: _Range) -> _Sums:
         own = torch.stack([x[each.start : each.stop] for x in self.own(step, each.name)])
         sent = self.case.size * self.got(step, 0, each.name)[each.start : each.stop]
-        before, after = (self._left(number, each) for number in (step - 1, step))
-        largest = max(
-            (float(x.abs().amax()) for x in (own.abs().sum(dim=0), sent, before, after) if x.numel()), default=0
-        )
+        (before, size_before), (after, size_after) = (self._left(number, each) for number in (step - 1, step))
+        sizes = (own.abs().sum(dim=0), sent.abs(), size_before, size_after)
+        largest = max((float(size.amax()) for size in sizes if size.numel()), default=0)
         return _Sums(own.sum(dim=0), sent, before, after, largest)
 
-    def _left(self, step: int, each: _Range) -> Tensor:
-        """Returns all ranks' residuals of a range after a step; what several ranks keep alike counts once."""
-        left = torch.zeros(self.shapes[each.name].numel(), dtype=torch.float64)
-        if step < 0:
-            return left[each.start : each.stop]
-        for trace in self.traces:
+    def _left(self, step: int, each: _Range) -> tuple[Tensor, Tensor]:
+        """Returns the sums of all ranks' residuals of a range after a step, and of their absolute values.
+
+        What several ranks keep alike counts once.
+        """
+        left = torch.zeros(2, self.shapes[each.name].numel(), dtype=torch.float64)
+        for trace in self.traces if step >= 0 else ():
             for key, values in trace.steps[step].state.items():
                 form = re.fullmatch(r"(.*)\[(\d+):(\d+)\]/([^/]*)\.residual", key)
                 if form is not None and form[1] == each.name:
                     copies = re.search(r" of (\d+)$", form[4])
-                    left[int(form[2]) : int(form[3])] += values.double() / (int(copies[1]) if copies else 1)
-        return left[each.start : each.stop]
+                    part = values.double() / (int(copies[1]) if copies else 1)
+                    left[:, int(form[2]) : int(form[3])] += torch.stack([part, part.abs()])
+        total, size = left[:, each.start : each.stop]
+        return total, size
 
     def _left_alone(self, step: int) -> Iterator[str]:
         """Yields state that a step changed though some rank's gradients were not finite."""

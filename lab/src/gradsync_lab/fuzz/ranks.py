@@ -190,7 +190,7 @@ class EngineSubject:
             parameter.grad = parameter.detach().clone()  # where traces look for results
             return
         out = parameter.grad if _is_dense(parameter.grad) else None
-        sparse = self._engine.layout_is_sparse(name)
+        sparse = name in self._engine.sparse_names
         parameter.grad = self._engine.unload(name, out, sparse=sparse).clone()
 
     def brought(self, step: int) -> tuple[Tensors, list[str], Tensors | None]:
