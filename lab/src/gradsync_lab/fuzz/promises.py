@@ -150,7 +150,8 @@ def expected_bytes(
     pairs = case.size * (case.size - 1)
     heads = HEADS_BYTES * pairs * (len(bucket.segments) + 1) * max(len(planned), 1)
     carried = len(list(_inside(scheme))) > 1  # of a message that another scheme made, most elements may be zero
-    return 0.0 if carried else (1 - SPREAD) * total - heads, (1 + SPREAD) * total + heads
+    of_blocks = getattr(scheme, "block", 1) > 1  # fewer where non-zeros lie together, as of a table's rows
+    return 0.0 if carried or of_blocks else (1 - SPREAD) * total - heads, (1 + SPREAD) * total + heads
 
 
 def _rows(bucket: Bucket, brought: Sequence[Sequence[Tensor | None]]) -> tuple[DensityProfile, ...]:
