@@ -209,7 +209,7 @@ class RowGradients:
         self._result = dict(zip(self.bucket.names, result, strict=True))
 
     def used(self, name: str) -> bool:
-        return self._result[name].present
+        return name in self._result and self._result[name].present
 
     @property
     def has_non_finite(self) -> bool:

@@ -262,13 +262,13 @@ class _Judge:
                 yield from self._conserved(step, number, bucket)
 
     def _conserved(self, step: int, number: int, bucket: BucketCase) -> Iterator[str]:
-        """Yields what a bucket lost. DDP's hook cannot tell parameters that no rank used: it sends their residuals."""
+        """Yields what a bucket lost, and residuals that changed though no rank used the parameter."""
         ranges = [each for each in self.ranges if each.bucket == number]
         sums = {each: self._sums(step, each) for each in ranges}
         largest = max((float(s.largest) for s in sums.values() if s.came_in.numel()), default=0.0)
         for each, found in sums.items():
             if not self.used(step, each.name):
-                if not torch.equal(found.before, found.after) and self.case.frontend != "ddp_hook":
+                if not torch.equal(found.before, found.after):
                     yield f"{each.name} of bucket {number}: its residual changed though no rank used the parameter"
                 continue
             eps = promised_eps(bucket.scheme, self.dtypes[each.name])
