@@ -28,7 +28,6 @@ from ..engine.plan_control import Planner
 from ..optim.freezing import Freezing
 from ..optim.momentum import MomentumCheck
 from ..plans.plan import Plan
-from ..tensors.sparse import SparseRows
 from ..tuning.default import default_planner, planner_of
 from .agreement import DEFAULT_TIMEOUT_S, HOOK, agreed_engine, exclusions, forget, unwrapped
 from .model_changes import Additions
@@ -286,10 +285,7 @@ class _Exchange:
         buffer = bucket.buffer()
         for name, gradient in self._named(bucket):
             if buffer.layout is torch.sparse_coo:
-                rows = self.engine.unload(name, None, sparse=True)
-                if rows.layout is torch.strided:  # of a table that the plan cuts
-                    rows = SparseRows.from_dense(rows).to_torch(rows.shape)
-                return rows * self._factor
+                return self.engine.unload(name, None, sparse=True) * self._factor
             result = self.engine.unload(name, gradient, sparse=False)
             if result.data_ptr() != gradient.data_ptr():
                 gradient.copy_(result)

@@ -154,8 +154,8 @@ class _Judge:
         """Yields a gradient in another layout than autograd's, or with other strides than the parameter's."""
         for rank, trace in enumerate(self.traces):
             before, after = trace.steps[step].own.get(name), trace.steps[step].got[name]
-            if before is not None and before.layout is not after.layout and after.layout is torch.sparse_coo:
-                yield f"{name}: rank {rank} brought a dense gradient and got a sparse one"
+            if before is not None and before.layout is not after.layout:
+                yield f"{name}: rank {rank} brought a gradient of {before.layout} and got one of {after.layout}"
             strides = trace.steps[step].strides.get(name)
             if self.case.world == "processes" and strides not in (None, self.strides[name]):
                 yield f"{name}: the gradient of rank {rank} has the strides {strides}, not {self.strides[name]}"
