@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradsync
 from gradsync import Plan
 from gradsync.compressors import ErrorFeedback, TopK
-from gradsync.schemes import AllReduce, CompressedAllGather
+from gradsync.schemes import AllReduce, CompressedAllGather, Scheme
 from gradsync.tensors.bucket import TensorSpec, trainable_parameters
 from tests.frontends.models import Branches, Perceptron, Tables
 from tests.frontends.twins import Twin, assert_same_gradients, assert_same_on_all_ranks, assert_same_weights, plain
@@ -128,6 +128,49 @@ def cut_table() -> None:
 
 def test_a_plan_may_cut_a_table(world: World) -> None:
     world(2).run(cut_table)
+
+
+FLAT: dict[str, list[list[tuple[str, int, int]]]] = {
+    "whole": [[("weight", 0, 42)]],
+    "cut": [[("weight", 0, 10)], [("weight", 10, 25)], [("weight", 25, 42)]],
+}
+
+
+def sparse_adam(parts: list[list[tuple[str, int, int]]], scheme: Scheme[Any]) -> None:
+    """Trains a table by an optimiser that takes sparse gradients only."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    lossy, found = not scheme.traits.exact, []
+    for way in ("oracle", "hook", "attach", "class"):
+        model: nn.Module = nn.Embedding(14, 3, sparse=True)
+        with torch.no_grad():
+            model.weight.copy_(torch.arange(42.0).view(14, 3))
+        optimizer = torch.optim.SparseAdam(model.parameters(), lr=0.1)
+        plan = Plan.make({"weight": TensorSpec.of(model.weight)}, size, [(part, scheme) for part in parts])
+        table = model
+        if way in ("oracle", "hook"):
+            model = DistributedDataParallel(model, process_group=new_oracle_group() if way == "oracle" else None)
+        if way == "class":
+            model = gradsync.DistributedDataParallel(model, plan=plan, timeout=15)
+        handle = gradsync.attach(model, plan=plan, timeout=15) if way in ("hook", "attach") else None
+        for step in range(3):
+            ids = torch.randint(14, (5,), generator=torch.Generator().manual_seed(10 * step + rank))
+            optimizer.zero_grad()
+            model(ids).square().sum().backward()
+            assert table.weight.grad.layout is torch.sparse_coo, (way, step)
+            optimizer.step()
+        found.append(table.weight.detach())
+        if handle is not None:
+            handle.detach()
+    for other in found[2:] if lossy else found:
+        torch.testing.assert_close(other, found[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("parts", FLAT.values(), ids=FLAT)
+@pytest.mark.parametrize("scheme", [AllReduce(), CompressedAllGather(ErrorFeedback(TopK(0.3)))], ids=["mean", "lossy"])
+def test_a_sparse_gradient_stays_sparse_whatever_the_plan(
+    world: World, parts: list[list[tuple[str, int, int]]], scheme: Scheme[Any]
+) -> None:
+    world(2).run(sparse_adam, parts, scheme)
 
 
 def state_by_index() -> None:

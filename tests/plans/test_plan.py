@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,10 @@ def segments(number: int, *parts: tuple[str, int, int]) -> dict[str, Any]:
         (segments(3, ("half", 0, 4), ("half", 0, 4)), r"segments of 'half' overlap: \[0, 4\) begins before 4"),
         (segments(2, ("w", 6, 12), ("empty", 0, 0)), r"leaves elements \[5, 6\) of 'w' out"),
         (segments(2, ("w", 5, 11), ("empty", 0, 0)), r"leaves elements \[11, 12\) of 'w' out; every parameter needs"),
+        (
+            segments(2, ("w", 5, 12), ("empty", 0, 0), ("empty", 0, 0)),
+            "the plan has 2 segments of 'empty', which has no elements; expected one",
+        ),
         (segments(2, ("w", 5, 12)), r"leaves elements \[0, 0\) of 'empty' out; every parameter needs a bucket"),
         (edited(buckets=edited()["buckets"][:3], order=[]), r"leaves elements \[0, 4\) of 'half' out"),
         (segments(2, ("w", 5, 12), ("empty", 0, 0), ("half", 0, 4)), "bucket '2' mixes dtypes .*give each its own"),
@@ -234,6 +239,18 @@ def segments(number: int, *parts: tuple[str, int, int]) -> dict[str, Any]:
 def test_a_plan_that_does_not_fit_the_job_says_what_does_not(data: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read(data).check(SPECS, 4)
+
+
+@pytest.mark.parametrize("stages", [(), ("",), ("push", ""), ("push", "finish")])
+def test_a_scheme_whose_buckets_would_have_no_turn_is_refused(
+    stages: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AllReduce, "stages", lambda self, size: stages)
+    specs = {"b": SPECS["b"]}
+    plan = Plan.from_json(Plan.make(specs, 2, [(["b"], AllReduce())]).to_json())
+    told = rf"bucket '0': the scheme all_reduce has the stages {re.escape(str(list(stages)))} on 2 ranks; expected at "
+    with pytest.raises(ValueError, match=told):
+        plan.check(specs, 2)
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,8 @@ def test_loaded_gradients_lie_one_after_the_other_and_come_out_as_they_went_in()
     flat = gradients.take(check_finite=False)
     assert flat.tolist() == [0, 1, 2, 3, 4, 5, 7, 8, 1, 1, 0, 0, 0, 0, 0]
     gradients.accept(flat * 2)  # a result in other memory
-    assert torch.equal(gradients.unload("w", None, sparse=False, shape=WEIGHT.shape), 2 * WEIGHT)
-    assert torch.equal(gradients.unload("b", None, sparse=False, shape=BIAS.shape), 2 * BIAS)
+    assert torch.equal(gradients.unload("w", None, shape=WEIGHT.shape), 2 * WEIGHT)
+    assert torch.equal(gradients.unload("b", None, shape=BIAS.shape), 2 * BIAS)
 
 
 def test_a_gradient_that_lives_in_its_view_is_not_copied() -> None:
@@ -60,7 +60,7 @@ def test_a_gradient_that_lives_in_its_view_is_not_copied() -> None:
     flat = gradients.take(check_finite=False)
     assert flat.data_ptr() == view.data_ptr()
     gradients.accept(flat.mul_(3))
-    assert gradients.unload("w", None, sparse=False, shape=WEIGHT.shape) is view
+    assert gradients.unload("w", None, shape=WEIGHT.shape) is view
     assert torch.equal(view, 3 * WEIGHT)
 
 
@@ -102,7 +102,7 @@ def test_in_order_elements_lie_by_their_index_and_gradients_come_back_in_the_par
     assert torch.equal(flat[:24], parameter.flatten())
     gradients.accept(flat * 2)
     for out in (None, torch.zeros_like(parameter), torch.zeros(1, 2, 3, 4)):
-        back = gradients.unload("p", out, sparse=False, shape=parameter.shape)
+        back = gradients.unload("p", out, shape=parameter.shape)
         assert torch.equal(back, 2 * parameter)
         assert back.stride() == (parameter if out is None else out).stride()
         assert out is None or back is out
@@ -139,7 +139,7 @@ def test_a_parameter_cut_across_buckets_is_put_together_again(reuse: bool, chann
     layout = torch.channels_last if channels_last else torch.contiguous_format
     out = torch.full((1, 2, 3, 4), -1.0).contiguous(memory_format=layout) if reuse else None
     for gradients in (first, second):
-        out = gradients.unload("p", out, sparse=False, shape=parameter.shape)
+        out = gradients.unload("p", out, shape=parameter.shape)
     assert out is not None
     assert torch.equal(out, 10 * parameter)
 
@@ -203,12 +203,8 @@ def test_a_sparse_gradient_may_travel_in_a_flat_bucket() -> None:
     gradients = flat_gradients({"t": torch.zeros(4, 2)})
     gradients.load("t", rows_of([3, 1, 3], 1.0, (4, 2)))
     gradients.accept(gradients.take(check_finite=False))
-    dense = gradients.unload("t", None, sparse=False, shape=torch.Size((4, 2)))
+    dense = gradients.unload("t", None, shape=torch.Size((4, 2)))
     assert dense.tolist() == [[0, 0], [1, 1], [0, 0], [2, 2]]
-    sparse = gradients.unload("t", None, sparse=True, shape=torch.Size((4, 2)))
-    assert sparse.is_coalesced()
-    assert sparse.indices().tolist() == [[1, 3]]
-    assert torch.equal(sparse.to_dense(), dense)
 
 
 TABLES = {"t": torch.zeros(6, 2), "u": torch.zeros(4, 3)}
@@ -227,8 +223,8 @@ def test_tables_are_taken_as_they_came_and_delivered_in_the_layout_asked_for() -
     gradients.accept((total, second))
     assert (gradients.used("t"), gradients.used("u"), gradients.has_non_finite) == (True, False, False)
     assert (gradients.rows("t"), gradients.union_rows("t")) == (2, 2)
-    sparse = gradients.unload("t", None, sparse=True, shape=torch.Size((6, 2)))
-    dense = gradients.unload("t", None, sparse=False, shape=torch.Size((6, 2)))
+    sparse = gradients.table("t").to_torch((6, 2))
+    dense = gradients.unload("t", None, shape=torch.Size((6, 2)))
     assert sparse.is_coalesced()
     assert torch.equal(sparse.to_dense(), dense)
     assert dense.tolist() == [[0, 0], [2, 2], [0, 0], [0, 0], [0, 0], [4, 4]]
@@ -241,7 +237,7 @@ def test_a_dense_gradient_of_a_table_has_the_parameters_strides_on_ranks_that_br
     gradients.load("t", None, used=False)
     gradients.take(check_finite=False)
     gradients.accept((SparseRows(torch.tensor([1, 4]), torch.arange(6.0).view(2, 3), 5),))
-    dense = gradients.unload("t", None, sparse=False, shape=torch.Size((5, 3)))
+    dense = gradients.unload("t", None, shape=torch.Size((5, 3)))
     assert dense.stride() == parameter.stride()
     assert dense.tolist() == [[0, 0, 0], [0, 1, 2], [0, 0, 0], [0, 0, 0], [3, 4, 5]]
 

@@ -31,6 +31,8 @@ from ..tensors import allocator as memory
 from ..tensors.arrivals import Arrivals
 from ..tensors.bucket import PHASES, StepMarks, TensorSpec, model_digest
 from ..tensors.density import ParameterProfile
+from ..tensors.gradients import RowGradients
+from ..tensors.sparse import SparseRows
 from .bucket_run import BucketRun, BucketRuns, BucketStatistics
 from .guard import ParameterGuard, Verification
 from .observation import Observer
@@ -351,12 +353,15 @@ class Engine:
             name: the parameter's name.
             out: a dense tensor with the parameter's shape and dtype, which may be overwritten and returned where the
                 gradient has no view in a bucket; None: allocate.
-            sparse: whether to return a sparse COO tensor; a flat gradient without a view stays dense.
+            sparse: whether to return a sparse COO tensor, of the rows that are not zero.
         """
+        shape = self.parameters[name].shape
         for run in self.bucket_runs.of(name):
-            out = run.gradients.unload(name, out, sparse=sparse, shape=self.parameters[name].shape)
+            if sparse and isinstance(run.gradients, RowGradients):  # plans cut no tables
+                return run.gradients.table(name).to_torch(shape)
+            out = run.gradients.unload(name, out, shape=shape)
         assert out is not None
-        return out
+        return SparseRows.from_dense(out).to_torch(shape) if sparse else out
 
     def call(self, what: str, function: Callable[[Group], Any]) -> Any:
         """Returns `function(group)`, called while no other thread uses the group.

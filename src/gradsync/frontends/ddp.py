@@ -9,7 +9,7 @@ name, so DDP may rebuild its buckets after the first step.
 
 import gc
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, TypeGuard
 
@@ -28,11 +28,12 @@ from ..engine.plan_control import Planner
 from ..optim.freezing import Freezing
 from ..optim.momentum import MomentumCheck
 from ..plans.plan import Plan
-from ..tensors.sparse import SparseRows
 from ..tuning.default import default_planner, planner_of
 from .agreement import DEFAULT_TIMEOUT_S, HOOK, agreed_engine, exclusions, forget, unwrapped
 from .model_changes import Additions
 from .torch_hooks import (
+    AccumulationHook,
+    Hook,
     OptimizerStep,
     after_optimizer_steps,
     at_end_of_backward,
@@ -168,6 +169,7 @@ class _Exchange:
         self._process_group = model.process_group
         self._detached = False
         self._names = {id(p): name for name, p in parameters.items()}
+        self._usage = _Usage(model, parameters)
         self._left_alone = {id(p) for p in inner.parameters()} - self._names.keys()
         self._synchronizations = 0  # number of backwards since attach
         # The value of `_synchronizations` at each optimiser's last step.
@@ -184,7 +186,7 @@ class _Exchange:
             after_optimizer_steps(self, _Exchange._after_optimizer_step, optimizer),
         ]
         # DDP holds its state, so a deleted model takes thread and communicator along.
-        for end in (self.engine.close, *(handle.remove for handle in self._handles)):
+        for end in (self.engine.close, self._usage.remove, *(handle.remove for handle in self._handles)):
             weakref.finalize(self, end).atexit = False
         weakref.finalize(self, forget, self._modules, list(parameters.values())).atexit = False
         _exchanges[inner] = weakref.ref(self)
@@ -200,6 +202,7 @@ class _Exchange:
         self._given.clear()
         for handle in self._handles:
             handle.remove()
+        self._usage.remove()
         self._freezing.give_up()
         self.engine.close()
         forget(self._modules, self.engine.parameters.values())
@@ -211,7 +214,7 @@ class _Exchange:
         if not self.engine.in_step:
             self._begin()
         for name, gradient in self._named(bucket):
-            self.engine.load(name, gradient)
+            self.engine.load(name, gradient, used=self._usage.counts(name, gradient))
         future: Future[Tensor] = Future()
         self._given.append((bucket, future))
         if bucket.is_last():
@@ -224,6 +227,8 @@ class _Exchange:
         self._factor = self._factor_of_uneven_inputs()
         has_inputs = is_backward()  # else DDP brings zeros, as this rank has no further inputs and others have
         self.engine.stepped_alone |= not has_inputs
+        if not has_inputs:
+            self._usage.repeat(self.engine)
         self.engine.begin()
         if has_inputs:
             at_end_of_backward(_nothing, self.engine)
@@ -237,6 +242,7 @@ class _Exchange:
         for bucket, future in self._given:
             future.set_result(self._result(bucket))
         self._given.clear()
+        self._usage.end_step()
 
     def _factor_of_uneven_inputs(self) -> float:
         """Returns number of ranks / number with inputs, inside `join(divide_by_initial_world_size=False)`; else 1."""
@@ -279,10 +285,7 @@ class _Exchange:
         buffer = bucket.buffer()
         for name, gradient in self._named(bucket):
             if buffer.layout is torch.sparse_coo:
-                rows = self.engine.unload(name, None, sparse=True)
-                if rows.layout is torch.strided:  # of a table that the plan cuts
-                    rows = SparseRows.from_dense(rows).to_torch(rows.shape)
-                return rows * self._factor
+                return self.engine.unload(name, None, sparse=True) * self._factor
             result = self.engine.unload(name, gradient, sparse=False)
             if result.data_ptr() != gradient.data_ptr():
                 gradient.copy_(result)
@@ -301,6 +304,72 @@ class _Exchange:
                 why = "this DDPState got a bucket of another model than its own; give each DDP model its own DDPState"
                 self.engine.fail(why)
                 raise RuntimeError(why)
+
+
+class _Usage:
+    """The parameters that count as used by this rank's backwards, as DDP's Reducer counts them.
+
+    With `find_unused_parameters` or a static graph, DDP leaves `.grad` as it is where no rank used the parameter, so
+    what schemes keep for it must stay as it is, too. A parameter is used once a backward has accumulated its gradient:
+    any backward since the last synchronised one, also inside `no_sync`; with a static graph, the first synchronised
+    one, for good. Without either, DDP takes all parameters for used.
+    """
+
+    def __init__(self, model: DistributedDataParallel, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._is_static, self._lives_in_buckets = model.static_graph, model.gradient_as_bucket_view
+        self._counts_all = not (model.find_unused_parameters or model.static_graph)
+        # Gradients tell of backwards before this, as of the one under way when a `DDPState` finds its model.
+        tell = is_backward() or not self._is_static
+        self._used = {name for name, p in parameters.items() if tell and p.grad is not None}
+        self._hooks = [
+            AccumulationHook(parameter, _UsageHook(self, name), early=True)
+            for name, parameter in parameters.items()
+            if not self._counts_all
+        ]
+
+    def remove(self) -> None:
+        """Removes the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def counts(self, name: str, gradient: Tensor) -> bool:
+        """Whether DDP will give the parameter the result for this gradient, which it has in a bucket, on our account.
+
+        It always does where `.grad` lies in DDP's bucket, and where it is sparse, and so is the bucket itself.
+        """
+        lies_in_bucket = self._lives_in_buckets and self._parameters[name].grad is not None
+        return self._counts_all or name in self._used or lies_in_bucket or gradient.layout is torch.sparse_coo
+
+    def repeat(self, engine: Engine) -> None:
+        """Counts what any rank used in the last step, as DDP does for a rank without further inputs."""
+        self._used.update(name for name in self._parameters if engine.used(name))
+
+    def end_step(self) -> None:
+        """Ends a synchronised backward, or one of other ranks that this rank took part in."""
+        if self._is_static:
+            self.remove()
+        else:
+            self._used.clear()
+
+    def _accumulates(self, name: str, produced: Tensor | None) -> None:
+        if produced is not None or self._parameters[name].grad is not None:
+            self._used.add(name)
+
+
+class _UsageHook(Hook):
+    """The hook that tells `_Usage` that backward is about to accumulate one parameter's gradient."""
+
+    def __init__(self, owner: _Usage, name: str) -> None:
+        super().__init__(owner, _Usage._accumulates)
+        self._name = name
+
+    @never_compiled
+    def __call__(self, produced: tuple[Tensor | None, ...]) -> None:
+        owner = self._owner()
+        if owner is not None:
+            owner._accumulates(self._name, produced[0])
 
 
 def _in_format_of(parameter: Tensor, gradient: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._C._dynamo import eval_frame as _eval_frame
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -150,11 +150,12 @@ class AccumulationHook:
 
     It runs after all hooks on the parameter, whenever these were registered, and so sees the gradient as they changed
     it. Its arguments are an empty tuple, and a tuple of what autograd accumulates: a tensor, or None for an undefined
-    gradient.
+    gradient. With `early` it runs ahead of the accumulation, and so of DDP's own hooks; its only argument is that
+    second tuple.
     """
 
-    def __init__(self, parameter: nn.Parameter, hook: Callable[[Any, tuple[Tensor | None, ...]], None]) -> None:
-        self._parameter, self._hook = weakref.ref(parameter), hook
+    def __init__(self, parameter: nn.Parameter, hook: Callable[..., None], *, early: bool = False) -> None:
+        self._parameter, self._hook, self._early = weakref.ref(parameter), hook, early
         self._register(parameter)
 
     def follow(self) -> None:
@@ -175,7 +176,8 @@ class AccumulationHook:
     def _register(self, parameter: nn.Parameter) -> None:
         # A parameter refers to its node weakly: the hook lives as long as some code holds the node.
         self._node = torch.autograd.graph.get_gradient_edge(parameter).node
-        self._handle = self._node.register_hook(self._hook)
+        register = self._node.register_prehook if self._early else self._node.register_hook
+        self._handle = register(self._hook)
 
 
 class ModelHook(Hook):

@@ -169,6 +169,12 @@ class Plan(Document):
             turns[bucket_id].append(stage)
         for bucket in self.buckets:
             expected = list(bucket.scheme.stages(self.world))
+            if not all(expected) or FINISH in expected or not expected:  # without a turn it would never be exchanged
+                raise ValueError(
+                    f"bucket {bucket.id!r}: the scheme {bucket.scheme.name} has the stages {expected} on {self.world} "
+                    f"ranks; expected at least one name, none of them empty or {FINISH!r}: let its `stages` name each "
+                    "await of `synchronize`"
+                )
             if turns[bucket.id] not in (expected, [*expected, FINISH]):
                 raise ValueError(f"the order gives bucket {bucket.id!r} the stages {turns[bucket.id]}, not {expected}")
 
@@ -226,6 +232,8 @@ def _repeated(values: Sequence[Any]) -> Iterator[str]:
 
 
 def _check_cover(name: str, parts: list[tuple[int, int]], numel: int) -> None:
+    if numel == 0 and len(parts) > 1:
+        raise ValueError(f"the plan has {len(parts)} segments of {name!r}, which has no elements; expected one")
     reached = 0
     for start, stop in parts:
         if start < reached:

@@ -155,15 +155,15 @@ class FlatGradients:
         """Sets all synchronised values to NaN."""
         self.flat[: self.bucket.numel].fill_(torch.nan)
 
-    def unload(self, name: str, out: Tensor | None, *, sparse: bool, shape: torch.Size) -> Tensor:
+    def unload(self, name: str, out: Tensor | None, *, shape: torch.Size) -> Tensor:
         """Returns a parameter's synchronised gradient, of shape `shape`: `view(name)`, or `out` where that is None.
 
-        With `sparse`, a sparse COO copy of the view is returned instead of the view. In `out` only this bucket's
-        elements are overwritten; None, or a sparse one: a new tensor, whose other elements are uninitialised.
+        In `out` only this bucket's elements are overwritten; None, or a sparse one: a new tensor, whose other elements
+        are uninitialised.
         """
         view = self._views.get(name)
         if view is not None:
-            return SparseRows.from_dense(view).to_torch(view.shape) if sparse else view
+            return view
         if out is None or out.layout is not torch.strided:
             out = self.flat.new_empty_strided(shape, self._strides[name])
         flat = out.reshape(-1)  # a view where out is contiguous
@@ -209,17 +209,19 @@ class RowGradients:
         self._result = dict(zip(self.bucket.names, result, strict=True))
 
     def used(self, name: str) -> bool:
-        return self._result[name].present
+        return name in self._result and self._result[name].present
 
     @property
     def has_non_finite(self) -> bool:
         """Whether the summed tables have non-finite values, if `take` was to check; the same answer on every rank."""
         return self._check_finite and not all(bool(r.values.isfinite().all()) for r in self._result.values())
 
-    def unload(self, name: str, out: Tensor | None, *, sparse: bool, shape: torch.Size) -> Tensor:
+    def table(self, name: str) -> SparseRows:
+        """Returns the rows of a table's synchronised gradient."""
+        return self._result[name]
+
+    def unload(self, name: str, out: Tensor | None, *, shape: torch.Size) -> Tensor:
         rows = self._result[name]
-        if sparse:
-            return rows.to_torch(shape)
         if (
             out is None
             or out.layout is not torch.strided

@@ -154,10 +154,10 @@ class _Judge:
     def _form(self, step: int, name: str) -> Iterator[str]:
         """Yields a gradient in another layout than autograd's, or with other strides than the parameter's."""
         brought = [trace.steps[number].own.get(name) for trace in self.traces for number in range(step + 1)]
-        all_dense = not any(gradient is not None and gradient.layout is torch.sparse_coo for gradient in brought)
+        layouts = {gradient.layout for gradient in brought if gradient is not None}
         for rank, trace in enumerate(self.traces):
-            if all_dense and trace.steps[step].got[name].layout is torch.sparse_coo:
-                yield f"{name}: the ranks brought dense gradients, and rank {rank} got a sparse one"
+            if len(layouts) == 1 and (got := trace.steps[step].got[name].layout) not in layouts:
+                yield f"{name}: the ranks brought gradients of {next(iter(layouts))}, and rank {rank} got one of {got}"
             strides = trace.steps[step].strides.get(name)
             if self.case.world == "processes" and strides not in (None, self.strides[name]):
                 yield f"{name}: the gradient of rank {rank} has the strides {strides}, not {self.strides[name]}"
@@ -264,13 +264,13 @@ class _Judge:
                 yield from self._conserved(step, number, bucket)
 
     def _conserved(self, step: int, number: int, bucket: BucketCase) -> Iterator[str]:
-        """Yields what a bucket lost. DDP's hook cannot tell parameters that no rank used: it sends their residuals."""
+        """Yields what a bucket lost, and residuals that changed though no rank used the parameter."""
         ranges = [each for each in self.ranges if each.bucket == number]
         sums = {each: self._sums(step, each) for each in ranges}
         largest = max((float(s.largest) for s in sums.values() if s.came_in.numel()), default=0.0)
         for each, found in sums.items():
             if not self.used(step, each.name):
-                if not torch.equal(found.before, found.after) and self.case.frontend != "ddp_hook":
+                if not torch.equal(found.before, found.after):
                     yield f"{each.name} of bucket {number}: its residual changed though no rank used the parameter"
                 continue
             eps = promised_eps(bucket.scheme, self.dtypes[each.name])
