@@ -151,7 +151,8 @@ def expected_bytes(
     heads = HEADS_BYTES * pairs * (len(bucket.segments) + 1) * max(len(planned), 1)
     carried = len(list(_inside(scheme))) > 1  # a message that another scheme made may be empty, or full of residuals
     if carried:
-        most = max(total, sum(_by_rank(_planned(scheme, bucket, placement, (), step), case.size)))
+        full = tuple(DensityProfile(each.num_rows, float(each.num_rows)) for each in known)
+        most = max(total, sum(_by_rank(_planned(scheme, bucket, placement, full, step), case.size)))
     return 0.0 if carried else (1 - SPREAD) * total - heads, (1 + SPREAD) * most + heads
 
 
