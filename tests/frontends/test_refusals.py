@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
 
 import gradsync
 from gradsync import Plan
@@ -118,6 +119,16 @@ def test_different_plans_raise_on_all_ranks(world: World, function: Callable[[],
     texts = world(2).run(function)
     assert texts[0] == texts[1]
     assert "ValueError: the plans differ between the ranks: rank 0 has" in texts[0]
+
+
+def attach_behind_a_ddp_that_skips_buckets() -> str:
+    model = DistributedDataParallel(Perceptron(), find_unused_parameters=True, skip_all_reduce_unused_params=True)
+    return message(lambda: gradsync.attach(model, timeout=10))
+
+
+def test_a_ddp_that_skips_buckets_is_refused(world: World) -> None:
+    for text in world(2).run(attach_behind_a_ddp_that_skips_buckets):
+        assert text.startswith("ValueError: ") and "skip_all_reduce_unused_params" in text
 
 
 def planner_fails_on_rank_1() -> str:

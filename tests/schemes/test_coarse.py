@@ -14,17 +14,21 @@ from gradsync.compressors import SENT
 from gradsync.costs.cluster import Placement
 from gradsync.costs.steps import transfers
 from gradsync.schemes import (
+    SPLIT_OF_ELEMENTS,
+    BalancedElements,
     BalancedParallelism,
     CoarseGrained,
     HalfPrecision,
     Hierarchical,
     PowerSGD,
     ReduceScatter,
+    Scheme,
     from_expression,
     to_expression,
 )
 from gradsync.state import rescaled
 from gradsync.tensors.bucket import Bucket, TensorSpec
+from gradsync.tensors.density import DensityProfile, profile_rows
 from tests.schemes.stateful import Ranks, bucket, gradient
 
 pytestmark = pytest.mark.usefixtures("stale_memory")
@@ -109,6 +113,71 @@ def test_bytes_and_turns_are_as_predicted_whatever_the_data(
         for rank, ledger in enumerate(ranks.outcome.ledgers):
             got = [(entry.pattern, entry.sent_bytes) for entry in ledger.entries]
             assert got == [(t.pattern, pytest.approx(t.sent_bytes(rank))) for t in expected]
+
+
+FEW = 0.02  # share of a gradient's elements that are not zero
+ACROSS = Hierarchical(ReduceScatter(), BalancedElements(), ranks_per_node=2)
+
+
+@pytest.mark.parametrize(
+    ("carrier", "size"),
+    [(BalancedElements(), 2), (BalancedElements(), 4), (SPLIT_OF_ELEMENTS, 3), (ACROSS, 4)],
+    ids=["balanced elements of 2", "balanced elements of 4", "split of elements of 3", "2 nodes of 2"],
+)
+@pytest.mark.parametrize("choice", ["late", "exact"])
+@pytest.mark.parametrize(
+    "settings", [{"ratio": 1.0}, {}, {"history": 0.0}, {"momentum": 0.9}], ids=["all", "some", "forgetful", "momentum"]
+)
+def test_a_carrier_of_few_elements_sends_as_many_bytes_as_predicted(
+    carrier: Scheme[Any], size: int, choice: Any, settings: dict[str, Any]
+) -> None:
+    """In usual steps, by which every chunk has been sent. Chunks with many non-zero elements are chosen more often."""
+    scheme = replace(SMALL, **{"scheme": carrier, "ratio": 0.25, "choice": choice, **settings})
+    together = scheme.scheme.ranks_per_node if carrier is ACROSS else 1
+    placement, like = Placement.regular(size // together, together), bucket(torch.float32, ((6400,), (3200,)))
+    ranks = Ranks(scheme, size, like, placement)
+    recorded = predicted = dense = 0.0
+    for step in range(12):
+        inputs = [few(size * step + rank, like) for rank in range(size)]
+        ranks.step(inputs)
+        if step < 6:
+            continue
+        known = profile_rows([x[: like.numel].nonzero().flatten() for x in inputs], like.numel)
+        recorded += sum(entry.sent_bytes for ledger in ranks.outcome.ledgers for entry in ledger.entries)
+        predicted += sent_by_all(scheme, like, (known,), placement, step)
+        dense += sent_by_all(scheme, like, (), placement, step)
+    assert recorded == pytest.approx(predicted, rel=0.06 if scheme.history else 0.2)
+    assert predicted < (0.8 if carrier is ACROSS else 0.4) * dense
+
+
+def few(seed: int, like: Bucket) -> Tensor:
+    """Returns a gradient with few non-zero elements, and flags that are all set."""
+    x = gradient(seed, like)
+    x[: like.numel] *= torch.rand(like.numel, generator=torch.Generator().manual_seed(seed)) < FEW
+    x[like.numel :] = 1.0
+    return x
+
+
+def sent_by_all(
+    scheme: CoarseGrained, like: Bucket, known: tuple[DensityProfile, ...], placement: Placement, step: int = 0
+) -> float:
+    told = transfers(scheme.steps(like.specs, known, placement, step))
+    return sum(each.sent_bytes(rank) for each in told for rank in range(placement.size))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"scheme": HalfPrecision(BalancedElements())}, {"momentum": 0.9, "masking": False}],
+    ids=["bfloat16", "momentum that stays"],
+)
+def test_chunks_that_fill_up_are_predicted_to_be_full(settings: dict[str, Any]) -> None:
+    scheme = replace(SMALL, **{"scheme": BalancedElements(), **settings})
+    placement, like = Placement.one_per_node(2), bucket(torch.float32, ((3200,),))
+    found = [
+        sent_by_all(scheme, like, known, placement)
+        for known in ((), (DensityProfile(3200, FEW * 3200),), (DensityProfile(3200, 0.0),))
+    ]
+    assert len(set(found)) == 1
 
 
 def test_chunks_and_one_number_for_each_are_all_that_travels() -> None:

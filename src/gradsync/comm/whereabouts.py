@@ -105,8 +105,8 @@ class Whereabouts:
             if now_s - answered_s >= min(WARNING_S, timeout_s):
                 raise GroupError(f"{NO_STORE}; the ranks meet there for {text}")
             if now_s - began_s >= timeout_s:
-                self._roll_call.answers(self._members)  # so that all know who is lost
-                raise self._left_alone(missing) or GroupError(
+                answers = self._roll_call.answers(self._members)  # so that all know who is lost
+                raise self._left_alone([rank for rank in missing if rank not in answers]) or GroupError(
                     f"{ranks_in_words(missing)} did not come to {text} within {timeout_s:.0f} s: all ranks must",
                     missing,
                 )

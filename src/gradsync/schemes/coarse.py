@@ -30,7 +30,7 @@ from ..inputs.settings import Decay, NonNegativeInt, PositiveInt, Ratio
 from ..kernels import Sections
 from ..tensors import allocator as memory
 from ..tensors.bucket import Bucket, FlatSpec, Layout, TensorSpec
-from ..tensors.density import DensityProfile
+from ..tensors.density import DensityProfile, joined
 from .base import Scheme, State, Traits
 from .compressed import parted
 from .dense import AllReduce
@@ -54,6 +54,7 @@ class CoarseGrained(Scheme[Tensor]):
     When a plan with other buckets replaces this one, residuals stay with their tensors and scores begin anew. With one
     chunk, or a ratio of 1, the scheme is `scheme` with error feedback for the rounding.
     Wire: that of `scheme` for max(1, ratio x chunks) chunks, the last one padded with zeros, and one number a chunk.
+    Where its bytes depend on zeros, `steps` predicts a usual step: a chunk gathers 1 / ratio gradients before it goes.
 
     Attributes:
         scheme: sums the message: the chosen chunks end to end, one number for each chunk of the bucket if `choice` is
@@ -277,7 +278,7 @@ class CoarseGrained(Scheme[Tensor]):
         )  # gradients read, zeros written; residuals read and written
         passed += float(self.momentum > 0) * (2 * spec.nbytes + 4 * wide * spec.numel)
         taken, put = float(message.itemsize * sent), float((message.itemsize + spec.itemsize) * sent)
-        carried = self._carrier.steps((message,), (), placement, step)
+        carried = self._carrier.steps((message,), self._message_profiles(specs, profiles, step), placement, step)
         if self.choice == "late":
             return Compute("take_chunks", passed + taken), *carried, Compute("put_chunks", put)
         return (
@@ -308,6 +309,32 @@ class CoarseGrained(Scheme[Tensor]):
         riding = self.num_chunks(spec.numel) if self.choice == "late" else 0
         numel = self.num_chosen(spec.numel, step) * self.chunk + riding + behind
         return (TensorSpec((numel,), self._wire(spec.dtype)),)
+
+    def _message_profiles(
+        self, specs: tuple[TensorSpec, ...], profiles: tuple[DensityProfile, ...], step: int
+    ) -> tuple[DensityProfile, ...]:
+        """Returns the density profile of a usual step's message by that of the gradients; (): all of it is non-zero.
+
+        A chunk has the non-zero elements of all steps since it was sent last, which count as independent; scores and
+        flags count as non-zero. Chunks fill up where something stays in elements once sent: the rounding errors of a
+        16-bit message, or a momentum that is not masked.
+        """
+        spec, _ = parted(specs)
+        (message,) = self._message(specs, step)
+        chunks, count = self.num_chunks(spec.numel), self.num_chosen(spec.numel, step)
+        fills_up = (self.history > 0 and message.itemsize == 2) or (self.momentum > 0 and not self.masking)
+        if not profiles or not count or fills_up:
+            return ()
+        (gradients,) = profiles
+        taken = spec.numel * count / chunks  # of the elements; the last chunk is padded
+        gathered = chunks / count if self.history else 1.0  # steps
+
+        def rows(ranks: int) -> float:
+            return taken * (1 - (1 - gradients.union_rows(ranks) / max(gradients.num_rows, 1)) ** gathered)
+
+        growth = {ranks: rows(ranks) / rows(1) for ranks in gradients.densification if rows(1)}
+        behind = message.numel - count * self.chunk
+        return (joined([DensityProfile(count * self.chunk, rows(1), growth), DensityProfile(behind, float(behind))]),)
 
     def _wire(self, dtype: torch.dtype) -> torch.dtype:
         """Returns the dtype of the message for gradients of `dtype`: 16-bit if `scheme` rounds them, else `dtype`."""

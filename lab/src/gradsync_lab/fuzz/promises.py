@@ -146,12 +146,15 @@ def expected_bytes(
     scheme, bucket, placement = _bucket_of(case, number)
     known = _rows(bucket, brought) if bucket.layout is Layout.ROWS else _elements(bucket, brought)
     planned = _planned(scheme, bucket, placement, known, step)
-    total = sum(_by_rank(planned, case.size))
+    total = most = sum(_by_rank(planned, case.size))
     pairs = case.size * (case.size - 1)
     heads = HEADS_BYTES * pairs * (len(bucket.segments) + 1) * max(len(planned), 1)
-    carried = len(list(_inside(scheme))) > 1  # of a message that another scheme made, most elements may be zero
+    carried = len(list(_inside(scheme))) > 1  # a message that another scheme made may be empty, or full of residuals
+    if carried:
+        full = tuple(DensityProfile(each.num_rows, float(each.num_rows)) for each in known)
+        most = max(total, sum(_by_rank(_planned(scheme, bucket, placement, full, step), case.size)))
     of_blocks = getattr(scheme, "block", 1) > 1  # fewer where non-zeros lie together, as of a table's rows
-    return 0.0 if carried or of_blocks else (1 - SPREAD) * total - heads, (1 + SPREAD) * total + heads
+    return 0.0 if carried or of_blocks else (1 - SPREAD) * total - heads, (1 + SPREAD) * most + heads
 
 
 def _rows(bucket: Bucket, brought: Sequence[Sequence[Tensor | None]]) -> tuple[DensityProfile, ...]:
