@@ -189,8 +189,8 @@ def _examine(
         raise RuntimeError("FSDP models are not supported yet: FSDP synchronises its gradients itself")
     if isinstance(model, DistributedDataParallel) and getattr(model, "skip_all_reduce_unused_params", False):
         raise ValueError(  # and so does the end of the step, behind the last bucket
-            "the model is in DistributedDataParallel(skip_all_reduce_unused_params=True), which keeps buckets of unused "
-            "parameters from its hook; gradsync needs all of them: leave the argument out"
+            "the model is in DistributedDataParallel(skip_all_reduce_unused_params=True), which keeps buckets of "
+            "unused parameters from its hook; gradsync needs all of them: leave the argument out"
         )
     inner = unwrapped(model)
     names = [name for name, _ in (*inner.named_parameters(), *inner.named_buffers())]
