@@ -483,9 +483,11 @@ class TorchGroup(Group):
 
     def _is_last(self) -> bool:
         """Whether all other members have closed the group, or are lost."""
-        failure = self._announced_failure()
-        gone = self._board.left().keys() | self._roll_call.silent | set(failure.lost if failure else ())
-        return gone >= set(self.members)
+        try:
+            failure, left = self._announced_failure(), self._board.left()
+        except GroupError:  # they cannot be read: not this group's to delete
+            return False
+        return left.keys() | self._roll_call.silent | set(failure.lost if failure else ()) >= set(self.members)
 
     def _communicator(self, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         name = f"{self._board.name}/{len(self._keys)}"
