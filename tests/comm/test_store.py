@@ -1,4 +1,4 @@
-"""What is read from the store is held to types: what another program wrote there is an error that names the key."""
+"""Entries of the store are held to types: one that another program wrote is an error that names the key."""
 
 from __future__ import annotations
 
