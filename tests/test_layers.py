@@ -21,7 +21,7 @@ OUTSIDE = {
     "costs": {"numpy"},
     "kernels": TENSORS,
     "tensors": TENSORS,
-    "comm": TENSORS,
+    "comm": SETTINGS,
     "compressors": SETTINGS,
     "schemes": SETTINGS,
     "state": SETTINGS,

@@ -323,8 +323,17 @@ def test_what_cannot_be_planned_for_is_refused_when_the_planner_is_made() -> Non
     for lossy in (dgc(0.01, momentum=0.9), MajorityVote(Signum())):
         with pytest.raises(ValueError, match=r"keeps momentum, .* automatic plans cannot try it"):
             AutoPlanner(Constraints((lossy,)))
-    with pytest.raises(ValueError, match="steps must be at least 1"):
-        AutoPlanner(steps=0)
+    for wrong, said in (
+        ({"steps": 0}, r"steps must be in \[1, 1000000\], got 0"),
+        ({"steps": 10**30}, r"steps must be in \[1, 1000000\], got 10"),
+        ({"warmup": 3.0}, "warmup must be a whole number, got 3.0"),
+        ({"constraints": [TOP]}, "constraints must be .*Constraints or None, got"),
+        ({"search": "best"}, "search must be callable, got 'best'"),
+        ({"must_plan": 1}, "must_plan must be True or False, got 1"),
+        ({"averaging": True}, "averaging must be .*AveragingPlanner or None, got True"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            AutoPlanner(**wrong)  # type: ignore[arg-type]
     specs = [ParameterProfile("w", TensorSpec((2,), torch.float32), sparse=False)]
     with pytest.raises(ValueError, match="exact names 'typo', which no parameter"):
         AutoPlanner(Constraints((TOP,), exact=("typo",)))(specs, 2)

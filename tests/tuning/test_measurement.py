@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -255,6 +256,22 @@ def test_what_cannot_be_measured_says_why_on_every_rank(world: Callable[[int], R
         assert "recorded or measured already" in twice
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"step_fn": 3}, "step_fn must be callable, got 3"),
+        ({"steps": 10**30}, r"steps must be in \[1, 1000000\]"),
+        ({"steps": True}, "steps must be a whole number, got True"),
+        ({"warmup": "5"}, "warmup must be a whole number, got '5'"),
+        ({"model": "net"}, "model must be an instance of Module or None, got 'net'"),
+        ({"candidates": 3}, "candidates must be a list, got 3"),
+    ],
+)
+def test_wrong_arguments_are_told_before_a_step(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        measure(**{"step_fn": lambda: pytest.fail("no step is made"), **wrong})
+
+
 def fails_beside_a_transfer() -> str:
     """Returns the error where the second rank's backward fails during a timed transfer."""
     training = Training()
@@ -283,7 +300,7 @@ def test_a_rank_that_fails_beside_a_transfer_lets_no_other_one_wait(world: Calla
 
 
 def test_settings_out_of_range_are_refused() -> None:
-    with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"steps must be in \[1, 1000000\], got 0"):
         Measurement(steps=0)
     with pytest.raises(ValueError, match=f"warmup must be at least {MAX_OBSERVATIONS}, .* got 1"):
         Measurement(warmup=1)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple
 
 from torch.distributed import distributed_c10d
 
 from .errors import GroupError
-from .store import StoreClient
+from .store import StoreClient, by_rank, from_json, reading
 
 
 class Came(NamedTuple):
@@ -65,16 +66,20 @@ class Board:
 
         Only the first failure is kept: later ones are its consequences.
         """
-        text, key = json.dumps(failure), self._key("failure")
+        whole = failure._replace(text=failure.text.encode(errors="replace").decode())  # no halves of characters
+        text, key = json.dumps(whole), self._key("failure")
         return self._store.ask(lambda store: store.compare_set(key, "", text), urgent=True) is not None
 
     def failure(self) -> Failure | None:
-        """Returns the announced failure; None if there is none, or the store does not answer."""
-        text = self._store.read(self._key("failure"))
-        if not text:
-            return None
-        by, ranks, why, lost = json.loads(text)
-        return Failure(by, tuple(ranks), why, tuple(lost))
+        """Returns the announced failure; None if there is none, or the store does not answer.
+
+        Raises:
+            GroupError: as the other methods that read, where something else stands there.
+        """
+        key = self._key("failure")
+        text = self._store.read(key)
+        with reading(key, text):
+            return from_json(Failure, text) if text else None
 
     def note_left(self, rank: int, operations: int) -> None:
         """Writes that member `rank` closed its group after having issued so many operations."""
@@ -82,8 +87,8 @@ class Board:
 
     def left(self) -> dict[int, int]:
         """Returns the members that closed their group, each with the number of operations it had issued."""
-        entries = (entry.split(":") for entry in (self._store.read(self._key("left")) or "").split())
-        return {int(rank): int(number) for rank, number in entries}
+        key = self._key("left")
+        return by_rank(key, self._store.read(key), partial(from_json, int))
 
     def left_before(self, operation: int) -> list[int]:
         """Returns the members that closed their group before they issued this operation, ascending."""
@@ -106,11 +111,8 @@ class Board:
 
     def arrivals(self, barrier: int) -> dict[int, Came]:
         """Returns the arrivals at the barrier of this number, by rank; empty where the store does not answer."""
-        entries = (entry.split(":") for entry in (self._store.read(self._key(f"barrier {barrier}")) or "").split())
-        return {
-            int(rank): Came(int(number), *(bytes.fromhex(text).decode() for text in texts))
-            for rank, number, *texts in entries
-        }
+        key = self._key(f"barrier {barrier}")
+        return by_rank(key, self._store.read(key), _came)
 
     def clear(self, barriers: int) -> None:
         """Deletes all notices; `barriers`: the number of barriers that this member has come to."""
@@ -119,3 +121,7 @@ class Board:
 
     def _key(self, notice: str) -> str:
         return f"{self.name}/{notice}"
+
+
+def _came(operations: str, *texts: str) -> Came:
+    return Came(int(operations), *(bytes.fromhex(text).decode() for text in texts))

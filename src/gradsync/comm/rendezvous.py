@@ -26,7 +26,7 @@ from torch.distributed import distributed_c10d
 from ..costs.cluster import Placement
 from .board import Board, Came, require_one_purpose
 from .errors import GroupError, ranks_in_words
-from .store import NO_STORE, StoreClient, value
+from .store import NO_STORE, StoreClient, by_rank, from_json, reading, value
 
 logger = logging.getLogger(__name__)
 
@@ -165,16 +165,17 @@ class _Rendezvous:
 
     def _given_up(self) -> list[int]:
         """Returns the ranks for which a rank that has seen this one's entry waited in vain; empty if there are none."""
-        for text in (self.store.read(self._key_of_given_up) or "").split():
-            missing, nonces = json.loads(bytes.fromhex(text))
-            if self._mine.nonce in nonces:
-                return [int(rank) for rank in missing]
+        told = self.store.read(self._key_of_given_up)
+        with reading(self._key_of_given_up, told):
+            for text in (told or "").split():
+                missing, nonces = from_json(tuple[list[int], list[str]], bytes.fromhex(text))
+                if self._mine.nonce in nonces:
+                    return list[int](missing)
         return []
 
     def _entries(self) -> dict[int, Entry]:
         """Returns each rank's last entry; empty where the store does not answer."""
-        pairs = (each.split(":") for each in (self.store.read(self._key) or "").split())
-        return {int(rank): Entry(*json.loads(bytes.fromhex(text))) for rank, text in pairs}
+        return by_rank(self._key, self.store.read(self._key), lambda text: from_json(Entry, bytes.fromhex(text)))
 
     def _note_seen(self, entries: dict[int, Entry]) -> None:
         """Notes that this rank has seen these entries, one of each member."""
@@ -182,7 +183,7 @@ class _Rendezvous:
 
     def _have_not_seen(self, name: str) -> list[int]:
         """Writes that this rank has seen the entries of this name; returns the members that have not yet."""
-        have = set(map(int, (self.store.read(f"{name}/seen") or "").split()))
+        have = by_rank(f"{name}/seen", self.store.read(f"{name}/seen"), lambda: None)
         if self._rank not in have:  # also where the store did not answer before
             self.store.append(f"{name}/seen", f"{self._rank} ")
         return [rank for rank in self._members if rank not in have]

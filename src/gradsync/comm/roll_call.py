@@ -12,11 +12,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torch.distributed import distributed_c10d
 
-from .store import StoreClient
+from .store import StoreClient, by_rank, from_json
 from .threads import ended_with
 
 LOOK_S = 0.4  # between two looks of the thread for a call
@@ -59,7 +58,8 @@ class RollCall:
         while True:
             if not has_called and self._call(number):
                 began_s, has_called = time.monotonic(), True
-            answers = _parsed(self._store.read(_answers(self._name, number)))
+            key = _answers(self._name, number)
+            answers = by_rank(key, self._store.read(key), _progress)
             found |= {rank: answers[rank] for rank in ranks if rank in answers}
             if len(found) == len(ranks) or time.monotonic() - began_s >= CALL_S:
                 self.silent = frozenset(ranks) - found.keys() if found else self.silent
@@ -127,13 +127,9 @@ def _answer_calls(state: _State, name: str, rank: int, progress: weakref.WeakMet
         return
 
 
-def _parsed(text: str | None) -> dict[int, Progress]:
-    pairs = (each.split(":") for each in (text or "").split())
-    return {int(rank): _progress(json.loads(bytes.fromhex(answer))) for rank, answer in pairs}
-
-
-def _progress(answer: Any) -> Progress:
-    return {str(group): int(operations) for group, operations in answer.items()}
+def _progress(answer: str) -> Progress:
+    found: Progress = from_json(Progress, bytes.fromhex(answer))
+    return found
 
 
 def _call(name: str, number: int) -> str:

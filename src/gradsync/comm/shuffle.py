@@ -12,12 +12,19 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, reduce
 from itertools import chain
+from typing import Annotated
 
 import numpy as np
+from annotated_types import Interval
 from numpy.typing import NDArray
+
+from ..costs.cluster import MOST_RANKS
+from ..inputs.settings import Decay, FewInt, PositiveInt, SeveralInt, argument, check, shown
 
 Matrix = NDArray[np.float64]
 RankGroup = tuple[int, ...]  # global ranks, ascending
+NumRanks = Annotated[int, Interval(ge=1, le=MOST_RANKS)]
+Relaxation = Annotated[float, Interval(gt=0, lt=2)]
 
 EXACT = 1e-9  # entries of matrix products that differ by less count as equal
 DOUBLINGS = 60  # of the number of cycles that a spread is summed over: a cycle may leave nearly all of a disagreement
@@ -37,19 +44,18 @@ class Round:
     """
 
     groups: tuple[RankGroup, ...]
-    relaxations: tuple[float, ...] = ()
+    relaxations: tuple[Relaxation, ...] = ()
 
     def __post_init__(self) -> None:
+        check(self)
         members = sorted(chain.from_iterable(self.groups))
         if not members or not all(self.groups) or members != list(range(len(members))):
             raise ValueError(
                 f"Round.groups must have each rank from 0 on once, and no empty group, got {list(self.groups)}"
             )
         relaxations = self.relaxations or (1.0,) * len(self.groups)
-        if len(relaxations) != len(self.groups) or not all(0 < share < 2 for share in relaxations):
-            raise ValueError(
-                f"Round.relaxations must be in (0, 2), one for each of {len(self.groups)} groups, got {relaxations}"
-            )
+        if len(relaxations) != len(self.groups):
+            raise ValueError(f"Round.relaxations must be one for each of {len(self.groups)} groups, got {relaxations}")
         ordered = sorted((tuple(sorted(group)), share) for group, share in zip(self.groups, relaxations, strict=True))
         object.__setattr__(self, "groups", tuple(group for group, _ in ordered))
         object.__setattr__(self, "relaxations", tuple(float(share) for _, share in ordered))
@@ -93,7 +99,7 @@ class GroupSchedule:
     rounds: tuple[Round, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rounds", tuple(self.rounds))
+        check(self)
         if len(sizes := {each.size for each in self.rounds}) != 1:
             raise ValueError(
                 f"GroupSchedule.rounds must be one or more, of the same ranks, got {sorted(sizes)} of them"
@@ -158,8 +164,7 @@ class GroupSchedule:
         In each round each rank adds noise of variance 1 to its values; `momentum` and `averaged` are as in `spread`:
         SGD's factor, and whether momenta are averaged with the values.
         """
-        if not 0 <= momentum < 1:
-            raise ValueError(f"momentum must be in [0, 1), got {momentum}")
+        argument("momentum", momentum, Decay)
         n, kinds = self.size, 2 if momentum else 1
         apart = np.eye(n) - 1 / n
         steps = []  # a round's matrices of the state (values, then momenta) and of the noise
@@ -190,8 +195,7 @@ class GroupSchedule:
         Raises:
             ValueError: if `ranks` is no permutation of all ranks.
         """
-        if sorted(ranks) != list(range(self.size)):
-            raise ValueError(f"ranks must be those from 0 to {self.size - 1} in any order, got {list(ranks)}")
+        _check_order(ranks, self.size)
         moved = [tuple(tuple(ranks[rank] for rank in group) for group in each.groups) for each in self.rounds]
         return GroupSchedule(
             tuple(Round(groups, each.relaxations) for groups, each in zip(moved, self.rounds, strict=True))
@@ -217,7 +221,12 @@ class GroupSchedule:
 
 
 def together(size: int) -> GroupSchedule:
-    """Returns the schedule of a single round, in which all `size` ranks are one group."""
+    """Returns the schedule of a single round, in which all `size` ranks are one group.
+
+    Raises:
+        ValueError: for no ranks, or more than `MOST_RANKS`.
+    """
+    argument("size", size, NumRanks)
     return GroupSchedule((Round((tuple(range(size)),)),))
 
 
@@ -231,14 +240,16 @@ def grid(radices: Sequence[int], ranks: Sequence[int] | None = None) -> GroupSch
         ranks: the rank at each place of the grid in row-major order; None: 0, 1, 2 and so on.
 
     Raises:
-        ValueError: for radices that are no integers from 2 on, or `ranks` that are not all ranks below their product.
+        ValueError: for radices that are no integers from 2 on, or of more than `MOST_RANKS` ranks, or `ranks` that are
+            not all ranks below their product.
     """
-    if not radices or any(type(radix) is not int or radix < 2 for radix in radices):
-        raise ValueError(f"radices must be whole numbers from 2 on, one or more, got {list(radices)}")
+    argument("radices", radices, tuple[SeveralInt, ...])
     size = math.prod(radices)
-    ranks = range(size) if ranks is None else ranks
-    if sorted(ranks) != list(range(size)):
-        raise ValueError(f"ranks must be those from 0 to {size - 1} in any order, got {list(ranks)}")
+    argument("the product of the radices", size, NumRanks)
+    if ranks is None:
+        ranks = range(size)
+    else:
+        _check_order(ranks, size)
     places = np.array(ranks).reshape(radices)
     rounds = [np.moveaxis(places, digit, -1).reshape(-1, radix) for digit, radix in enumerate(radices)]
     return GroupSchedule(tuple(Round(tuple(map(tuple, groups.tolist()))) for groups in rounds))
@@ -261,9 +272,10 @@ def crossing(racks: Sequence[Sequence[int]], budget: int, *, keep_apart: bool = 
         ValueError: for fewer than two racks, an empty one, or no budget; with `keep_apart` also for racks of different
             sizes, or a budget that does not divide them.
     """
+    argument("budget", budget, PositiveInt)
     sizes = sorted(set(map(len, racks)))
-    if len(racks) < 2 or sizes[0] < 1 or budget < 1:
-        raise ValueError(f"crossing needs two racks with ranks, and a budget from 1 on, got {racks} and {budget}")
+    if len(racks) < 2 or sizes[0] < 1:
+        raise ValueError(f"crossing needs two racks with ranks, got {racks}")
     if keep_apart and (len(sizes) > 1 or sizes[0] % budget):
         raise ValueError(
             "who crossed can be kept apart if all racks have as many ranks, and the budget divides them, got racks of "
@@ -294,10 +306,10 @@ def exact(size: int, most: int) -> GroupSchedule:
     (After the Base-(k+1) graphs of Takezawa et al., 2023, whose parts are the digits of the size.)
 
     Raises:
-        ValueError: for no ranks, or `most` below 2.
+        ValueError: for no ranks, more than `MOST_RANKS`, or `most` below 2.
     """
-    if size < 1 or most < 2:
-        raise ValueError(f"an exact schedule needs 1 rank and groups of 2 ranks at least, got {size} and {most}")
+    argument("size", size, NumRanks)
+    argument("most", most, SeveralInt)
     parts = _parts(size, most)
     if len(parts) == 1:
         return grid(_radices(size, most) or ()) if size > 1 else together(1)
@@ -338,11 +350,10 @@ def with_ranks_absent(schedule: GroupSchedule, ranks: Collection[int], every: in
     Raises:
         ValueError: for ranks outside the schedule, or `every` below 2.
     """
-    if every < 2 or not ranks or not set(ranks) <= set(range(schedule.size)):
-        raise ValueError(
-            f"some of {schedule.size} ranks can sit out all rounds but one of 2 or more, got {sorted(ranks)} and every "
-            f"{every} rounds"
-        )
+    argument("every", every, Annotated[int, Interval(ge=2, le=1000)])
+    _check_ranks(ranks)
+    if not ranks or not set(ranks) <= set(range(schedule.size)):
+        raise ValueError(f"some of {schedule.size} ranks can sit out rounds, got {sorted(ranks)}")
     joined = one_of(every, len(schedule.rounds))
     rounds = []
     for step in range(every * len(schedule.rounds)):
@@ -372,7 +383,7 @@ def with_local_steps(schedule: GroupSchedule, every: int) -> GroupSchedule:
     Raises:
         ValueError: for `every` below 1.
     """
-    _check_meets(every)
+    argument("every", every, FewInt)
     alone = Round(tuple((rank,) for rank in range(schedule.size)))
     return GroupSchedule(tuple(each for meets in schedule.rounds for each in (*[alone] * (every - 1), meets)))
 
@@ -383,7 +394,7 @@ def thinned(schedule: GroupSchedule, every: int) -> GroupSchedule:
     Raises:
         ValueError: for `every` below 1.
     """
-    _check_meets(every)
+    argument("every", every, FewInt)
     meetings = tuple(each for each in schedule.rounds if not each.rests)
     if every == 1 or not meetings:
         return schedule
@@ -391,9 +402,14 @@ def thinned(schedule: GroupSchedule, every: int) -> GroupSchedule:
     return GroupSchedule(tuple(each if each.rests else next(left) for each in schedule.rounds * every))
 
 
-def _check_meets(every: int) -> None:
-    if every < 1:
-        raise ValueError(f"ranks meet in one round of 1 or more, got every {every} rounds")
+def _check_ranks(ranks: Collection[int]) -> None:
+    argument("ranks", list(ranks) if isinstance(ranks, Collection) else ranks, tuple[int, ...])
+
+
+def _check_order(ranks: Sequence[int], size: int) -> None:
+    _check_ranks(ranks)
+    if sorted(ranks) != list(range(size)):
+        raise ValueError(f"ranks must be those from 0 to {size - 1} in any order, got {shown(list(ranks))}")
 
 
 @lru_cache(maxsize=4096)

@@ -1,17 +1,25 @@
 """`StoreClient`: a connection to the store of `torch.distributed` whose calls have a time limit.
 
 The store outlives a broken connection between two ranks, and answers while a collective hangs. But its host may be a
-process that stopped or died, and then a call blocks for minutes.
+process that stopped or died, and then a call blocks for minutes. Others may write there too, so what is read is held to
+types.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import suppress
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.distributed import distributed_c10d
+
+from ..inputs.settings import shown
+from .errors import GroupError
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 T = TypeVar("T")
 
@@ -85,5 +93,47 @@ class StoreClient:
 
 def value(store: distributed_c10d.Store, key: str) -> str:
     """Returns the value of `key`, or "" if there is none; `get` would wait for one, also if it was just deleted."""
-    found = store.compare_set(key, ABSENT, ABSENT).decode()
+    found = store.compare_set(key, ABSENT, ABSENT).decode(errors="replace")
     return "" if found == ABSENT else found
+
+
+def by_rank(key: str, text: str | None, read: Callable[..., T]) -> dict[int, T]:
+    """Returns the last entry of each rank in the value of `key`, to which ranks append `"rank:field:field "`.
+
+    `read` makes an entry of the texts of its fields, and raises ValueError or TypeError where it cannot.
+
+    Raises:
+        GroupError: where an entry is of another form.
+    """
+    with reading(key, text):
+        last = {int(rank): fields for rank, *fields in (each.split(":") for each in (text or "").split())}
+        return {rank: read(*fields) for rank, fields in last.items()}
+
+
+def from_json(kind: Any, text: str | bytes) -> Any:
+    """Returns what a JSON text describes, which must be of the type `kind`, strictly; a list may be a tuple.
+
+    Raises:
+        ValueError: for text that is no JSON, or of another type.
+    """
+    return _reader(kind).validate_json(text, strict=True)
+
+
+@cache
+def _reader(kind: Any) -> TypeAdapter[Any]:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
+
+
+@contextmanager
+def reading(key: str, text: str | None) -> Iterator[None]:
+    """Raises a GroupError that names `key` and its value `text` where the block cannot read the value."""
+    try:
+        yield
+    except (ValueError, TypeError):
+        raise GroupError(
+            f"the entry {key!r} in the store of torch.distributed cannot be read: another version of gradsync or "
+            f"another program wrote {shown(text)} there; install one version on all nodes, and give each job a store "
+            "of its own"
+        ) from None

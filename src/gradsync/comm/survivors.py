@@ -13,13 +13,14 @@ import time
 from collections.abc import Collection
 from concurrent import futures
 from dataclasses import dataclass
+from functools import partial
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from .communicators import is_open, new_communicator
 from .errors import GroupError, ranks_in_words
-from .store import ANSWER_S, NO_STORE
+from .store import ANSWER_S, NO_STORE, by_rank, from_json
 from .threads import ended_with
 
 BEAT_S = 1.0  # between two beats of a rank
@@ -130,10 +131,11 @@ class Survivors:
                     answer.set_result(found)
                 self.called = store.check([f"here {self._calls}"])
                 self._woken.wait(beat_s)
-        except RuntimeError:
+        except RuntimeError as error:
             self._store_lost = True
             if self._asked is not None:
-                self._asked[1].set_exception(GroupError(f"ranks were lost, and {NO_STORE}"))
+                why = error if isinstance(error, GroupError) else NO_STORE
+                self._asked[1].set_exception(GroupError(f"ranks were lost, and {why}"))
 
     def _agreed(self, store: distributed_c10d.Store, steps: int) -> Survival:
         here, left = f"here {self._calls}", f"left {self._calls}"
@@ -144,7 +146,7 @@ class Survivors:
         while not store.check([left]):
             if self._ended.wait(POLL_S):
                 raise GroupError("this rank gives up")
-            came = dict(_numbers(store.get(here)))
+            came = _steps(store, here)
             now_s = time.monotonic()
             for rank in (rank for rank in self.ranks if rank not in came):
                 beat = store.add(f"beat {rank}", 0)
@@ -154,7 +156,7 @@ class Survivors:
             if not alive or now_s - began_s > self._timeout_s:
                 ranks = " ".join(f"{rank}:{came[rank]}" for rank in sorted(came))
                 store.compare_set(left, "", ranks)  # the first rank's list counts
-        found = dict(_numbers(store.get(left)))
+        found = _steps(store, left)
         if self._rank in found:
             self._calls += 1
             self.ranks = tuple(found)
@@ -165,6 +167,5 @@ class Survivors:
         return [rank for rank, (_, since_s) in beats.items() if rank not in came and now_s - since_s < self._silent_s]
 
 
-def _numbers(text: bytes) -> list[tuple[int, int]]:
-    entries = (entry.split(":") for entry in text.decode().split())
-    return [(int(rank), int(number)) for rank, number in entries]
+def _steps(store: distributed_c10d.Store, key: str) -> dict[int, int]:
+    return by_rank(key, store.get(key).decode(errors="replace"), partial(from_json, int))

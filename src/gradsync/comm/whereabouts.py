@@ -76,9 +76,11 @@ class Whereabouts:
 
     def all_left(self) -> bool:
         """Whether all members have closed the group, or are lost."""
-        failure = self._failure()
-        gone = self._board.left().keys() | self._roll_call.silent | set(failure.lost if failure else ())
-        return gone | {self._own} >= set(self._members)
+        try:
+            failure, left = self._failure(), self._board.left()
+        except GroupError:  # they cannot be read: not this group's to delete
+            return False
+        return left.keys() | self._roll_call.silent | set(failure.lost if failure else ()) >= set(self._members)
 
     def close(self, *, clear: bool) -> None:
         """Ends the roll call with the outermost group; `clear` deletes all notices of the members from the store."""

@@ -51,16 +51,6 @@ class Verification:
     every: int = VERIFY_EVERY
     tolerance: float | None = None
 
-    @property
-    def refusal(self) -> str:
-        """The error text for invalid settings; empty if they are valid."""
-        every, given = self.every, self.tolerance
-        if not isinstance(every, int) or isinstance(every, bool) or every < 0:
-            return f"verify_every must be a number of steps, 0 for never, got {every!r}"
-        if given is not None and (not isinstance(given, int | float) or isinstance(given, bool) or not given >= 0):
-            return f"verify_tolerance must be a number that is not negative, or None, got {given!r}"
-        return ""
-
     def allowed(self, dtype: torch.dtype) -> float:
         """Returns the largest relative difference of a parameter of this element type that is no error."""
         if self.tolerance is not None:

@@ -34,8 +34,6 @@ from .wrappers import warn_if_alone, why_not_alone
 
 T = TypeVar("T")
 
-DEFAULT_TIMEOUT_S = 600.0
-
 # The calls for which ranks meet, in error messages.
 GRADIENTS = "attach() with a plan of gradients"
 PARAMETERS = "attach() with a plan of parameters"
@@ -77,7 +75,7 @@ def agreed_engine(
     group = group_of(process_group, timeout_s, what)
     warn_if_alone(process_group)
     engines: list[Engine] = []
-    settings, refusal = f"{settings}, timeout={timeout_s:g}, {verification}", refusal or verification.refusal
+    settings = f"{settings}, timeout={timeout_s:g}, {verification}"
 
     def build() -> Engine:
         sparse_names = _sparse_tables(unwrapped(model))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -18,15 +19,17 @@ from torch.optim import Optimizer
 from ..costs.timeline import Task
 from ..engine.bucket_run import BucketStatistics
 from ..engine.engine import LOADING, Engine
-from ..engine.guard import VERIFY_EVERY, Verification
+from ..engine.guard import VERIFY_EVERY
 from ..engine.plan_control import Planner
+from ..inputs.settings import shown
 from ..planner import AveragingPlanner
 from ..plans.plan import Plan, What
 from ..plans.profile import Profile
 from ..tensors.arrivals import Sections
 from ..tensors.bucket import matches
 from ..tuning.default import default_planner, planner_of
-from .agreement import DEFAULT_TIMEOUT_S, agreed_engine, buffers_of, exclusions, forget
+from .agreement import agreed_engine, buffers_of, exclusions, forget
+from .arguments import DEFAULT_TIMEOUT_S, Arguments, require_module
 from .autograd import AutogradHooks
 from .averaging import Averaging, check_saved
 from .checkpoint import Checkpoint
@@ -338,76 +341,102 @@ def attach(
         The attachment: plan, statistics, state for checkpoints, `no_sync`, `detach`. It need not be kept.
 
     Raises:
+        TypeError: for a model or process group that is none.
         RuntimeError: without a process group, if attached already, inside a backward, for FSDP, or if another rank
             failed to attach.
-        ValueError: for a plan that does not fit the model or the optimiser, complex parameters, or models or plans that
-            differ between ranks; on every rank, naming digests of both and the first difference.
+        ValueError: for another argument of a wrong type or out of its range, a plan that does not fit the model or the
+            optimiser, complex parameters, or models or plans that differ between ranks; on every rank, naming digests
+            of both and the first difference.
 
     Example:
         >>> handle = gradsync.attach(model)  # doctest: +SKIP
         >>> loss.backward()                  # doctest: +SKIP
     """
-    timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-    exclude = exclusions(model, exclude, has_buffers=broadcast_buffers)
-    verification = Verification(verify_every, verify_tolerance)
-    attached = Attached(model, optimizer, process_group, timeout_s, exclude, verification)
-    if isinstance(plan, AveragingPlanner) or (isinstance(plan, Plan) and plan.what is not What.GRADIENT):
-        return Attachment(_averaging_switch(attached, plan, grad_scaler), model)
-    plan = default_planner() if plan is None else planner_of(plan)
-    averaging: AveragingPlanner | None = getattr(plan, "averaging", None)  # of an `AutoPlanner`
-    refusal = "" if averaging is None else why_not_parameters(model, optimizer, grad_scaler)
-    if has_reducer(model):
-        if refusal:
-            raise ValueError(refusal)
-        return Attachment(_behind_reducer(model, attached, plan, grad_scaler), model)
-    refusal = DROP_IN if isinstance(model, DistributedDataParallel) else refusal
-    settings = f"broadcast_buffers={broadcast_buffers}, grad_scaler={grad_scaler is not None}"
-    settings += f", init_sync={init_sync}, static_graph={static_graph}, find_unused_parameters={find_unused_parameters}"
-    engine, parameters = agreed_engine(
-        model, plan, process_group, timeout_s, exclude, settings, optimizer, refusal, verification=verification
+    require_module(model)
+    if not isinstance(process_group, dist.ProcessGroup | None) and process_group != dist.GroupMember.NON_GROUP_MEMBER:
+        raise TypeError(f"process_group must be a torch.distributed.ProcessGroup or None, got {shown(process_group)}")
+    given = Arguments.read(
+        timeout,
+        exclude=exclude,
+        broadcast_buffers=broadcast_buffers,
+        init_sync=init_sync,
+        static_graph=static_graph,
+        find_unused_parameters=find_unused_parameters,
+        verify_every=verify_every,
+        verify_tolerance=verify_tolerance,
+        optimizer=optimizer,
+        grad_scaler=grad_scaler,
     )
-    if grad_scaler is not None:
-        engine.loss_scale = grad_scaler.get_scale
+    exclude = exclusions(model, given.exclude, has_buffers=given.broadcast_buffers)
+    attached = Attached(
+        model, given.optimizer, process_group, given.timeout, exclude, given.verification, given.refusal
+    )
+    if isinstance(plan, AveragingPlanner) or (isinstance(plan, Plan) and plan.what is not What.GRADIENT):
+        return Attachment(_averaging_switch(attached, plan, given.grad_scaler), model)
+    return Attachment(_gradient_switch(attached, default_planner() if plan is None else planner_of(plan), given), model)
+
+
+def _gradient_switch(attached: Attached, plan: Plan | Planner, given: Arguments) -> FrontendSwitch:
+    """Installs hooks that average gradients, and returns the object that holds them. Collective.
+
+    If `plan` is an `AutoPlanner` with `averaging`, that object may replace them by hooks that average parameters.
+    """
+    model, optimizer = attached.model, given.optimizer
+    averaging: AveragingPlanner | None = getattr(plan, "averaging", None)
+    refusal = given.refusal
+    if averaging is not None:
+        refusal = refusal or why_not_parameters(model, optimizer, given.grad_scaler)
+    if has_reducer(model):
+        return _behind_reducer(model, plan, replace(given, refusal=refusal))
+    engine, hooks = _hooked(attached, plan, given, DROP_IN if isinstance(model, DistributedDataParallel) else refusal)
+    hooks.uneven = uneven = UnevenInputs(model, hooks, engine, attached.process_group)
+    switch = FrontendSwitch(Frontend(engine, hooks.no_sync, hooks.remove, joinable=lambda: uneven))
+    if averaging is not None and optimizer is not None:
+        other = ParametersOnTrial(switch, hooks, averaging, attached)
+        switch.choice = GradientsOrParameters(engine, model, optimizer, other)
+    return switch
+
+
+def _hooked(attached: Attached, plan: Plan | Planner, given: Arguments, refusal: str) -> tuple[Engine, AutogradHooks]:
+    """Returns the engine of the ranks, once they agree, and our hooks on the model; its values become rank 0's."""
+    model, exclude = attached.model, attached.exclude
+    engine, parameters = agreed_engine(
+        model,
+        plan,
+        attached.process_group,
+        attached.timeout_s,
+        exclude,
+        str(given),
+        given.optimizer,
+        refusal,
+        verification=attached.verification,
+    )
+    if given.grad_scaler is not None:
+        engine.loss_scale = given.grad_scaler.get_scale
     initial = [p for name, p in model.named_parameters() if not matches(name, exclude)]
     try:
-        if init_sync:
+        if given.init_sync:
             level(engine, [*initial, *buffers_of(model, exclude).values()])
         hooks = AutogradHooks(
             model,
             parameters,
             engine,
-            optimizer=optimizer,
-            broadcast_buffers=broadcast_buffers,
+            optimizer=given.optimizer,
+            broadcast_buffers=given.broadcast_buffers,
             exclude=exclude,
-            static_graph=static_graph,
-            find_unused_parameters=find_unused_parameters,
+            static_graph=given.static_graph,
+            find_unused_parameters=given.find_unused_parameters,
         )
     except BaseException:
         forget(model.modules(), parameters.values())
         engine.close()
         raise
-    hooks.uneven = uneven = UnevenInputs(model, hooks, engine, process_group)
-    switch = FrontendSwitch(Frontend(engine, hooks.no_sync, hooks.remove, joinable=lambda: uneven))
-    if averaging is not None and optimizer is not None:
-        other = ParametersOnTrial(switch, hooks, averaging, attached)
-        switch.choice = GradientsOrParameters(engine, model, optimizer, other)
-    return Attachment(switch, model)
+    return engine, hooks
 
 
-def _behind_reducer(
-    model: DistributedDataParallel, attached: Attached, plan: Plan | Planner, grad_scaler: torch.amp.GradScaler | None
-) -> FrontendSwitch:
+def _behind_reducer(model: DistributedDataParallel, plan: Plan | Planner, given: Arguments) -> FrontendSwitch:
     """Registers gradsync as DDP's communication hook; returns an object that holds the hook's engine and closes it."""
-    state = DDPState(
-        model,
-        plan=plan,
-        timeout_s=attached.timeout_s,
-        exclude=attached.exclude,
-        optimizer=attached.optimizer,
-        grad_scaler=grad_scaler,
-        verify_every=attached.verification.every,
-        verify_tolerance=attached.verification.tolerance,
-    )
+    state = DDPState.of(model, plan, given)
     _register(model, state)
     return FrontendSwitch(Frontend(state.engine, state.no_sync, state.detach, joinable=lambda: state.model))
 

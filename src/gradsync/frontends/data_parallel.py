@@ -20,9 +20,11 @@ from torch.optim import Optimizer
 
 from ..engine.guard import VERIFY_EVERY
 from ..engine.plan_control import Planner
+from ..inputs.settings import PositiveFinite, argument
 from ..planner import AveragingPlanner
 from ..plans.plan import Plan, What
-from .agreement import DEFAULT_TIMEOUT_S, buffers_of, exclusions
+from .agreement import buffers_of, exclusions
+from .arguments import DEFAULT_TIMEOUT_S, require_module
 from .attach import Attachment, attach
 from .switching import level
 from .uneven import UnevenInputs
@@ -116,6 +118,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
+        require_module(module)
+        _check_flags(static_graph, find_unused_parameters, broadcast_buffers, forward_sync_buffers)
+        argument("bucket_cap_mb_list", bucket_cap_mb_list, tuple[PositiveFinite, ...] | None)
         if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
             raise ValueError("delay_all_reduce_named_params and param_to_hook_all_reduce need to be set together")
         if mixed_precision is not None:
@@ -132,7 +137,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self.bucket_bytes_cap_list = [int(mb * 2**20) for mb in bucket_cap_mb_list or ()]  # no effect: the plan decides
         keeps_buffers_apart = forward_sync_buffers is None and broadcast_buffers is False
         self.forward_sync_buffers = not keeps_buffers_apart and forward_sync_buffers is not False
-        self._settings: dict[str, Any] = {"plan": plan, "timeout": timeout, "exclude": tuple(exclude)}
+        self._settings: dict[str, Any] = {"plan": plan, "timeout": timeout, "exclude": exclude}
         self._settings |= {"verify_every": verify_every, "verify_tolerance": verify_tolerance}
         self._hints: dict[str, Any] = {"optimizer": optimizer, "grad_scaler": grad_scaler}  # left out of copies
         self._attachment: Attachment | None = None
@@ -281,6 +286,15 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self._attachment, self._local, self._hints = None, ExitStack(), {}
 
 
+def _check_flags(
+    static_graph: object, find_unused_parameters: object, broadcast_buffers: object, forward_sync_buffers: object
+) -> None:
+    argument("static_graph", static_graph, bool)
+    argument("find_unused_parameters", find_unused_parameters, bool)
+    argument("broadcast_buffers", broadcast_buffers, bool | None)
+    argument("forward_sync_buffers", forward_sync_buffers, bool | None)
+
+
 def _warn_of_deprecated(
     check_reduction: bool, broadcast_buffers: bool | None, forward_sync_buffers: bool | None
 ) -> None:
@@ -312,6 +326,7 @@ def _devices_of(
     module: nn.Module, device_ids: Sequence[int | torch.device] | None, output_device: int | torch.device | None
 ) -> tuple[list[int] | None, Any]:
     """Returns ([index of the device that inputs are moved to], device of the output), or (None, None)."""
+    argument("device_ids", device_ids, tuple[int | torch.device, ...] | None)
     if device_ids is not None and len(device_ids) > 1:
         raise ValueError(f"device_ids can only be None or contain a single element, got {list(device_ids)}")
     kinds = {parameter.device.type for parameter in module.parameters()}

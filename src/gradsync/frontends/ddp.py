@@ -23,13 +23,15 @@ from torch.optim import Optimizer
 
 from ..comm import gather_bytes
 from ..engine.engine import Engine
-from ..engine.guard import VERIFY_EVERY, Verification
+from ..engine.guard import VERIFY_EVERY
 from ..engine.plan_control import Planner
+from ..inputs.settings import shown
 from ..optim.freezing import Freezing
 from ..optim.momentum import MomentumCheck
 from ..plans.plan import Plan
 from ..tuning.default import default_planner, planner_of
-from .agreement import DEFAULT_TIMEOUT_S, HOOK, agreed_engine, exclusions, forget, unwrapped
+from .agreement import HOOK, agreed_engine, exclusions, forget, unwrapped
+from .arguments import DEFAULT_TIMEOUT_S, Arguments
 from .model_changes import Additions
 from .torch_hooks import (
     AccumulationHook,
@@ -69,18 +71,37 @@ class DDPState:
         verify_every: int = VERIFY_EVERY,
         verify_tolerance: float | None = None,
     ) -> None:
-        self._plan, self._timeout_s, self._exclude = plan, timeout_s, tuple(exclude)
-        self._optimizer, self._grad_scaler = optimizer, grad_scaler
-        self._verification = Verification(verify_every, verify_tolerance)
+        if not isinstance(model, DistributedDataParallel | None):
+            raise TypeError(f"model must be a DistributedDataParallel or None, got {shown(model)}")
+        self._plan = plan
+        self._arguments = Arguments.read(
+            timeout_s,
+            exclude=exclude,
+            optimizer=optimizer,
+            grad_scaler=grad_scaler,
+            verify_every=verify_every,
+            verify_tolerance=verify_tolerance,
+        )
         self._exchange: _Exchange | None = None
         self.successor: DDPState | None = None  # the state attached after this one: DDP takes only one hook
         if model is not None:
             self._bind(model)
+        elif self._arguments.refusal:  # at once: no other rank waits yet
+            raise ValueError(self._arguments.refusal)
+
+    @classmethod
+    def of(cls, model: DistributedDataParallel, plan: Plan | Planner, given: Arguments) -> "DDPState":
+        """Returns the state of a model for arguments of `attach`."""
+        state = cls(plan=plan)
+        state._arguments = given
+        state._bind(model)
+        return state
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the settings, without anything of one model on one rank, and without optimiser and grad_scaler."""
-        guard = {"verify_every": self._verification.every, "verify_tolerance": self._verification.tolerance}
-        return {"plan": self._plan, "timeout_s": self._timeout_s, "exclude": self._exclude, **guard}
+        given = self._arguments
+        guard = {"verify_every": given.verify_every, "verify_tolerance": given.verify_tolerance}
+        return {"plan": self._plan, "timeout_s": given.timeout, "exclude": given.exclude, **guard}
 
     def __setstate__(self, settings: dict[str, Any]) -> None:
         DDPState.__init__(self, **settings)
@@ -121,16 +142,7 @@ class DDPState:
         return self._exchange.synchronize(bucket)
 
     def _bind(self, model: DistributedDataParallel) -> None:
-        exclude = exclusions(model, self._exclude)
-        self._exchange = _Exchange(
-            model,
-            self._plan,
-            self._timeout_s,
-            exclude,
-            self._optimizer,
-            self._grad_scaler,
-            self._verification,
-        )
+        self._exchange = _Exchange(model, self._plan, self._arguments)
 
 
 class _Exchange:
@@ -140,31 +152,27 @@ class _Exchange:
         self,
         model: DistributedDataParallel,
         plan: Plan | Planner | Literal["auto"] | None,
-        timeout_s: float,
-        exclude: Sequence[str],
-        optimizer: Optimizer | None,
-        grad_scaler: torch.amp.GradScaler | None,
-        verification: Verification,
+        given: Arguments,
     ) -> None:
-        inner = unwrapped(model)
+        inner, exclude = unwrapped(model), exclusions(model, given.exclude)
         earlier = _exchanges.get(inner, lambda: None)()
         if earlier is not None and earlier.model is not model:  # this model is wrapped anew, the old wrapper may go
             earlier.detach()
-        settings = f"grad_scaler={grad_scaler is not None}"
         self.engine, parameters = agreed_engine(
             model,
             default_planner() if plan is None else planner_of(plan),
             model.process_group,
-            timeout_s,
+            given.timeout,
             exclude,
-            settings,
-            optimizer,
+            f"grad_scaler={given.grad_scaler is not None}",
+            given.optimizer,
+            given.refusal,
             what=HOOK,
-            verification=verification,
+            verification=given.verification,
             in_backward=is_backward(),
         )
-        if grad_scaler is not None:
-            self.engine.loss_scale = grad_scaler.get_scale
+        if given.grad_scaler is not None:
+            self.engine.loss_scale = given.grad_scaler.get_scale
         self._model = weakref.ref(model)
         self._process_group = model.process_group
         self._detached = False
@@ -182,8 +190,8 @@ class _Exchange:
         engine = self.engine
         self._freezing = Freezing(parameters, lambda: engine.arrivals)
         self._handles = [
-            before_optimizer_steps(self, _Exchange._before_optimizer_step, optimizer),
-            after_optimizer_steps(self, _Exchange._after_optimizer_step, optimizer),
+            before_optimizer_steps(self, _Exchange._before_optimizer_step, given.optimizer),
+            after_optimizer_steps(self, _Exchange._after_optimizer_step, given.optimizer),
         ]
         # DDP holds its state, so a deleted model takes thread and communicator along.
         for end in (self.engine.close, self._usage.remove, *(handle.remove for handle in self._handles)):

@@ -115,6 +115,7 @@ class Attached:
     Args:
         exclude: names or shell patterns of parameters and buffers that are left alone.
         verification: how ranks compare their parameters.
+        refusal: what is wrong with the arguments on this rank, or "".
     """
 
     def __init__(
@@ -125,11 +126,12 @@ class Attached:
         timeout_s: float,
         exclude: Sequence[str],
         verification: Verification,
+        refusal: str = "",
     ) -> None:
         self._model = weakref.ref(model)
         self._optimizer = None if optimizer is None else weakref.ref(optimizer)
         self.process_group, self.timeout_s, self.exclude = process_group, timeout_s, exclude
-        self.verification = verification
+        self.verification, self.refusal = verification, refusal
 
     @property
     def model(self) -> nn.Module:
@@ -334,7 +336,7 @@ def averaging_frontend(
         apart: True: the ranks' models differ, and become their mean; False: they become rank 0's.
     """
     model, optimizer, exclude = attached.model, attached.optimizer, attached.exclude
-    refusal = why_not_parameters(model, optimizer, grad_scaler)
+    refusal = attached.refusal or why_not_parameters(model, optimizer, grad_scaler)
     made: Plan | None
     by = "" if regroups is None else f" by {regroups[0]}"
     if isinstance(plan, AveragingPlanner):

@@ -22,11 +22,15 @@ if TYPE_CHECKING:
 PositiveInt = Annotated[int, Ge(1)]
 SeveralInt = Annotated[int, Ge(2)]
 NonNegativeInt = Annotated[int, Ge(0)]
+FewInt = Annotated[int, Interval(ge=1, le=1000)]  # such as steps from one average to the next
+FewOrZeroInt = Annotated[int, Interval(ge=0, le=1000)]
 PositiveFloat = Annotated[float, Gt(0)]
 NonNegativeFloat = Annotated[float, Ge(0)]
 PositiveFinite = Annotated[float, Interval(gt=0, lt=math.inf)]
+Steps = Annotated[int, Interval(ge=1, le=10**6)]  # training steps that are planned one by one
 NonNegativeFinite = Annotated[float, Interval(ge=0, lt=math.inf)]
 Ratio = Annotated[float, Interval(gt=0, le=1)]  # a share that is never empty, as of the elements that are kept
+TimeLimit = Annotated[float, Interval(gt=0, le=1e9)]  # seconds; torch counts them in nanoseconds of 64 bits
 Decay = Annotated[float, Interval(ge=0, lt=1)]  # the factor of a running sum in each step, as momentum
 
 

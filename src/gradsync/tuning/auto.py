@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -22,6 +22,7 @@ from ..compressors import RESIDUAL
 from ..engine.engine import Engine
 from ..engine.plan_control import Follows
 from ..engine.step_listener import active
+from ..inputs.settings import argument
 from ..planner import AveragingPlanner, default_plan
 from ..planner.search.candidates import Search, candidate_plans
 from ..planner.search.errors import alone
@@ -89,6 +90,10 @@ class AutoPlanner:
         must_plan: bool = False,
         averaging: AveragingPlanner | None = None,
     ) -> None:
+        argument("constraints", constraints, Constraints | None)
+        argument("search", search, Callable[..., list[Plan]])
+        argument("must_plan", must_plan, bool)
+        argument("averaging", averaging, AveragingPlanner | None)
         self.constraints = constraints or Constraints()
         self.steps, self.warmup = steps, warmup
         self.search, self.must_plan, self.averaging = search, must_plan, averaging

@@ -29,7 +29,7 @@ from ..engine.engine import Engine
 from ..engine.observation import Observer
 from ..engine.plan_control import MAX_OBSERVATIONS
 from ..engine.step_listener import RecordingDone, StepListener, recording
-from ..inputs.settings import PositiveInt, argument
+from ..inputs.settings import Steps, argument
 from ..planner.search.errors import highest, relative_errors
 from ..plans.profile import (
     Density,
@@ -90,11 +90,12 @@ class Measurement(StepListener):
         ends_script: bool = False,
         then: Callable[[Engine, Profile], None] | None = None,
     ) -> None:
-        argument("steps", steps, PositiveInt)
-        argument("warmup", warmup, PositiveInt)
+        argument("steps", steps, Steps)
+        argument("warmup", warmup, Steps)
+        argument("model", model, nn.Module | None)
         if warmup < MAX_OBSERVATIONS:
             raise ValueError(f"warmup must be at least {MAX_OBSERVATIONS}, in which plans settle, got {warmup}")
-        flat_schemes(candidates)
+        flat_schemes(argument("candidates", candidates, tuple[Any, ...]))
         self.profile: Profile | None = None
         self.steps_taken = 0
         self._steps, self._warmup, self._candidates = steps, warmup, tuple(candidates)
@@ -373,6 +374,7 @@ def measure(
         >>> profile = gradsync.measure(step, steps=10)     # doctest: +SKIP
         >>> profile.save("profile.json")                   # doctest: +SKIP
     """
+    argument("step_fn", step_fn, Callable[[], object])
     measurement = Measurement(steps, warmup, model=model, candidates=candidates)
     with measurement.active():
         while measurement.profile is None:

@@ -175,13 +175,16 @@ def test_nodes_are_seated_where_uplinks_have_less_to_carry() -> None:
     ("settings", "said"),
     [
         ({"cluster": Cluster(1, LINK)}, "two nodes or more"),
-        ({"nbytes": -1.0}, "must not be negative"),
-        ({"compute_s": -1.0}, "must not be negative"),
-        ({"budget": 0}, "the budget at least 1"),
-        ({"largest": 1}, "largest must be at least 2 nodes"),
-        ({"most_local_steps": 0}, "most_local_steps must be at least 1, got 0"),
-        ({"most_spread": -0.1}, "must not be negative, got -0.1 and 0.5"),
-        ({"most_left": float("nan")}, "must not be negative, got 1.5 and nan"),
+        ({"nbytes": -1.0}, r"nbytes must be in \[0, inf\), got -1.0"),
+        ({"compute_s": float("inf")}, r"compute_s must be in \[0, inf\), got inf"),
+        ({"compute_s": "1"}, "compute_s must be a number, got '1'"),
+        ({"budget": 0}, "budget must be at least 1 or None, got 0"),
+        ({"budget": True}, "budget must be a whole number or None, got True"),
+        ({"largest": 1}, "largest must be at least 2 or None, got 1"),
+        ({"most_local_steps": 0}, r"most_local_steps must be in \[1, 1000\], got 0"),
+        ({"most_local_steps": 10**30}, r"most_local_steps must be in \[1, 1000\], got 10"),
+        ({"most_spread": -0.1}, "most_spread must be at least 0, got -0.1"),
+        ({"most_left": float("nan")}, "most_left must be at least 0, got nan"),
     ],
 )
 def test_what_is_no_task_is_refused(settings: dict[str, object], said: str) -> None:

@@ -17,9 +17,10 @@ AIM_MISSED = 1
 
 
 def faults(
-    count: Annotated[int, typer.Option(min=0, help="Faults of processes, drawn at random.")] = 20,
+    count: Annotated[int, typer.Option(min=0, max=1_000_000, help="Faults of processes, drawn at random.")] = 20,
     links: Annotated[
-        int, typer.Option(min=0, help="Faults of links, drawn at random, on an emulated cluster (Linux).")
+        int,
+        typer.Option(min=0, max=1_000_000, help="Faults of links, drawn at random, on an emulated cluster (Linux)."),
     ] = 0,
     seed: Annotated[int, typer.Option(help="Draws the cases.")] = 0,
     record: Annotated[
@@ -28,7 +29,7 @@ def faults(
     only: Annotated[
         int | None, typer.Option(help=f"Run this case alone, and show its verdict; links begin at {LINKS_FROM}.")
     ] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Cases at the same time.")] = 1,
+    jobs: Annotated[int, typer.Option(min=1, max=100, help="Cases at the same time.")] = 1,
     limit: Annotated[float | None, typer.Option(min=0, help="Seconds after which no further case begins.")] = None,
     table: Annotated[
         Path | None, typer.Option(help="Page for the table of the record, between two marks; runs nothing.")

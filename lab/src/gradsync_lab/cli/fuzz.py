@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from gradsync.cli.console import beside, console, plain_errors
+from gradsync.inputs.files import read_text
 
 from ..fuzz.record import Batch
 from ..fuzz.replay import problems_of
@@ -43,13 +44,7 @@ def fuzz(
 
 
 def _replay(path: Path) -> None:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(
-            f"{path} cannot be read: {error.strerror}; give a case as `gradsync fuzz` records it"
-        ) from None
-    found = problems_of(text)
+    found = problems_of(read_text(path, "case"))
     for problem in found:
         console.print(problem, style="red", markup=False)
     if found:

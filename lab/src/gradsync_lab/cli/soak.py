@@ -25,13 +25,16 @@ def soak(
     record: Annotated[
         Path, typer.Option(help="File for the results, where a run goes on that was ended early; beside it a folder.")
     ],
-    hours: Annotated[float, typer.Option(min=0.001, help="Hours of training, beside restarts.")] = 2.0,
-    ranks: Annotated[int, typer.Option(min=2, help="Ranks of the job.")] = 3,
+    hours: Annotated[float, typer.Option(min=0.001, max=10_000, help="Hours of training, beside restarts.")] = 2.0,
+    ranks: Annotated[int, typer.Option(min=2, max=100, help="Ranks of the job.")] = 3,
     faults: Annotated[
-        int | None, typer.Option(min=0, help=f"Number of faults; by default drawn, {FAULTS_PER_HOUR:.0f} an hour.")
+        int | None,
+        typer.Option(min=0, max=100_000, help=f"Number of faults; by default drawn, {FAULTS_PER_HOUR:.0f} an hour."),
     ] = None,
-    step_ms: Annotated[float, typer.Option("--step-ms", min=1, help="Milliseconds of a step at least.")] = 100.0,
-    every: Annotated[int, typer.Option(min=1, help="Steps between two checkpoints.")] = 50,
+    step_ms: Annotated[
+        float, typer.Option("--step-ms", min=1, max=60_000, help="Milliseconds of a step at least.")
+    ] = 100.0,
+    every: Annotated[int, typer.Option(min=1, max=1_000_000, help="Steps between two checkpoints.")] = 50,
     seed: Annotated[int, typer.Option(help="Draws the model, the data and the faults.")] = 0,
     loopback: Annotated[bool, typer.Option(help="No namespaces, and no faults of links.")] = False,
 ) -> None:

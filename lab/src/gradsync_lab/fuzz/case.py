@@ -21,7 +21,7 @@ Segment = tuple[str, int, int]
 
 
 class _Data(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class Part(_Data):

@@ -35,6 +35,7 @@ from ...comm.shuffle import (
 )
 from ...costs.cluster import SLOW, Cluster, Link, Placement
 from ...costs.steps import transfers
+from ...inputs.settings import FewInt, NonNegativeFinite, NonNegativeFloat, PositiveInt, SeveralInt, argument
 from ...schemes import AllReduce
 from ...tensors.bucket import TensorSpec
 
@@ -89,7 +90,12 @@ def groupings(
         ValueError: for a cluster of one node, or arguments out of their range.
     """
     _check(cluster, nbytes, compute_s)
-    _check_limits(largest, budget, most_spread, most_left, most_local_steps)
+    argument("seed", seed, int)
+    argument("largest", largest, SeveralInt | None)
+    argument("budget", budget, PositiveInt | None)
+    argument("most_spread", most_spread, NonNegativeFloat)
+    argument("most_left", most_left, NonNegativeFloat)
+    argument("most_local_steps", most_local_steps, FewInt)
     found = dict[GroupSchedule, Grouping]()
     budget = budget or cluster.nodes
     usual = max(2, math.isqrt(cluster.nodes))
@@ -205,19 +211,8 @@ def _share(members: int) -> float:
 def _check(cluster: Cluster, nbytes: float, compute_s: float) -> None:
     if cluster.nodes < 2:
         raise ValueError("there is nobody to average with: a grouping needs two nodes or more, got one")
-    if nbytes < 0 or compute_s < 0:
-        raise ValueError(f"nbytes and compute_s must not be negative, got {nbytes} and {compute_s}")
-
-
-def _check_limits(
-    largest: int | None, budget: int | None, most_spread: float, most_left: float, most_local_steps: int
-) -> None:
-    if (largest is not None and largest < 2) or (budget is not None and budget < 1):
-        raise ValueError(f"largest must be at least 2 nodes, and the budget at least 1, got {largest} and {budget}")
-    if not (most_spread >= 0 and most_left >= 0):
-        raise ValueError(f"most_spread and most_left must not be negative, got {most_spread} and {most_left}")
-    if most_local_steps < 1:
-        raise ValueError(f"most_local_steps must be at least 1, got {most_local_steps}")
+    argument("nbytes", nbytes, NonNegativeFinite)
+    argument("compute_s", compute_s, NonNegativeFinite)
 
 
 def _candidates(cluster: Cluster, largest: int, budget: int, seed: int) -> Iterator[tuple[str, GroupSchedule]]:

@@ -14,9 +14,10 @@ from ...comm.shuffle import GroupSchedule, thinned, together
 from ...compressors import Cast, Compressor
 from ...costs.cluster import Cluster, Placement
 from ...inputs.settings import (
+    FewInt,
+    FewOrZeroInt,
     NonNegativeFinite,
     NonNegativeFloat,
-    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     SeveralInt,
@@ -88,8 +89,8 @@ class AveragingPlanner:
     budget: PositiveInt | None = 1
     most_spread: NonNegativeFloat = 1.5
     most_left: NonNegativeFloat = 0.5
-    most_local_steps: PositiveInt = 4
-    momentum_every: NonNegativeInt = 0
+    most_local_steps: FewInt = 4
+    momentum_every: FewOrZeroInt = 0
     compressor: Compressor[Any] | None = None
     early: bool = False
     compute_s: NonNegativeFinite = 0.0

@@ -1,0 +1,65 @@
+"""The settings that `attach`, the class in DDP's place and DDP's hook take from users, held to their types."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..engine.guard import VERIFY_EVERY, Verification
+from ..inputs.settings import NonNegativeFloat, NonNegativeInt, TimeLimit, checked, shown
+
+DEFAULT_TIMEOUT_S = 600.0
+
+
+def require_module(given: object) -> None:
+    """Raises TypeError for an object that is no model."""
+    if not isinstance(given, nn.Module):
+        raise TypeError(f"the model must be a torch.nn.Module, got {shown(given)}")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The settings of `attach` by its names, with `timeout` in seconds, and why they are refused on this rank.
+
+    A rank that raised alone would keep the others waiting, so `read` raises nothing: where a setting does not fit, all
+    have their defaults, and `refusal` says why. The ranks tell each other, and then raise together.
+    """
+
+    timeout: TimeLimit = DEFAULT_TIMEOUT_S
+    exclude: tuple[str, ...] = ()
+    broadcast_buffers: bool = True
+    init_sync: bool = True
+    static_graph: bool = False
+    find_unused_parameters: bool = True
+    verify_every: NonNegativeInt = VERIFY_EVERY
+    verify_tolerance: NonNegativeFloat | None = None
+    optimizer: Optimizer | None = None
+    grad_scaler: torch.amp.GradScaler | None = None
+    refusal: str = ""
+
+    @classmethod
+    def read(cls, timeout: timedelta | float, **given: Any) -> Arguments:
+        """Returns the settings that a user gave, by name; `timeout` in seconds, or as a timedelta."""
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        try:
+            return cls(**checked(cls, {"timeout": seconds, **given}, whose=""))
+        except ValueError as error:
+            return cls(refusal=str(error))
+
+    @property
+    def verification(self) -> Verification:
+        """How ranks compare their parameters."""
+        return Verification(self.verify_every, self.verify_tolerance)
+
+    def __str__(self) -> str:
+        """Returns the settings that must be alike on all ranks, beside those that `agreed_engine` compares itself."""
+        return (
+            f"broadcast_buffers={self.broadcast_buffers}, grad_scaler={self.grad_scaler is not None}, "
+            f"init_sync={self.init_sync}, static_graph={self.static_graph}, "
+            f"find_unused_parameters={self.find_unused_parameters}"
+        )
