@@ -15,7 +15,8 @@ from torch.distributed import distributed_c10d
 import gradsync
 from gradsync.comm import GroupError, torch_group
 from gradsync.comm.board import Failure
-from gradsync.comm.group import Group, TorchGroup
+from gradsync.comm.distributed import TorchGroup
+from gradsync.comm.group import Group
 from gradsync.comm.rendezvous import Entry, _Rendezvous
 from gradsync.comm.store import StoreClient, by_rank, from_json
 from gradsync.comm.survivors import Survivors
@@ -51,7 +52,7 @@ def wait_beside(notice: str, text: str) -> tuple[str, float]:
     assert isinstance(group, TorchGroup)
     told, began_s = "", time.monotonic()
     if group.rank == 0:
-        write(f"{group._board.name}/{notice}", text)
+        write(f"{group._whereabouts.name}/{notice}", text)
     elif notice == "barrier 0":
         told = raised(lambda: group.barrier("a load", TIMEOUT_S))
     else:

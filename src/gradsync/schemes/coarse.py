@@ -330,7 +330,8 @@ class CoarseGrained(Scheme[Tensor]):
         gathered = chunks / count if self.history else 1.0  # steps
 
         def rows(ranks: int) -> float:
-            return taken * (1 - (1 - gradients.union_rows(ranks) / max(gradients.num_rows, 1)) ** gathered)
+            empty: float = (1 - gradients.union_rows(ranks) / max(gradients.num_rows, 1)) ** gathered
+            return taken * (1 - empty)
 
         growth = {ranks: rows(ranks) / rows(1) for ranks in gradients.densification if rows(1)}
         behind = message.numel - count * self.chunk
