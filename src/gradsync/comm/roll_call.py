@@ -7,6 +7,7 @@ computation is as silent as a dead one. So a thread of each rank looks for calls
 from __future__ import annotations
 
 import json
+import logging
 import math
 import threading
 import time
@@ -17,6 +18,8 @@ from torch.distributed import distributed_c10d
 
 from .store import StoreClient, by_rank, from_json
 from .threads import ended_with
+
+logger = logging.getLogger(__name__)
 
 LOOK_S = 0.4  # between two looks of the thread for a call
 CALL_S = 2.0  # of a call: a rank that has not answered by then has died, was stopped, or is blocked
@@ -123,8 +126,8 @@ def _answer_calls(state: _State, name: str, rank: int, progress: weakref.WeakMet
                 store.append(_answers(name, state.calls), f"{rank}:{answer} ")
                 state.calls += 1
                 del said  # it would keep the group alive
-    except (RuntimeError, ValueError):  # the store is lost, or the process group was destroyed
-        return
+    except (RuntimeError, ValueError) as error:  # the store is lost, or the process group was destroyed
+        logger.info("this rank answers no call of the roll any more: %s", error)
 
 
 def _progress(answer: str) -> Progress:

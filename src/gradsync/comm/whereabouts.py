@@ -169,7 +169,7 @@ class Whereabouts:
         """Calls the roll, and returns an error that names the members that are lost or behind operation `number`."""
         answers = self._roll_call.answers(self._members)
         if self._own not in answers:
-            return GroupError(NO_STORE)
+            return self._stood_still() or GroupError(NO_STORE)
         came = {rank: issued.get(self.name, 0) for rank, issued in answers.items()} | self._board.left()
         silent = [rank for rank in self._members if rank not in came]
         if alone := self._left_alone(silent):
@@ -190,12 +190,19 @@ class Whereabouts:
         """Returns the error of a rank from which all others are `absent` because they have left it, else None."""
         if len(absent) < len(self._members) - 1:
             return None
-        if stood_still_s := self._roll_call.stood_still_s(self._timeout_s):
-            return GroupError(
-                f"rank {self._own}, this one, stood still for {stood_still_s:.0f} s (stopped, suspended or blocked), "
-                "and the others have gone on without it",
-                [self._own],
-            )
+        if stood_still := self._stood_still():
+            return stood_still
         if len(self._members) == 2:  # the other one is lost
             return None
         return GroupError("no other rank answers: they have ended, or have gone on without this rank")
+
+    def _stood_still(self) -> GroupError | None:
+        """Returns the error of a rank for which the others may have waited in vain, as it stood still; else None."""
+        seconds = self._roll_call.stood_still_s(self._timeout_s)
+        if not seconds:
+            return None
+        return GroupError(
+            f"rank {self._own}, this one, stood still for {seconds:.0f} s (stopped, suspended or blocked), and the others "
+            "may have gone on without it",
+            [self._own],
+        )
