@@ -202,7 +202,7 @@ class Whereabouts:
         if not seconds:
             return None
         return GroupError(
-            f"rank {self._own}, this one, stood still for {seconds:.0f} s (stopped, suspended or blocked), and the others "
-            "may have gone on without it",
+            f"rank {self._own}, this one, stood still for {seconds:.0f} s (stopped, suspended or blocked), and the "
+            "others may have gone on without it",
             [self._own],
         )
