@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -148,6 +149,14 @@ def test_a_carrier_of_few_elements_sends_as_many_bytes_as_predicted(
         dense += sent_by_all(scheme, like, (), placement, step)
     assert recorded == pytest.approx(predicted, rel=0.06 if scheme.history else 0.2)
     assert predicted < (0.8 if carrier is ACROSS else 0.4) * dense
+
+
+def test_a_union_that_is_rounded_above_all_elements_counts_as_full() -> None:
+    like = bucket(torch.float32)
+    scheme, placement = replace(SMALL, scheme=BalancedElements(), history=0.01), Placement.one_per_node(2)
+    full = DensityProfile(like.specs[0].numel, like.specs[0].numel / 3, {2: math.nextafter(3.0, 4.0)})
+    told, most = (sent_by_all(scheme, like, known, placement) for known in ((full,), ()))
+    assert 0 < told <= most * 1.01
 
 
 def few(seed: int, like: Bucket) -> Tensor:

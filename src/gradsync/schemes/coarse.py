@@ -330,7 +330,8 @@ class CoarseGrained(Scheme[Tensor]):
         gathered = chunks / count if self.history else 1.0  # steps
 
         def rows(ranks: int) -> float:
-            empty: float = (1 - gradients.union_rows(ranks) / max(gradients.num_rows, 1)) ** gathered
+            filled = min(gradients.union_rows(ranks) / max(gradients.num_rows, 1), 1.0)  # roundings apart
+            empty: float = (1 - filled) ** gathered
             return taken * (1 - empty)
 
         growth = {ranks: rows(ranks) / rows(1) for ranks in gradients.densification if rows(1)}
