@@ -331,3 +331,71 @@ def train_with_a_table_that_is_dense_at_times() -> tuple[list[str], list[float]]
 def test_a_table_that_is_dense_on_one_rank_is_sparse_as_on_the_others(world: World) -> None:
     (layouts, weights), other = world(2).run(train_with_a_table_that_is_dense_at_times)
     assert (layouts, weights) == other and layouts == ["torch.sparse_coo"] * 3
+
+
+class Scaled(nn.Embedding):
+    """A table with a further parameter of its own, whose gradients are dense."""
+
+    def __init__(self) -> None:
+        super().__init__(12, 4, sparse=True)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * self.scale
+
+
+def layouts_of_a_table_beside_a_scale() -> tuple[str, str]:
+    model = Scaled()
+    handle = attach(model)
+    model(torch.tensor([1, 2])).sum().backward()
+    handle.detach()
+    return str(model.weight.grad.layout), str(model.scale.grad.layout)
+
+
+def attach_beside_tables_that_are_excluded() -> None:
+    """Attaches a model that has another table on each rank, which is left alone."""
+    model = nn.ModuleDict({"shared": nn.Linear(2, 2), f"expert_{dist.get_rank()}": nn.Embedding(50, 4, sparse=True)})
+    attach(model, exclude=["expert_*"]).detach()
+
+
+def test_only_the_tables_that_are_synchronised_count_as_sparse(world: World) -> None:
+    assert world(2).run(layouts_of_a_table_beside_a_scale) == [("torch.sparse_coo", "torch.strided")] * 2
+    world(2).run(attach_beside_tables_that_are_excluded)
+
+
+def layouts_with_a_dense_gradient_at_times() -> list[str]:
+    """Returns the layouts of a table under the default planner, which looks at the first two steps."""
+    model = HiddenTable()
+    handle = attach(model)
+    layouts = []
+    for step in range(4):
+        model.zero_grad()
+        loss = model(torch.randint(25, (4, 3))).square().mean()
+        (loss + model.table.square().mean() if step == 1 else loss).backward()
+        layouts.append(str(model.table.grad.layout))
+    handle.detach()
+    return layouts
+
+
+def test_a_later_look_does_not_change_the_layout(world: World) -> None:
+    assert world(2).run(layouts_with_a_dense_gradient_at_times) == [["torch.sparse_coo"] * 4] * 2
+
+
+def gradient_in_own_memory() -> tuple[float, float]:
+    """Returns the sums of the gradient and of the user's memory; the table is sparse on rank 0, dense on rank 1."""
+    torch.manual_seed(0)
+    model, memory = HiddenTable(), torch.zeros(25, 4)
+    specs = {name: TensorSpec.of(parameter) for name, parameter in model.named_parameters()}
+    handle = attach(model, plan=Plan.make(specs, dist.get_world_size(), [(list(specs), AllReduce())]))
+    loss = model(torch.randint(25, (4, 3))).square().mean()
+    if dist.get_rank() == 1:
+        model.table.grad = memory
+        loss = loss + model.table.square().mean()
+    loss.backward()
+    handle.detach()
+    return float(model.table.grad.to_dense().sum()), float(memory.sum())
+
+
+def test_memory_of_the_user_has_the_mean_where_the_gradient_becomes_sparse(world: World) -> None:
+    (mean, _), (got, memory) = world(2).run(gradient_in_own_memory)
+    assert got == mean and memory == pytest.approx(mean, abs=1e-5)

@@ -79,6 +79,11 @@ class RollCall:
         lately = time.monotonic() - self._state.resumed_s < 2 * timeout_s + CALL_S
         return self._state.stood_still_s if lately and self._state.stood_still_s >= timeout_s / 2 else 0.0
 
+    def forget_standing_still(self, issued_s: float) -> None:
+        """Forgets that this process stood still, if that was before an operation was issued that has ended well."""
+        if self._state.resumed_s < issued_s:
+            self._state.stood_still_s = 0.0
+
     def _call(self, number: int) -> bool:
         """Writes the call into the store; returns whether the store answered."""
 
@@ -103,7 +108,7 @@ class _State:
     def __init__(self) -> None:
         self.ended = threading.Event()
         self.calls = 0  # the number of calls that the thread has answered
-        self.stood_still_s = 0.0  # the last time that the process was stopped, suspended or blocked, if it ever was
+        self.stood_still_s = 0.0  # for how long the process was stopped or blocked, since an operation last ended well
         self.resumed_s = -math.inf  # when that ended
 
     def wait(self) -> bool:
@@ -112,7 +117,7 @@ class _State:
         ended = self.ended.wait(LOOK_S)
         now_s = time.monotonic()
         if now_s - began_s >= CALL_S:
-            self.stood_still_s, self.resumed_s = now_s - began_s, now_s
+            self.stood_still_s, self.resumed_s = max(self.stood_still_s, now_s - began_s), now_s
         return not ended
 
 

@@ -59,7 +59,7 @@ class Survivors:
             None  # by `agree`: the steps, and the answer it waits for
         )
         self._group: dist.ProcessGroup | None = None
-        self._store_lost = False
+        self._store_lost = ""  # why, if it is
         self._ended, self._woken = threading.Event(), threading.Event()
         # A connection of its own, made while the store's host is alive: connecting to a dead host is tried for minutes.
         own = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]  # torch does not declare it
@@ -83,7 +83,7 @@ class Survivors:
         self._asked = steps, answer
         self._woken.set()
         if self._store_lost:
-            raise GroupError(f"ranks were lost, and {NO_STORE}")
+            raise GroupError(f"ranks were lost, and {self._store_lost}")
         try:
             found = answer.result(self._timeout_s + self._silent_s + ANSWER_S)
         except futures.TimeoutError:
@@ -132,10 +132,9 @@ class Survivors:
                 self.called = store.check([f"here {self._calls}"])
                 self._woken.wait(beat_s)
         except RuntimeError as error:
-            self._store_lost = True
+            self._store_lost = str(error) if isinstance(error, GroupError) else NO_STORE
             if self._asked is not None:
-                why = error if isinstance(error, GroupError) else NO_STORE
-                self._asked[1].set_exception(GroupError(f"ranks were lost, and {why}"))
+                self._asked[1].set_exception(GroupError(f"ranks were lost, and {self._store_lost}"))
 
     def _agreed(self, store: distributed_c10d.Store, steps: int) -> Survival:
         here, left = f"here {self._calls}", f"left {self._calls}"

@@ -71,7 +71,7 @@ class Whereabouts:
     def leave(self) -> None:
         """Tells the other members that this one closes the group."""
         self._board.note_left(self._own, self.issued)
-        if self._around is not None:
+        if self._around is not None and self in self._around._within:
             self._around._within.remove(self)
 
     def all_left(self) -> bool:
@@ -107,8 +107,8 @@ class Whereabouts:
             if now_s - answered_s >= min(WARNING_S, timeout_s):
                 raise GroupError(f"{NO_STORE}; the ranks meet there for {text}")
             if now_s - began_s >= timeout_s:
-                answers = self._roll_call.answers(self._members)  # so that all know who is lost
-                raise self._left_alone([rank for rank in missing if rank not in answers]) or GroupError(
+                others = self._roll_call.answers(self._members).keys() - {self._own}  # so that all know who is lost
+                raise (None if others else self._stood_still()) or GroupError(
                     f"{ranks_in_words(missing)} did not come to {text} within {timeout_s:.0f} s: all ranks must",
                     missing,
                 )
@@ -196,13 +196,17 @@ class Whereabouts:
             return None
         return GroupError("no other rank answers: they have ended, or have gone on without this rank")
 
+    def ended_well(self, issued_s: float) -> None:
+        """Notes that an operation issued at this time, of the monotonic clock, has ended: nobody gave up before it."""
+        self._roll_call.forget_standing_still(issued_s)
+
     def _stood_still(self) -> GroupError | None:
         """Returns the error of a rank for which the others may have waited in vain, as it stood still; else None."""
         seconds = self._roll_call.stood_still_s(self._timeout_s)
         if not seconds:
             return None
         return GroupError(
-            f"rank {self._own}, this one, stood still for {seconds:.0f} s (stopped, suspended or blocked), and the "
+            f"rank {self._own}, this one, stood still for {seconds:.0f} s (stopped or blocked), and the "
             "others may have gone on without it",
             [self._own],
         )

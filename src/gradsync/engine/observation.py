@@ -81,6 +81,13 @@ class Observer:
         """Whether some gradient of known density is sparse, or has the dense layout but many zeros."""
         return any(p.found or (p.sparse and p.density is not None) for p in self.profiles.values())
 
+    def take(self, profiles: Mapping[str, ParameterProfile]) -> None:
+        """Replaces `profiles`, by name, but for the layouts on which the ranks agreed already."""
+        self.profiles = {
+            name: profile if name in self.unseen else replace(profile, sparse=self.profiles[name].sparse)
+            for name, profile in profiles.items()
+        }
+
     def agree_on_layouts(self, gather: Callable[[Tensor], list[Tensor]]) -> None:
         """Updates which gradients are sparse, for parameters of `unseen`, by the finished step. Collective.
 
@@ -88,8 +95,8 @@ class Observer:
         """
         names = sorted(self.unseen)
         seen = torch.stack([part.cpu() for part in gather(torch.tensor(list(map(self._layout, names))))])
-        layouts = {name: layout for name, layout in zip(names, seen.amax(dim=0).tolist(), strict=True)}
-        found = {name: bool(layout) for name, layout in layouts.items() if layout != UNKNOWN}
+        layouts = zip(names, seen.amax(dim=0).tolist(), strict=True)
+        found = {name: bool(layout) for name, layout in layouts if layout != UNKNOWN}
         self.unseen -= found.keys()
         self.profiles |= {name: replace(self.profiles[name], sparse=sparse) for name, sparse in found.items()}
 
@@ -110,11 +117,10 @@ class Observer:
         mine = torch.tensor([self._seen(name, positions, numbers, gradients(name)) for name in self.profiles])
         table = torch.stack([part.cpu().view(mine.shape) for part in gather(mine.flatten())])
         sampled = self._share_samples(gather)
-        self.unseen -= {name for name, number in numbers.items() if (table[:, number, 1] != UNKNOWN).any()}
         before = self.profiles
-        self.profiles = {
-            name: _reduced(profile, table[:, index]) for index, (name, profile) in enumerate(before.items())
-        }
+        reduced = {name: _reduced(profile, table[:, index]) for index, (name, profile) in enumerate(before.items())}
+        self.take(reduced)
+        self.unseen -= {name for name, number in numbers.items() if (table[:, number, 1] != UNKNOWN).any()}
         self._looks += 1
         # At first what was once found full must be expected to be full again; later the last look counts.
         of_two = denser if self._looks <= LOOKS else _latest

@@ -231,7 +231,7 @@ class PlanController:
         """Goes on with the plan of a checkpoint, as if the first steps had led to that plan."""
         assert self._proposer is not None
         self._proposer.resume(engine, resumption.profile)
-        self._observer.profiles = {p.name: p for p in resumption.profile.parameter_profiles()}
+        self._observer.take({p.name: p for p in resumption.profile.parameter_profiles()})
         self._follows, self._observations_left, self._trial = Follows.NO, 0, None
         self._drift = Drift(resumption.usual_step_s)
         self._switch_to(resumption.plan)

@@ -280,7 +280,7 @@ def _texts(
     # Gradients are summed as they lie in memory, so channels-last on one rank only would add up the wrong elements.
     lines += [f"{name}: strides {p.stride()}" for name, p in parameters.items() if not p.is_contiguous()]
     lines += [f"{line} (frozen)" for line in describe_specs({n: TensorSpec.of(p) for n, p in others.items()})]
-    lines += [f"{name}: sparse gradients" for name in sorted(_sparse_tables(inner))]
+    lines += [f"{name}: sparse gradients" for name in sorted(_sparse_tables(inner) & parameters.keys())]
     lines += [f"{line} (buffer)" for line in describe_buffers(buffers_of(model, exclude))]
     plan_text = plan.to_json() if isinstance(plan, Plan) else f"made by {_planner_name(plan)}"
     return {"models": "\n".join(lines), "plans": plan_text, "settings of attach": settings}
@@ -341,7 +341,8 @@ def _sparse_tables(model: nn.Module) -> frozenset[str]:
     """Returns the names of embedding weights with sparse gradients, as all modules that have them say."""
     sparse: dict[int, bool] = {}
     for module in model.modules():
-        says = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-        for parameter in module._parameters.values():
+        table = module if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse else None
+        for parameter in module.parameters(recurse=False):
+            says = table is not None and parameter is table.weight
             sparse[id(parameter)] = says and sparse.get(id(parameter), True)  # dense if tied to a dense layer
     return frozenset(name for name, parameter in model.named_parameters() if sparse[id(parameter)])

@@ -503,11 +503,14 @@ class AutogradHooks:
         if view is not None and not sparse:
             self._views.deliver(view)
             return
-        result = engine.unload(name, before, sparse=sparse)
-        if sparse or before is None or before.layout is not torch.strided or before.requires_grad:
-            parameter.grad = result
-        elif result is not before:  # other code may hold the old gradient's memory
+        if before is None or before.layout is not torch.strided or before.requires_grad:
+            parameter.grad = engine.unload(name, before, sparse=sparse)
+            return
+        result = engine.unload(name, before, sparse=False)
+        if result is not before:  # other code may hold the old gradient's memory
             before.copy_(result)
+        if sparse:
+            parameter.grad = engine.unload(name, None, sparse=True)
 
 
 class _ReadyGroup:
