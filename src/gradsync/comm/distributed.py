@@ -269,14 +269,13 @@ class TorchGroup(Group):
             raise self._whereabouts.why_broken(number, f"a connection broke: {_reason(error)}") from None
 
     def _pending(self, work: Any, result: Callable[[], T], keep: Tensor | None = None) -> Pending[T]:
-        number, issued_s = self._whereabouts.issued, time.monotonic()
+        number = self._whereabouts.issued
         self._whereabouts.issued += 1
         self._in_flight[number] = (work, keep)
 
         def wait(timeout_s: float) -> T:
             self._wait(work, number, timeout_s)
             self._in_flight.pop(number, None)
-            self._whereabouts.ended_well(issued_s)
             return result()
 
         return Pending(wait)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from torch.distributed import distributed_c10d
@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 0.4  # between two looks of the thread for a call
 CALL_S = 2.0  # of a call: a rank that has not answered by then has died, was stopped, or is blocked
+LONG = 0.8  # of the timeout: the others give up on a rank that stands still for so long
 POLL_S = 0.05  # between the first two looks of the caller for answers; later ones are up to LOOK_S apart
 
 Progress = dict[str, int]  # the number of operations that a rank has issued, by the name of the group
@@ -71,18 +72,14 @@ class RollCall:
             pause_s = min(2 * pause_s, LOOK_S)
 
     def stood_still_s(self, timeout_s: float) -> float:
-        """Returns for how long this process stood still, if the others may have given up waiting for it; else 0.
+        """Returns for how long this process stood still, if the others must have given up waiting for it; else 0.
 
         They wait `timeout_s`, of which they may have waited a part already when this process stopped. This rank has
         then waited in vain for as long.
         """
-        lately = time.monotonic() - self._state.resumed_s < 2 * timeout_s + CALL_S
-        return self._state.stood_still_s if lately and self._state.stood_still_s >= timeout_s / 2 else 0.0
-
-    def forget_standing_still(self, issued_s: float) -> None:
-        """Forgets that this process stood still, if that was before an operation was issued that has ended well."""
-        if self._state.resumed_s < issued_s:
-            self._state.stood_still_s = 0.0
+        since_s = time.monotonic() - 2 * timeout_s - CALL_S
+        stood_s = max((seconds for resumed_s, seconds in self._state.stood_still if resumed_s > since_s), default=0.0)
+        return stood_s if stood_s >= LONG * timeout_s else 0.0
 
     def _call(self, number: int) -> bool:
         """Writes the call into the store; returns whether the store answered."""
@@ -108,8 +105,8 @@ class _State:
     def __init__(self) -> None:
         self.ended = threading.Event()
         self.calls = 0  # the number of calls that the thread has answered
-        self.stood_still_s = 0.0  # for how long the process was stopped or blocked, since an operation last ended well
-        self.resumed_s = -math.inf  # when that ended
+        # The last times that the process was stopped or blocked: when each ended, and its seconds.
+        self.stood_still: deque[tuple[float, float]] = deque(maxlen=8)
 
     def wait(self) -> bool:
         """Waits until the next look at the store; returns whether there is one. Notes if it came far too late."""
@@ -117,7 +114,7 @@ class _State:
         ended = self.ended.wait(LOOK_S)
         now_s = time.monotonic()
         if now_s - began_s >= CALL_S:
-            self.stood_still_s, self.resumed_s = max(self.stood_still_s, now_s - began_s), now_s
+            self.stood_still.append((now_s, now_s - began_s))
         return not ended
 
 

@@ -196,10 +196,6 @@ class Whereabouts:
             return None
         return GroupError("no other rank answers: they have ended, or have gone on without this rank")
 
-    def ended_well(self, issued_s: float) -> None:
-        """Notes that an operation issued at this time, of the monotonic clock, has ended: nobody gave up before it."""
-        self._roll_call.forget_standing_still(issued_s)
-
     def _stood_still(self) -> GroupError | None:
         """Returns the error of a rank for which the others may have waited in vain, as it stood still; else None."""
         seconds = self._roll_call.stood_still_s(self._timeout_s)
