@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -144,7 +145,8 @@ def expected_bytes(
 ) -> tuple[float, float]:
     """Returns the fewest and the most bytes that all ranks may send in a step for what each brings to a bucket."""
     scheme, bucket, placement = _bucket_of(case, number)
-    known = _rows(bucket, brought) if bucket.layout is Layout.ROWS else _elements(bucket, brought)
+    of_rows = bucket.layout is Layout.ROWS
+    known = _rows(bucket, brought) if of_rows else _elements(bucket, brought, getattr(scheme, "block", 1))
     planned = _planned(scheme, bucket, placement, known, step)
     total = most = sum(_by_rank(planned, case.size))
     pairs = case.size * (case.size - 1)
@@ -153,8 +155,7 @@ def expected_bytes(
     if carried:
         full = tuple(DensityProfile(each.num_rows, float(each.num_rows)) for each in known)
         most = max(total, sum(_by_rank(_planned(scheme, bucket, placement, full, step), case.size)))
-    of_blocks = getattr(scheme, "block", 1) > 1  # fewer where non-zeros lie together, as of a table's rows
-    return 0.0 if carried or of_blocks else (1 - SPREAD) * total - heads, (1 + SPREAD) * most + heads
+    return 0.0 if carried else (1 - SPREAD) * total - heads, (1 + SPREAD) * most + heads
 
 
 def _rows(bucket: Bucket, brought: Sequence[Sequence[Tensor | None]]) -> tuple[DensityProfile, ...]:
@@ -169,9 +170,12 @@ def _rows(bucket: Bucket, brought: Sequence[Sequence[Tensor | None]]) -> tuple[D
     )
 
 
-def _elements(bucket: Bucket, brought: Sequence[Sequence[Tensor | None]]) -> tuple[DensityProfile, ...]:
+def _elements(bucket: Bucket, brought: Sequence[Sequence[Tensor | None]], block: int) -> tuple[DensityProfile, ...]:
+    """Returns the profile of a flat bucket's elements, and of its blocks of `block` elements."""
     zeros = [torch.zeros(segment.numel) for segment in bucket.segments]
     flat = [torch.cat([z if g is None else g for z, g in zip(zeros, each, strict=True)]) for each in brought]
     flags = torch.ones(bucket.specs[0].numel - bucket.numel)
     found = [torch.cat([x, flags]).nonzero().flatten() for x in flat]
-    return (profile_rows(found, bucket.specs[0].numel),)
+    numel = bucket.specs[0].numel
+    blocks = {block: profile_rows([each // block for each in found], -(-numel // block))}
+    return (replace(profile_rows(found, numel), blocks=blocks),)
