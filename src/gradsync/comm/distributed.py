@@ -26,9 +26,9 @@ from . import communicators
 from .errors import GroupError
 from .framing import cut_to_lengths, split, swapped, with_lengths
 from .group import Group, Pending
-from .rendezvous import meet
+from .rendezvous import WARNING_S, meet
 from .store import StoreClient
-from .whereabouts import WARNING_S, Whereabouts
+from .whereabouts import Whereabouts
 
 logger = logging.getLogger(__name__)
 

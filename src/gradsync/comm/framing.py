@@ -1,4 +1,4 @@
-"""Messages that begin with their length, for receivers that know only a bound of it."""
+"""Parts of buffers, and messages that begin with their length, for receivers that know only a bound of it."""
 
 from __future__ import annotations
 

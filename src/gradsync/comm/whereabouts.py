@@ -11,13 +11,13 @@ from collections.abc import Collection, Sequence
 
 from .board import Board, Failure, purpose, require_one_purpose
 from .errors import GroupError, ranks_in_words
+from .rendezvous import WARNING_S
 from .roll_call import Progress, RollCall
 from .store import NO_STORE, StoreClient
 
 logger = logging.getLogger(__name__)
 
 POLL_S = (0.002, 0.2)  # pauses of a rank at a barrier between two looks for the others: the first and the longest
-WARNING_S = 30.0  # a rank that waits longer logs, once, for whom
 
 
 class Whereabouts:
