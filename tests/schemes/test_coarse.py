@@ -189,6 +189,16 @@ def test_chunks_that_fill_up_are_predicted_to_be_full(settings: dict[str, Any]) 
     assert len(set(found)) == 1
 
 
+@pytest.mark.parametrize("known", [(), (DensityProfile(1, 1.0),)], ids=["nothing known", "all non-zero"])
+def test_zeros_that_fill_up_the_last_chunk_are_not_predicted_to_travel(known: tuple[DensityProfile, ...]) -> None:
+    scheme = CoarseGrained(HalfPrecision(BalancedElements()))
+    like, size = bucket(torch.float32, ((1,),)), 4
+    ranks = Ranks(scheme, size, like)
+    ranks.step([gradient(rank, like) for rank in range(size)])
+    recorded = sum(entry.sent_bytes for ledger in ranks.outcome.ledgers for entry in ledger.entries)
+    assert recorded <= sent_by_all(scheme, like, known, Placement.one_per_node(size)) <= 2 * recorded
+
+
 def test_chunks_and_one_number_for_each_are_all_that_travels() -> None:
     (expected,) = transfers(SMALL.steps(bucket(torch.float32).specs, (), Placement.one_per_node(2)))
     assert expected.part_bytes[0] == 4 * (6 * 100 + 32 + bucket().num_flags)

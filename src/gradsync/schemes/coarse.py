@@ -313,21 +313,22 @@ class CoarseGrained(Scheme[Tensor]):
     def _message_profiles(
         self, specs: tuple[TensorSpec, ...], profiles: tuple[DensityProfile, ...], step: int
     ) -> tuple[DensityProfile, ...]:
-        """Returns the density profile of a usual step's message by that of the gradients; (): all of it is non-zero.
+        """Returns the density profile of a usual step's message by that of the gradients.
 
         A chunk has the non-zero elements of all steps since it was sent last, which count as independent; scores and
-        flags count as non-zero. Chunks fill up where something stays in elements once sent: the rounding errors of a
-        16-bit message, or a momentum that is not masked.
+        flags count as non-zero, the zeros that fill up the last chunk do not. Chunks fill up where something stays in
+        elements once sent: the rounding errors of a 16-bit message, or a momentum that is not masked. They count as
+        full as well where nothing is known of the gradients.
         """
         spec, _ = parted(specs)
         (message,) = self._message(specs, step)
         chunks, count = self.num_chunks(spec.numel), self.num_chosen(spec.numel, step)
-        fills_up = (self.history > 0 and message.itemsize == 2) or (self.momentum > 0 and not self.masking)
-        if not profiles or not count or fills_up:
+        if not count:
             return ()
-        (gradients,) = profiles
         taken = spec.numel * count / chunks  # of the elements; the last chunk is padded
         gathered = chunks / count if self.history else 1.0  # steps
+        fills_up = (self.history > 0 and message.itemsize == 2) or (self.momentum > 0 and not self.masking)
+        gradients = DensityProfile(1, 1.0, {2: 1.0}) if fills_up or not profiles else profiles[0]
 
         def rows(ranks: int) -> float:
             filled = min(gradients.union_rows(ranks) / max(gradients.num_rows, 1), 1.0)  # roundings apart

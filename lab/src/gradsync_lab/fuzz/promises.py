@@ -21,6 +21,7 @@ from .models import FuzzModel
 
 SPREAD = 0.5  # share by which bytes may differ from the predicted ones where they depend on more than mean densities
 HEADS_BYTES = 256  # of a message: headers, and the alignment of sections, for each tensor
+LONG_MESSAGE = 1 << 16  # elements; schemes that carry messages may switch formats with the length
 HALVES = ("bfloat16", "float16")
 
 
@@ -108,7 +109,11 @@ def _bucket_of(case: Case, number: int) -> tuple[Scheme[Any], Bucket, Placement]
 def bytes_follow_data(case: Case, number: int) -> bool:
     """Whether the bytes of a bucket depend on how many of its rows or elements are not zero."""
     scheme, bucket, placement = _bucket_of(case, number)
-    return bucket.layout is Layout.ROWS or any(_follows(each, bucket, placement) for each in _inside(scheme))
+    if bucket.layout is Layout.ROWS or _follows(scheme, bucket.specs, placement):
+        return True
+    _, *carriers = _inside(scheme)
+    messages = (bucket.specs, (TensorSpec((LONG_MESSAGE,), bucket.specs[0].dtype),))  # padded to whole chunks, perhaps
+    return any(_follows(each, specs, placement) for each in carriers for specs in messages)
 
 
 def _inside(scheme: Scheme[Any]) -> Iterator[Scheme[Any]]:
@@ -120,11 +125,11 @@ def _inside(scheme: Scheme[Any]) -> Iterator[Scheme[Any]]:
             yield from _inside(carrier)
 
 
-def _follows(scheme: Scheme[Any], bucket: Bucket, placement: Placement) -> bool:
-    numel = bucket.specs[0].numel
+def _follows(scheme: Scheme[Any], specs: tuple[TensorSpec, ...], placement: Placement) -> bool:
+    numel = specs[0].numel
     densities = [(DensityProfile(numel, rows),) for rows in (0.0, numel / 3, float(numel))]
     try:
-        told = {_by_rank(_planned(scheme, bucket, placement, known), placement.size) for known in densities}
+        told = {_by_rank(_planned(scheme, specs, placement, known), placement.size) for known in densities}
     except ValueError:  # an inner scheme for other ranks than all, whose bytes are in those of the outer one
         return False
     return len(told) > 1
@@ -135,9 +140,13 @@ def _by_rank(planned: Sequence[Transfer], size: int) -> tuple[float, ...]:
 
 
 def _planned(
-    scheme: Scheme[Any], bucket: Bucket, placement: Placement, known: tuple[DensityProfile, ...], step: int = 0
+    scheme: Scheme[Any],
+    specs: tuple[TensorSpec, ...],
+    placement: Placement,
+    known: tuple[DensityProfile, ...],
+    step: int = 0,
 ) -> list[Transfer]:
-    return transfers(scheme.steps(bucket.specs, known, placement, step))
+    return transfers(scheme.steps(specs, known, placement, step))
 
 
 def expected_bytes(
@@ -147,14 +156,14 @@ def expected_bytes(
     scheme, bucket, placement = _bucket_of(case, number)
     of_rows = bucket.layout is Layout.ROWS
     known = _rows(bucket, brought) if of_rows else _elements(bucket, brought, getattr(scheme, "block", 1))
-    planned = _planned(scheme, bucket, placement, known, step)
+    planned = _planned(scheme, bucket.specs, placement, known, step)
     total = most = sum(_by_rank(planned, case.size))
     pairs = case.size * (case.size - 1)
     heads = HEADS_BYTES * pairs * (len(bucket.segments) + 1) * max(len(planned), 1)
     carried = len(list(_inside(scheme))) > 1  # a message that another scheme made may be empty, or full of residuals
     if carried:
         full = tuple(DensityProfile(each.num_rows, float(each.num_rows)) for each in known)
-        most = max(total, sum(_by_rank(_planned(scheme, bucket, placement, full, step), case.size)))
+        most = max(total, sum(_by_rank(_planned(scheme, bucket.specs, placement, full, step), case.size)))
     return 0.0 if carried else (1 - SPREAD) * total - heads, (1 + SPREAD) * most + heads
 
 
