@@ -18,6 +18,7 @@ from gradsync.schemes import (
     CoarseGrained,
     CompressedAllGather,
     HalfPrecision,
+    Hierarchical,
     ReduceScatter,
     Scheme,
     Shuffled,
@@ -130,6 +131,15 @@ def test_plans_can_name_it(schedule: GroupSchedule) -> None:
 def test_what_is_no_schedule_is_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         Shuffled(**settings)
+
+
+def test_a_scheme_that_a_group_cannot_run_is_refused_on_all_ranks_before_the_first_step() -> None:
+    """Ranks 0 and 2 are on different nodes; only a later round has them in a group."""
+    inner = Hierarchical(ReduceScatter(), AllReduce(), ranks_per_node=2)
+    scheme = Shuffled((((0, 1, 2, 3),), ((0, 2), (1,), (3,))), scheme=inner)
+    for group in LocalGroup.world(4, Placement.regular(2, 2)):
+        with pytest.raises(ValueError, match=r"within the ranks \[0, 2\]: Hierarchical is planned for 2 ranks"):
+            scheme.init(bucket(), group)
 
 
 def test_schedules_of_other_worlds_and_schemes_with_state_are_refused() -> None:

@@ -102,7 +102,8 @@ class Shuffled(Scheme[Tensor]):
         """Returns the state of `scheme`, and a counter of rounds; makes process groups, in the same order on all ranks.
 
         Raises:
-            ValueError: if the schedule is for another number of ranks, or `scheme` keeps residuals.
+            ValueError: if the schedule is for another number of ranks, `scheme` keeps residuals, or cannot sum within
+                some group, also within one that this rank is not in.
         """
         if self.schedule.size != group.size:
             raise ValueError(f"the schedule is for {self.schedule.size} ranks, there are {group.size}: make a new plan")
@@ -113,9 +114,20 @@ class Shuffled(Scheme[Tensor]):
                 "error feedback, as a rank's parameters keep what was not sent"
             )
         for members in self.schedule.distinct:
+            self._require_steps(bucket, members, group)
+        for members in self.schedule.distinct:
             if group.rank in members:
                 group.subgroup(members)
         return {**state, ROUND: (CompressorState(bucket.flat_spec, group.rank),)}
+
+    def _require_steps(self, bucket: Bucket, members: RankGroup, group: Group) -> None:
+        """Raises ValueError, the same on all ranks, if `scheme` is not for these members and the nodes they are on."""
+        if len(members) == 1:
+            return
+        try:
+            self.scheme.steps(bucket.specs, (), group.placement.of(members))
+        except ValueError as error:
+            raise ValueError(f"{self.name} cannot average within the ranks {list(members)}: {error}") from None
 
     async def synchronize(self, x: Tensor, state: State, group: Group, scale: float) -> tuple[Tensor, State]:
         inner = {point: kept for point, kept in state.items() if point != ROUND}

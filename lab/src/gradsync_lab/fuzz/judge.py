@@ -18,7 +18,7 @@ from gradsync.tensors.bucket import Layout
 
 from .case import BucketCase, Case
 from .models import FuzzModel
-from .promises import bytes_follow_data, conserves, expected_bytes, mixing, promised_eps
+from .promises import bytes_follow_data, conserves, expected_bytes, mixing, promised_eps, promised_spacing
 from .trace import Trace, bits_of
 
 MOST_PROBLEMS = 5  # of a case, that are told
@@ -148,8 +148,11 @@ class _Judge:
         each = next(part for part in self.ranges if part.name == name)
         tables = each.bucket >= 0 and self.made[each.bucket].traits.layout is Layout.ROWS
         a, b = before.double().to_dense(), after.double().to_dense()
-        eps = promised_eps(self.buckets[each.bucket].scheme, before.dtype) if tables else 0.0
-        return bool(((a - b).abs() <= (self.case.size + ROUNDINGS) * eps * a.abs()).all())
+        if not tables:
+            return torch.equal(a, b)
+        scheme = self.buckets[each.bucket].scheme
+        relative, absolute = promised_eps(scheme, before.dtype), promised_spacing(scheme, before.dtype)
+        return bool(((a - b).abs() <= (self.case.size + ROUNDINGS) * (relative * a.abs() + absolute)).all())
 
     def _form(self, step: int, name: str) -> Iterator[str]:
         """Yields a gradient in another layout than autograd's, or with other strides than the parameter's."""

@@ -50,9 +50,17 @@ def _feeds_back(expression: Mapping[str, Any]) -> bool:
 
 def promised_eps(expression: Mapping[str, Any], dtype: torch.dtype) -> float:
     """Returns the distance of 1 to the next number of the coarsest element type that values travel in."""
+    return max(info.eps for info in _types(expression, dtype))
+
+
+def promised_spacing(expression: Mapping[str, Any], dtype: torch.dtype) -> float:
+    """Returns the distance of 0 to the next number, the largest one of the element types that values travel in."""
+    return max(info.smallest_normal * info.eps for info in _types(expression, dtype))
+
+
+def _types(expression: Mapping[str, Any], dtype: torch.dtype) -> list[torch.finfo]:
     words = set(_words(expression))
-    coarsest = [torch.finfo(getattr(torch, half)).eps for half in HALVES if half in words]
-    return max([torch.finfo(dtype).eps, *coarsest])
+    return [torch.finfo(each) for each in (dtype, *(getattr(torch, half) for half in HALVES if half in words))]
 
 
 def _words(value: Any) -> Iterator[str]:
