@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from gradsync_lab.faults.cases import Fault, Phase
 from gradsync_lab.soak import supervise
-from gradsync_lab.soak.settings import Settings, Strike
+from gradsync_lab.soak.settings import Folder, Settings, Strike
 from gradsync_lab.soak.supervise import run_soak
 from gradsync_lab.soak.verdict import verdict
 
@@ -44,3 +51,25 @@ def test_a_soak_ends_with_the_bits_of_a_run_without_faults(tmp_path: Path, monke
     again = run_soak(SETTINGS, path, lambda _: None)
     assert again[-1].kind == "final" and again[-1].digest == lines[-1].digest
     assert verdict(again, planned=2).struck == 2
+
+
+@pytest.mark.timeout(120)
+def test_no_rank_runs_on_where_the_command_is_ended(tmp_path: Path) -> None:
+    path = tmp_path / "soak.jsonl"
+    argv = ["soak", "--record", str(path), "--hours", "0.1", "--ranks", "2", "--no-loopback", "--faults", "0"]
+    run = [sys.executable, "-c", "from gradsync.cli import main; main()"]
+    command = subprocess.Popen([*run, *argv], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    status = Folder(tmp_path / "soak.jsonl.d" / "clean").status(0)
+    while not status.exists():
+        assert command.poll() is None
+        time.sleep(0.1)
+    rank = json.loads(status.read_text())["pid"]
+    command.send_signal(signal.SIGTERM)
+    command.wait()
+    with suppress(FileNotFoundError, ProcessLookupError):
+        deadline = time.monotonic() + 60
+        while Path(f"/proc/{rank}/stat").read_text().split()[2] != "Z":
+            if time.monotonic() > deadline:
+                os.kill(rank, signal.SIGKILL)
+                pytest.fail(f"rank 0, process {rank}, runs on")
+            time.sleep(0.1)

@@ -9,11 +9,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..cluster import Lab, Scenario
 from ..cluster.cluster import MASTER_PORT, end, free_port
+from ..cluster.keeper import die_with_parent
 from ..faults.cases import LINK_RATE
 from .settings import Folder, Settings
 
@@ -63,6 +65,8 @@ def agent(folder: Folder, settings: Settings, *, pace_s: float, links: bool) -> 
             return
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         argv = _argv(folder, settings, pace_s, "127.0.0.1", free_port())
+        # torchrun ends its ranks at SIGTERM, which it gets also where this process is killed.
+        popen["preexec_fn"] = partial(die_with_parent, signal.SIGTERM)  # a system call alone, so threads do no harm
         process = subprocess.Popen(argv, env=environment, start_new_session=True, **popen)
         try:
             yield Agent(process, None)
