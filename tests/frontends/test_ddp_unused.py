@@ -212,6 +212,42 @@ def test_a_state_that_finds_its_model_in_backward_counts_alike(world: World) -> 
     world(2).run(state_finds_its_model)
 
 
+def attached_again(accumulating: bool) -> None:
+    """Attaches again with the state of a step, whose gradients are still there, or after a backward in `no_sync`."""
+    ddp = DistributedDataParallel(Parts(), find_unused_parameters=True)
+    model: nn.Module = ddp.module
+    specs = {name: TensorSpec.of(p) for name, p in model.named_parameters()}
+    plan = Plan.make(specs, dist.get_world_size(), [(list(specs), FEW)])
+    torch.manual_seed(dist.get_rank())
+
+    def backward(taken: Sequence[str]) -> None:
+        torch.cat(ddp(torch.randn(4, 6), taken), dim=1).square().sum().backward()
+
+    handle = gradsync.attach(ddp, plan=plan, timeout=20)
+    backward(ALL)
+    saved = handle.state_dict()
+    handle.detach()
+    if accumulating:
+        ddp.zero_grad()
+        with ddp.no_sync():
+            backward(["right"])
+    handle = gradsync.attach(ddp, plan=plan, timeout=20)
+    handle.load_state_dict(saved)
+    before = left_to_send(model, handle.state_dict()["state"])["right.weight"]
+    if not accumulating:
+        ddp.zero_grad()
+    backward(ALL[:2])
+    after = left_to_send(model, handle.state_dict()["state"])["right.weight"]
+    counts = dict(zip(specs, ddp.reducer._get_local_used_map().tolist(), strict=True))
+    assert bool(counts["right.weight"]) == accumulating, "DDP is the oracle"
+    assert before.any() and torch.equal(before, after) != accumulating
+
+
+@pytest.mark.parametrize("accumulating", [False, True], ids=["between steps", "accumulating"])
+def test_gradients_of_steps_before_attach_are_not_of_the_first_one(world: World, accumulating: bool) -> None:
+    world(2).run(attached_again, accumulating)
+
+
 def hooks_end(options: dict[str, Any]) -> None:
     heard: list[str] = []
     original = frontend._Usage._accumulates

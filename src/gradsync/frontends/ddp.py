@@ -327,8 +327,9 @@ class _Usage:
         self._parameters = parameters
         self._is_static, self._lives_in_buckets = model.static_graph, model.gradient_as_bucket_view
         self._counts_all = not (model.find_unused_parameters or model.static_graph)
-        # Gradients tell of backwards before this, as of the one under way when a `DDPState` finds its model.
-        tell = is_backward() or not self._is_static
+        # Gradients tell of backwards before this: of the one under way when a `DDPState` finds its model, or of those
+        # inside `no_sync`. If the last forward was for a synchronised backward, gradients are of steps that have ended.
+        tell = is_backward() or not (self._is_static or model.require_forward_param_sync)
         self._used = {name for name, p in parameters.items() if tell and p.grad is not None}
         self._hooks = [
             AccumulationHook(parameter, _UsageHook(self, name), early=True)
