@@ -201,13 +201,13 @@ class _Judge:
         return (
             (size + ROUNDINGS) * info.eps / 2 * torch.maximum(magnitude, added)
             + FLOAT32_ADDITIONS * single.eps * added
-            + self._subnormal(each.name)
+            + self._spacing(each)
         )
 
-    def _subnormal(self, name: str) -> float:
+    def _spacing(self, each: _Range) -> float:
         """Returns how far rounding may move values near zero, of which the smallest ones lie evenly spaced."""
-        info = torch.finfo(self.dtypes[name])
-        return (self.case.size + ROUNDINGS) * info.smallest_normal * info.eps
+        spacing = promised_spacing(self.buckets[each.bucket].scheme, self.dtypes[each.name])
+        return (self.case.size + ROUNDINGS) * spacing
 
     def _added(self, step: int, rank: int, each: _Range) -> Tensor:
         gradient = self.traces[rank].steps[step].own.get(each.name)
@@ -289,7 +289,7 @@ class _Judge:
                 continue
             eps = promised_eps(bucket.scheme, self.dtypes[each.name])
             bound = (self.case.size + ROUNDINGS) * eps + FLOAT32_ADDITIONS * torch.finfo(torch.float32).eps
-            allowed = torch.full_like(found.came_in, bound * largest + self.case.size * self._subnormal(each.name))
+            allowed = torch.full_like(found.came_in, bound * largest + self.case.size * self._spacing(each))
             expected = found.came_in + found.before
             for problem in self._off(each, found.sent + found.after, expected, allowed):
                 yield f"sent + residual is not gradient + former residual: {problem}"

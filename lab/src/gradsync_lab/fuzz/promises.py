@@ -163,8 +163,12 @@ def expected_bytes(
     """Returns the fewest and the most bytes that all ranks may send in a step for what each brings to a bucket."""
     scheme, bucket, placement = _bucket_of(case, number)
     of_rows = bucket.layout is Layout.ROWS
-    known = _rows(bucket, brought) if of_rows else _elements(bucket, brought, getattr(scheme, "block", 1))
+    fewest, known = (
+        _rows(bucket, brought) if of_rows else _elements(bucket, brought, getattr(scheme, "block", 1), flags)
+        for flags in (0.0, 1.0)
+    )
     planned = _planned(scheme, bucket.specs, placement, known, step)
+    least = sum(_by_rank(_planned(scheme, bucket.specs, placement, fewest, step), case.size))
     total = most = sum(_by_rank(planned, case.size))
     pairs = case.size * (case.size - 1)
     heads = HEADS_BYTES * pairs * (len(bucket.segments) + 1) * max(len(planned), 1)
@@ -172,7 +176,7 @@ def expected_bytes(
     if carried:
         full = tuple(DensityProfile(each.num_rows, float(each.num_rows)) for each in known)
         most = max(total, sum(_by_rank(_planned(scheme, bucket.specs, placement, full, step), case.size)))
-    return 0.0 if carried else (1 - SPREAD) * total - heads, (1 + SPREAD) * most + heads
+    return 0.0 if carried else (1 - SPREAD) * min(least, total) - heads, (1 + SPREAD) * most + heads
 
 
 def _rows(bucket: Bucket, brought: Sequence[Sequence[Tensor | None]]) -> tuple[DensityProfile, ...]:
@@ -187,11 +191,13 @@ def _rows(bucket: Bucket, brought: Sequence[Sequence[Tensor | None]]) -> tuple[D
     )
 
 
-def _elements(bucket: Bucket, brought: Sequence[Sequence[Tensor | None]], block: int) -> tuple[DensityProfile, ...]:
-    """Returns the profile of a flat bucket's elements, and of its blocks of `block` elements."""
+def _elements(
+    bucket: Bucket, brought: Sequence[Sequence[Tensor | None]], block: int, flag: float
+) -> tuple[DensityProfile, ...]:
+    """Returns the profile of a flat bucket's elements, and of its blocks of `block` elements; all flags are `flag`."""
     zeros = [torch.zeros(segment.numel) for segment in bucket.segments]
     flat = [torch.cat([z if g is None else g for z, g in zip(zeros, each, strict=True)]) for each in brought]
-    flags = torch.ones(bucket.specs[0].numel - bucket.numel)
+    flags = torch.full((bucket.specs[0].numel - bucket.numel,), flag)
     found = [torch.cat([x, flags]).nonzero().flatten() for x in flat]
     numel = bucket.specs[0].numel
     blocks = {block: profile_rows([each // block for each in found], -(-numel // block))}
