@@ -206,8 +206,8 @@ class _Judge:
 
     def _spacing(self, each: _Range) -> float:
         """Returns how far rounding may move values near zero, of which the smallest ones lie evenly spaced."""
-        spacing = promised_spacing(self.buckets[each.bucket].scheme, self.dtypes[each.name])
-        return (self.case.size + ROUNDINGS) * spacing
+        scheme = self.buckets[each.bucket].scheme if each.bucket >= 0 else {}
+        return (self.case.size + ROUNDINGS) * promised_spacing(scheme, self.dtypes[each.name])
 
     def _added(self, step: int, rank: int, each: _Range) -> Tensor:
         gradient = self.traces[rank].steps[step].own.get(each.name)
