@@ -385,7 +385,8 @@ def test_bundles_are_as_many_payloads_and_sums_of_payloads_are_one() -> None:
 
 def test_compressors_that_agree_do_so_among_those_whose_payloads_are_summed() -> None:
     across = ("reduce_scatter", *SUMMED, "all_gather")
-    for words, ranks_per_node in ((SUMMED, 1), (across, 2)):
+    rooted = ("reduce", *SUMMED, "broadcast")  # where one rank of each node has data, and compresses
+    for words, ranks_per_node in ((SUMMED, 1), (across, 2), (rooted, 2)):
         route, inputs = Route(words, SharedBlockInt(4), ranks_per_node), inputs_of(4)
         outcome = run(route, inputs, NODES)
         assert_is_mean(outcome, inputs, 0.05, 0.3)

@@ -74,8 +74,11 @@ class Transit:
     def compress(self, leg: Leg) -> None:
         compressor, point = self.route.compressor_at(leg.point), point_name(leg)
         held = leg.after[self.rank]
-        if held is None:  # compresses no elements, to get a template of payloads
+        if held is None:
             self.next_state[point] = ()
+            if compressor.traits.agrees:  # the sum of such payloads is decompressed where they were made
+                return
+            # No elements are compressed, to get a template of the payloads that will arrive.
             spec = spec_of(self.spec, (0, 0), leg.point, leg.keep_fp32)
             nothing = memory.empty(0, spec.dtype, self.x.device)
             fresh = replace(compressor.init(spec, self.rank), step=self.step)
