@@ -147,6 +147,9 @@ def test_one_dense_rank_among_empty_ones_makes_all_switch() -> None:
     outcome = run_scheme(BalancedElements(), inputs, 1.0)
     assert stages_of(outcome) == DENSE_STAGES
     assert all(torch.equal(result, inputs[2]) for result in outcome.results)
+    profile = profile_rows([x.nonzero().flatten() for x in inputs], 5003)
+    steps = BalancedElements().steps((TensorSpec.of(inputs[0]),), (profile,), Placement.one_per_node(4))
+    assert [transfer.stage for transfer in transfers(steps)] == DENSE_STAGES
 
 
 def test_without_a_profile_the_all_reduce_is_predicted() -> None:

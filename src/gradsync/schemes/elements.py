@@ -106,10 +106,11 @@ class BalancedElements(Scheme[Tensor]):
         profile = elements_of(flat, profiles)
         found = profile.rows * (index_dtype(flat.numel).itemsize + flat.itemsize)
         push, union = float(form.nbytes(profile.rows / n)), profile.union_rows(n)
-        at_once = bool(self.capacity) and profile.rows <= self.capacity[0]
-        at_once = at_once and _sparse_pays(flat, n, profile.rows / n, form.length)
+        most = max(profile.rows, profile.most_rows)  # by which all ranks choose
+        at_once = bool(self.capacity) and most <= self.capacity[0]
+        at_once = at_once and _sparse_pays(flat, n, most / n, form.length)
         find = Compute("find_elements", flat.nbytes + flat.numel / 4)  # the bucket, and a bitmap written and read
-        if not (at_once or _sparse_pays(flat, n, profile.rows / n, profile.rows)):
+        if not (at_once or _sparse_pays(flat, n, most / n, profile.rows)):
             return (find, self._transfers("push", push, n, at_once=False)[0], *AllReduce().steps(specs, (), placement))
         pull = float(form.nbytes(union / n))
         return (

@@ -169,14 +169,24 @@ def expected_bytes(
     )
     planned = _planned(scheme, bucket.specs, placement, known, step)
     least = sum(_by_rank(_planned(scheme, bucket.specs, placement, fewest, step), case.size))
-    total = most = sum(_by_rank(planned, case.size))
+    total = sum(_by_rank(planned, case.size))
+    # The densest rank may decide for all that a dense exchange pays.
+    densest = tuple(map(_of_densest, known))
+    most = max(total, sum(_by_rank(_planned(scheme, bucket.specs, placement, densest, step), case.size)))
     pairs = case.size * (case.size - 1)
     heads = HEADS_BYTES * pairs * (len(bucket.segments) + 1) * max(len(planned), 1)
     carried = len(list(_inside(scheme))) > 1  # a message that another scheme made may be empty, or full of residuals
     if carried:
         full = tuple(DensityProfile(each.num_rows, float(each.num_rows)) for each in known)
-        most = max(total, sum(_by_rank(_planned(scheme, bucket.specs, placement, full, step), case.size)))
+        most = max(most, sum(_by_rank(_planned(scheme, bucket.specs, placement, full, step), case.size)))
     return 0.0 if carried else (1 - SPREAD) * min(least, total) - heads, (1 + SPREAD) * most + heads
+
+
+def _of_densest(known: DensityProfile) -> DensityProfile:
+    """Returns the profile in which all ranks have as many rows as the rank with most has."""
+    rows = max(known.rows, known.most_rows)
+    growth = {ranks: max(known.union_rows(ranks) / rows, 1.0) for ranks in known.densification if rows}
+    return replace(known, rows=rows, densification=growth)
 
 
 def _rows(bucket: Bucket, brought: Sequence[Sequence[Tensor | None]]) -> tuple[DensityProfile, ...]:
