@@ -86,9 +86,10 @@ def test_the_command_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(run, "BATCH", 6)
     file = tmp_path / "record.jsonl"
     for expected in (6, 12):
-        result = CliRunner().invoke(app, ["fuzz", "--seconds", "0.001", "--record", str(file)], env={"COLUMNS": "100"})
+        options = ["--seconds", "0.001", "--first", "100", "--record", str(file)]
+        result = CliRunner().invoke(app, ["fuzz", *options], env={"COLUMNS": "100"})
         assert result.exit_code == 0, result.output
-        assert next_seed(read(file)) == expected
+        assert next_seed(read(file)) == 100 + expected
         assert re.search(rf"all +│ +{expected} │ +0 │ +0 │", result.stdout)
 
 

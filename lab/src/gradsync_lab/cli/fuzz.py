@@ -21,6 +21,7 @@ def fuzz(
     record: Annotated[
         Path, typer.Option(help="File of JSON lines; the command goes on behind the last seed in it.")
     ] = Path("fuzz-out/record.jsonl"),
+    first: Annotated[int, typer.Option(min=0, help="First seed of a new record.")] = 0,
     replay: Annotated[Path | None, typer.Option(help="Run the case in this JSON file instead, once.")] = None,
 ) -> None:
     """Draws random models, plans and worlds, and holds each against oracles; shrinks what fails to a script."""
@@ -28,7 +29,7 @@ def fuzz(
         if replay is not None:
             _replay(replay)
             return
-        fuzzing = Fuzzing(record, record.parent)
+        fuzzing = Fuzzing(record, record.parent, first)
         try:
             with console.status("") as status:
                 fuzzing.run(seconds, lambda batch: status.update(f"{batch.next} seeds"))
@@ -36,8 +37,8 @@ def fuzz(
             fuzzing.close()
     _print(fuzzing.batches)
     for failure in fuzzing.failures:
-        first = failure.problems[0].partition("\n")[0]
-        beside.print(f"{record.parent / (failure.script or '')}: {first}", style="red", markup=False)
+        problem = failure.problems[0].partition("\n")[0]
+        beside.print(f"{record.parent / (failure.script or '')}: {problem}", style="red", markup=False)
     console.print(f"Record: {record}")
     if fuzzing.failures:
         raise typer.Exit(1)

@@ -43,14 +43,17 @@ def way_of(case: Case) -> str:
 
 
 class Fuzzing:
-    """Standing processes, and the record of what they ran."""
+    """Standing processes, and the record of what they ran.
 
-    def __init__(self, record: Path, scripts: Path) -> None:
+    `first`: the first seed, unless the record has later ones.
+    """
+
+    def __init__(self, record: Path, scripts: Path, first: int = 0) -> None:
         self._record, self._scripts = record, scripts
         self._threads, self._processes = Workers(1), Workers()
         self._header = header()
         lines = read(record)
-        self.next = next_seed(lines)
+        self.next = max(first, next_seed(lines))
         self.batches = batches_of(lines, self._header.engine)
         self.failures: list[Failure] = []
 
