@@ -9,7 +9,7 @@ import torch
 
 from gradsync.comm import LocalGroup
 from gradsync.comm.shuffle import GroupSchedule, Round, crossing, exact, grid, together, with_ranks_absent
-from gradsync.compressors import THC, BlockInt, Cast, ErrorFeedback, TopK
+from gradsync.compressors import THC, BlockInt, Cast, ErrorFeedback, TopK, Warmup
 from gradsync.costs.cluster import Placement
 from gradsync.costs.steps import transfers
 from gradsync.schemes import (
@@ -74,6 +74,19 @@ def test_recorded_bytes_are_the_predicted_ones(schedule: GroupSchedule) -> None:
         assert scheme.steps(like.specs, (), Placement.one_per_node(n), scheme.unchanged_since(step)) == expected
         for rank, ledger in enumerate(outcome.ledgers):
             assert ledger.sent_bytes == sum(transfer.sent_bytes(rank) for transfer in transfers(expected))
+
+
+def test_a_warm_up_goes_on_through_the_rounds() -> None:
+    """Three rounds, and two compressors: the first of them is for the first step alone."""
+    few = Warmup((TopK(0.1), TopK(0.5)), (0, 1))
+    scheme, like = Shuffled((((0, 1), (2,)), ((0, 1, 2),), ((0,), (1, 2))), scheme=CompressedAllGather(few)), bucket()
+    assert [scheme.unchanged_since(step) for step in range(8)] == [0, 1, 2, 3, 1, 2, 3, 1]
+    for step in range(8):
+        now, then = (
+            scheme.steps(like.specs, (), Placement.one_per_node(3), each)
+            for each in (step, scheme.unchanged_since(step))
+        )
+        assert now == then
 
 
 @every_schedule

@@ -176,8 +176,9 @@ class Shuffled(Scheme[Tensor]):
         return exchange
 
     def unchanged_since(self, step: int) -> int:
-        """Returns the first step with the same groups as `step`: its position within the cycle of `rounds`."""
-        return step % len(self.rounds)
+        """Returns the first step with the same groups as `step`, of those in which `scheme` sends the same."""
+        first = self.scheme.unchanged_since(step)
+        return first + (step - first) % len(self.rounds)
 
     def _part(self, rank: int, step: int) -> tuple[RankGroup, float]:
         return next((group, share) for group, share in self.schedule.round(step).parts if rank in group)
