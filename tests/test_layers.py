@@ -17,6 +17,7 @@ SETTINGS = TENSORS | {"annotated_types"}  # bounds in annotations, of which pyda
 DATA = TENSORS | {"pydantic"}
 # Third-party libraries that a room may load when it is imported; import-linter cannot tell imports inside functions.
 OUTSIDE = {
+    "devices": {"torch"},
     "inputs": {"annotated_types"},
     "costs": {"numpy"},
     "kernels": TENSORS,
@@ -110,3 +111,16 @@ def test_functions_are_short() -> None:
                 if ast.get_docstring(node):
                     lines -= (node.body[0].end_lineno or 0) - node.body[0].lineno + 1
                 assert lines <= MOST_LINES, f"{file.relative_to(PACKAGE)}: {node.name} has {lines} lines"
+
+
+def test_only_one_module_calls_the_modules_of_torch_for_accelerators() -> None:
+    """Streams of the wrong device, or of a device that is not there, are mistakes that no test on a CPU would see."""
+    names = {"cuda", "accelerator", "xpu", "mps", "Stream", "Event"}
+    found = {
+        f"{path.relative_to(PACKAGE)}: {ast.unparse(node)}"
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value) == "torch"
+    }
+    allowed = ("devices/streams.py", TRITON)
+    assert not {each for each in found if not each.startswith(allowed)}

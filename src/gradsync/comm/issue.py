@@ -18,6 +18,10 @@ the work when it next calls `do_work` or `wait`, and until then turns that need 
 *prepared* bucket awaits `Work` before any operation: that begins when the bucket is ready, if it is for `COMPUTE` on
 the thread that calls `mark_ready`.
 
+On an accelerator all of a scheme's code runs on the communication stream, whichever thread issues it, and `COMPUTE`
+on the stream of backward. No thread waits for the device: a bucket's first turn waits for the event recorded when its
+gradients were complete, `wait` and `wait_for` make the stream of the caller wait for the results.
+
 `torch.profiler` shows `gradsync::bucket 0 push`, the bucket's work at that turn, and `gradsync::bucket 0 wait for
 push`, the wait for its operation. The profiler records the communication thread only with `profile_all_threads`.
 """
@@ -36,6 +40,7 @@ from torch.profiler import record_function
 
 from ..costs.steps import COMPUTE, FINISH, OFFLOAD
 from ..costs.timeline import Task
+from ..devices.streams import COMMUNICATION, Event, NoStreams, Streams
 from .errors import GroupError
 from .group import Pending
 from .threads import JobThread
@@ -109,6 +114,7 @@ class Synchronization:
         thread: the communication thread, which issues operations during backward.
         early: whether operations of ready buckets are issued during backward.
         prepared: buckets whose coroutines await `Work`, a computation, before any collective.
+        streams: the streams of the device that the gradients are on.
         offload: submits a job to the thread for offloaded work; None: the thread that waits for the work does it, or
             the one that prepares the bucket.
     """
@@ -124,6 +130,7 @@ class Synchronization:
         thread: JobThread,
         early: bool = True,
         prepared: Collection[str] = (),
+        streams: Streams | None = None,
         offload: Callable[[Callable[[], None]], None] | None = None,
     ) -> None:
         self._order = order
@@ -138,22 +145,21 @@ class Synchronization:
         self._postponed: list[str] = []  # prepared buckets that are ready, if nothing is early
         self._works: list[Work[Any]] = []  # all work of this step
         self.due: deque[Work[Any]] = deque()  # work that waits for the thread of backward
-        self._on_cuda = thread.device is not None and thread.device.type == "cuda"
+        self._streams = streams or NoStreams()
+        self._streams.release()
         self._buckets = {bucket for bucket, _ in order}
         self.ready_s: dict[str, float] = {}  # when each bucket's data was complete
         self._position = 0  # of the next turn in the order
         self._coroutines: dict[str, Coroutine[Any, Any, Any]] = {}
         self._pending: dict[str, tuple[Pending[Any], str, float]] = {}
-        self._events: dict[str, torch.cuda.Event] = {}
-        self._issued: torch.cuda.Event | None = (
-            None  # the end of all that was issued, perhaps on another thread's stream
-        )
+        self._complete: dict[str, Event] = {}  # recorded when a bucket's gradients were complete
+        self._issued: Event  # behind all that was issued so far
         self._cancelled = False
         self._ended = False
         self._error: BaseException | None = None
         self._handed_over = False  # by `go_on`: the thread issues the rest
         self._progress = threading.Condition()  # notified of results and of the end
-        self._result_events: dict[str, torch.cuda.Event] = {}
+        self._synchronized: dict[str, Event] = {}  # recorded behind each result
         self.results: dict[str, Any] = {}
         self.began_s = time.perf_counter()
         self.tasks: list[Task] = []
@@ -165,10 +171,7 @@ class Synchronization:
             self._prepare(bucket)
         elif bucket in self._prepared:
             self._postponed.append(bucket)
-        if self._on_cuda:
-            event = torch.cuda.Event()
-            event.record()
-            self._events[bucket] = event
+        self._complete[bucket] = self._streams.record()
         self.ready_s[bucket] = ready_s
         if len(self.ready_s) == len(self._buckets):
             return  # all buckets are ready: `wait` is about to be called
@@ -200,8 +203,7 @@ class Synchronization:
             self._progress.wait_for(lambda: bucket in self.results or self._ended or self._cancelled)
         if bucket not in self.results:
             self.wait()
-        if bucket in self._result_events:
-            self._result_events[bucket].wait(torch.cuda.current_stream())
+        self._synchronized[bucket].wait()
 
     def wait(self) -> None:
         """Issues all remaining operations and blocks until every bucket is synchronised; raises the step's error."""
@@ -210,8 +212,7 @@ class Synchronization:
         self.advance(joined=True)
         if not self._ended:
             raise CancelledStepError("the step was given up before all of its buckets were ready")
-        if self._issued is not None:  # perhaps on the other thread's stream
-            self._issued.wait(torch.cuda.current_stream())
+        self._issued.wait()
         if self._error is not None:
             raise self._error
 
@@ -221,19 +222,15 @@ class Synchronization:
         `joined`: the caller is the thread of backward, and backward has ended: so it also runs computations (`Work`)
         that schemes left to this thread.
         """
-        with self._turn, torch.no_grad():
+        with self._turn, torch.no_grad(), self._streams.on(COMMUNICATION):
             if self._ended or self._cancelled:
                 return
-            if self._issued is not None:
-                self._issued.wait(torch.cuda.current_stream())
             try:
                 self._ended = self._run_turns(joined=joined)
             except BaseException as error:  # handed to the thread that waits
                 self._error, self._ended = error, True
                 self._give_up_work()
-            if self._on_cuda:
-                self._issued = torch.cuda.Event()
-                self._issued.record()
+            self._issued = self._streams.record()
         self._tell_progress()
 
     def _tell_progress(self) -> None:
@@ -250,8 +247,7 @@ class Synchronization:
             bucket, stage = self._order[self._position]
             if bucket not in self.ready_s or self._cancelled or (not joined and self._waits_for_backward(bucket)):
                 return False
-            if bucket in self._events:
-                self._events.pop(bucket).wait(torch.cuda.current_stream())
+            self._complete[bucket].wait()
             if bucket not in self._coroutines:
                 self._coroutines[bucket] = self._start(bucket)
                 self._resume(bucket, stage)
@@ -273,7 +269,9 @@ class Synchronization:
 
     def _prepare(self, bucket: str) -> None:
         """Starts the coroutine of a bucket that begins with a computation, and submits this to `offload` or runs it."""
-        with torch.no_grad():
+        complete = self._streams.record()
+        with torch.no_grad(), self._streams.on(COMMUNICATION):
+            complete.wait()
             coroutine = self._coroutines[bucket] = self._start(bucket)
             try:
                 work = coroutine.send(None)
@@ -281,16 +279,16 @@ class Synchronization:
                 work = _failed(error)
             assert isinstance(work, Work), f"bucket {bucket!r} is prepared, and awaits something else than work first"
             self._pending[bucket] = (work, work.name, 0.0)
-            if not self._hand_over(work):
-                work.run()
+            handed_over = self._hand_over(work)
+        if not handed_over:
+            work.run()
 
     def _hand_over(self, work: Work[Any]) -> bool:
         """Submits work for `OFFLOAD` to the offload thread, if there is one; returns whether it did."""
         self._works.append(work)
         if self._cancelled:
             work.give_up()
-        if self._on_cuda:
-            work.record_inputs()
+        work.follow(self._streams)
         if work.device != OFFLOAD or self._offload is None:
             return False
         work.submit_to(self._offload)
@@ -320,9 +318,7 @@ class Synchronization:
                     operation = self._coroutines[bucket].send(value)
             except StopIteration as done:
                 self._record(f"{bucket}:{FINISH}", "kernel", resumed_s)
-                if self._on_cuda:
-                    self._result_events[bucket] = torch.cuda.Event()
-                    self._result_events[bucket].record()
+                self._synchronized[bucket] = self._streams.record()
                 self.results[bucket] = done.value
                 self._tell_progress()
                 return

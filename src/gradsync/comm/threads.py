@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 import torch
 
+from ..devices.streams import use_device
+
 EXIT_S = 2.0  # for which the end of the process waits for a thread that is inside of C++ code
 
 _running: weakref.WeakSet[JobThread] = weakref.WeakSet()
@@ -45,7 +47,7 @@ class JobThread:
 
     Args:
         name: the thread's name.
-        device: the current CUDA device in the thread, where it is one; None: none is set.
+        device: the thread's current device, where it is an accelerator; None: none is set.
         torch_threads: torch's intra-op threads for the jobs; None: torch's own setting.
     """
 
@@ -94,8 +96,8 @@ class JobThread:
         torch.set_num_threads(usual)
 
     def _loop(self) -> None:
-        if self.device is not None and self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+        if self.device is not None:
+            use_device(self.device)
         while (job := self._jobs.get()) is not None:
             job()
             del job  # else the ended job would keep its tensors alive while the thread waits

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import torch
 
+from ..devices.streams import Event, NoStreams, Streams
 from .errors import GroupError
 from .group import Pending
 
@@ -24,16 +25,23 @@ class Work(Pending[T]):
 
     `device` names the thread meant for it: `COMPUTE` or `OFFLOAD`. A thread that waits for the result does the work
     itself, unless `submit_to` gave it to another thread. Errors of the computation are raised to the waiting thread.
+    `touched` returns the objects with tensors that the work reads, or leaves to be read, as they are when it is called:
+    on an accelerator they are kept, because the work runs on another stream than what is before and behind it.
     """
 
-    def __init__(self, function: Callable[[], T], device: str, name: str) -> None:
+    def __init__(
+        self, function: Callable[[], T], device: str, name: str, touched: Callable[[], object] = lambda: None
+    ) -> None:
         super().__init__(self._result_of)
         self.device = device
         self.name = name
         self.start_s = self.end_s = 0.0  # by `time.perf_counter`, once the work has ended
         self._function: Callable[[], T] | None = function
+        self._touched = touched
         self._handed = False
-        self._inputs: torch.cuda.Event | None = None
+        self._streams: Streams = NoStreams()
+        self._inputs: Event = self._streams.record()
+        self._done = self._inputs
         self._begun = threading.Lock()  # taken for good by the thread that does the work
         self._ended = threading.Event()
         self._result: T | None = None
@@ -43,10 +51,9 @@ class Work(Pending[T]):
     def ended(self) -> bool:
         return self._ended.is_set()
 
-    def record_inputs(self) -> None:
-        """Records an event on this thread's CUDA stream, which makes the inputs; the work will wait for the event."""
-        self._inputs = torch.cuda.Event()
-        self._inputs.record()
+    def follow(self, streams: Streams) -> None:
+        """Makes the work run behind all that this thread's current stream, which makes the inputs, was given so far."""
+        self._streams, self._inputs = streams, streams.record()
 
     def submit_to(self, submit: Callable[[Callable[[], None]], None]) -> None:
         """Submits the work to another thread by `submit`; waiting threads then no longer do it themselves."""
@@ -62,11 +69,11 @@ class Work(Pending[T]):
         assert function is not None
         try:
             with torch.no_grad():
-                if self._inputs is not None:
-                    self._inputs.wait(torch.cuda.current_stream())
+                self._streams.keep(self._touched())
+                self._inputs.wait()
                 self._result = function()
-                if self._inputs is not None:
-                    torch.cuda.current_stream().synchronize()
+                self._done = self._streams.record()
+                self._streams.keep(self._touched(), self._result)
         except BaseException as error:  # raised where the work is waited for
             self._error = error
         self.end_s = time.perf_counter()
@@ -87,5 +94,6 @@ class Work(Pending[T]):
             raise GroupError(f"{self.name} did not end on this rank within {timeout_s:.0f} s")
         if self._error is not None:
             raise self._error
+        self._done.wait()
         result, self._result = self._result, None
         return result  # type: ignore[return-value]  # T may be None itself

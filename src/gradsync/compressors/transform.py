@@ -14,6 +14,7 @@ from annotated_types import Interval
 from torch import Tensor
 
 from .. import kernels
+from ..devices import streams
 from ..inputs.settings import PositiveFloat, PositiveInt
 from ..kernels import Grid, Sections
 from ..tensors import allocator as memory
@@ -356,7 +357,9 @@ def cosines(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     angles = torch.outer(torch.arange(n, dtype=torch.float64), torch.arange(n, dtype=torch.float64) + 0.5)
     matrix = (angles * (math.pi / n)).cos() * math.sqrt(2 / n)
     matrix[0] = math.sqrt(1 / n)
-    return matrix.to(dtype).to(device)
+    placed = matrix.to(dtype).to(device)
+    streams.settle(device)
+    return placed
 
 
 def _coefficients(x: Tensor, tiling: Tiling) -> Tensor:

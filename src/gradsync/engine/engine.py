@@ -24,6 +24,7 @@ from ..comm import Group, GroupError, JobThread, Synchronization, gather_bytes
 from ..comm.network_cost import network_cost
 from ..costs.forecast import forecast
 from ..costs.timeline import Task
+from ..devices import streams
 from ..plans.plan import OF, Plan, What, describe
 from ..plans.profile import Profile
 from ..state import NOT_STRICT, VERSION, Origin, Saved, examined, refusal, without_state
@@ -76,6 +77,7 @@ class Engine:
         self.stepped_alone = False
         self.late = False  # some rank took part in the last step at its optimiser's step only
         self.device = next(iter(self.parameters.values())).device if self.parameters else torch.device("cpu")
+        self._streams = streams.streams_of(self.device)
         self._observer = Observer(self.specs, sparse_names)
         self._controller = PlanController(
             plan, self._observer, group, self.call, device=self.device, timeout_s=timeout_s
@@ -143,7 +145,8 @@ class Engine:
             thread=self._thread,
             early=not self._apart,
             prepared=self.bucket_runs.prepared,
-            offload=None if self._other_core is None else self._other_core.submit,
+            streams=self._streams,
+            offload=None if self._other_core is None else self._offload,
         )
         self._begin_to_compare()
 
@@ -389,10 +392,12 @@ class Engine:
         `finish` waits for the job, and raises its errors.
         """
         done: Future[T] = Future()
+        begun = self._streams.record()
 
         def run() -> None:
             try:
-                with self._turn, torch.no_grad():
+                with self._turn, torch.no_grad(), self._streams.on(streams.COMMUNICATION):
+                    begun.wait()
                     done.set_result(job(self.group))
             except BaseException as error:  # raised again where the result is asked for
                 done.set_exception(error)
@@ -615,6 +620,15 @@ class Engine:
         return self.bucket_runs[bucket_id].synchronize(
             check_finite=self.bucket_runs.have_state, marks=self._marks, step=self.step
         )
+
+    def _offload(self, job: Callable[[], None]) -> None:
+        assert self._other_core is not None
+
+        def run() -> None:
+            with self._streams.on(streams.OFFLOAD):
+                job()
+
+        self._other_core.submit(run)
 
     def _where(self, bucket_id: str, stage: str) -> str:
         return f"{self.bucket_runs[bucket_id].bucket.title}, stage {stage!r}, step {self.step}"

@@ -149,16 +149,8 @@ class ParameterGuard:
             self._settled, alone = now, alone or sees_steps
         mine = torch.cat([_joined(now), _joined(self._settled), now.new_tensor([int(alone)])])
         self._digests, self._settled = self._settled, None
-        ready = torch.cuda.Event() if mine.is_cuda else None
-        if ready is not None:
-            ready.record()
-
-        def issue(group: Group) -> Pending[list[Tensor]]:
-            if ready is not None:
-                ready.wait(torch.cuda.current_stream())
-            return group.all_gather(mine)  # for which `end` waits: where a rank is lost, a bucket says so
-
-        self._told = aside(issue)
+        # `end` waits for it: where a rank is lost, a bucket says so.
+        self._told = aside(lambda group: group.all_gather(mine))
 
     def end(self, step: int) -> None:
         """Compares the digests that `begin` exchanged; if both kinds differ, finds the parameters and warns or raises.

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..comm import Group
+from ..devices import streams
 
 _Key = tuple[int, int, int, str]  # length, owners, seed, device
 
@@ -47,6 +48,7 @@ def owned_by_hash(
         lists = _made.get(key)
         if lists is None:
             lists = _Lists(tuple(kernels.owned_by_hash(length, owners, seed, device=device)))
+            streams.settle(device)
             _made[key] = lists
         if kept_for is not None:
             _kept.setdefault(kept_for, {})[key] = lists

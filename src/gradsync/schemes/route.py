@@ -201,9 +201,9 @@ class Route(Scheme[Tensor]):
             if leg.task.kind is Kind.COMP:
                 if self.compressor_at(leg.point).traits.agrees:
                     await transit.agree(leg, legs[number + 1])
-                await Work(partial(transit.compress, leg), leg.task.choice, leg.task.word)
+                await Work(partial(transit.compress, leg), leg.task.choice, leg.task.word, transit.tensors)
             elif leg.task.kind is Kind.DECOMP:
-                await Work(partial(transit.decompress, leg), leg.task.choice, leg.task.word)
+                await Work(partial(transit.decompress, leg), leg.task.choice, leg.task.word, transit.tensors)
             elif leg.idle:
                 transit.take(leg, transit.alone(leg))
             else:

@@ -71,6 +71,10 @@ class Transit:
         self.template: Payload | None = None  # of the payloads that travel
         self.agreed: list[Tensor] = []  # for each piece
 
+    def tensors(self) -> object:
+        """Returns what holds the tensors that the next task reads, or that the last one has left."""
+        return self.dense, self.bundles, self.template, self.agreed, dict(self.next_state)
+
     def compress(self, leg: Leg) -> None:
         compressor, point = self.route.compressor_at(leg.point), point_name(leg)
         held = leg.after[self.rank]

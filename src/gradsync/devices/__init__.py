@@ -1,0 +1,1 @@
+"""Accelerators as host threads see them: streams, events and the current device."""

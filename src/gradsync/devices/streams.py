@@ -1,0 +1,132 @@
+"""Streams and events of a device, which fix the order in which it runs what host threads submit.
+
+A host thread submits an operation to the *current stream* of the device and goes on before it has run. Operations on
+one stream run in order. Those on two streams run in any order, unless one stream waits for an event that was recorded
+on the other. Each `Engine` has a communication stream, beside the streams on which the user's code runs. On the CPU an
+operation has run when its call returns: there are no streams, and nothing to wait for.
+
+Memory of a tensor goes back to the stream on which it was allocated, whichever stream read it last. So a tensor that
+crosses streams lives until the streams have waited for each other: `keep` holds it, `release` lets it go.
+
+This is the only module that calls the device modules of torch (`torch.accelerator`, `torch.Stream`, `torch.Event`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal, Protocol
+
+import torch
+
+StreamName = Literal["communication", "offload"]
+COMMUNICATION: Literal["communication"] = "communication"
+OFFLOAD: Literal["offload"] = "offload"
+
+
+class Event(Protocol):
+    """A point in the order of a stream, behind all that was submitted to it before the event was recorded."""
+
+    def wait(self) -> None:
+        """Makes this thread's current stream wait for the event; the host goes on at once."""
+
+
+class Streams(ABC):
+    """The streams of one device that an engine uses: streams of its own, and those current on the user's threads."""
+
+    @abstractmethod
+    def on(self, name: StreamName) -> AbstractContextManager[object]:
+        """Returns a context in which the engine's stream of this name is the thread's current stream."""
+
+    @abstractmethod
+    def record(self) -> Event:
+        """Records an event on this thread's current stream, and returns it."""
+
+    @abstractmethod
+    def keep(self, *objects: object) -> None:
+        """Keeps objects alive, and the tensors in them, until `release`, as another stream than theirs uses them."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Lets go what `keep` holds. The streams must have waited for each other since, or will before they go on."""
+
+
+class NoStreams(Streams):
+    """The streams of the CPU: none, as an operation has run when its call returns."""
+
+    def on(self, name: StreamName) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def record(self) -> Event:
+        return _NOW
+
+    def keep(self, *objects: object) -> None:
+        pass
+
+    def release(self) -> None:
+        pass
+
+
+class AcceleratorStreams(Streams):
+    """The streams of an accelerator; the engine's own have a higher priority than those of the user's code."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._streams: dict[StreamName, torch.Stream] = {}
+        self._kept: list[object] = []
+
+    def on(self, name: StreamName) -> AbstractContextManager[object]:
+        if name not in self._streams:
+            self._streams[name] = torch.Stream(self._device, priority=-1)
+        return self._streams[name]
+
+    def record(self) -> Event:
+        event = torch.Event(self._device)
+        event.record(torch.accelerator.current_stream(self._device))
+        return _AcceleratorEvent(event, self._device)
+
+    def keep(self, *objects: object) -> None:
+        self._kept += objects
+
+    def release(self) -> None:
+        self._kept = []
+
+
+class _Now:
+    """An event that has passed when it is recorded, as all events have on the CPU."""
+
+    def wait(self) -> None:
+        pass
+
+
+_NOW = _Now()
+
+
+class _AcceleratorEvent:
+    """An event of torch together with the device on whose current stream it waits."""
+
+    def __init__(self, event: torch.Event, device: torch.device) -> None:
+        self._event, self._device = event, device
+
+    def wait(self) -> None:
+        self._event.wait(torch.accelerator.current_stream(self._device))
+
+
+def streams_of(device: torch.device) -> Streams:
+    """Returns new streams of the device: of the class for its type, by the tensors' device and not by torch's build."""
+    return NoStreams() if device.type == "cpu" else AcceleratorStreams(device)
+
+
+def settle(device: torch.device) -> None:
+    """Blocks until this thread's current stream has run what it was given; for tensors that are made once and cached.
+
+    Any stream may read such tensors from then on, without an event.
+    """
+    if device.type != "cpu":
+        torch.accelerator.current_stream(device).synchronize()
+
+
+def use_device(device: torch.device) -> None:
+    """Makes the device this thread's current one, which is a setting of each thread; on the CPU there is none."""
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)

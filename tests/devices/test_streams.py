@@ -1,0 +1,123 @@
+"""Streams of an accelerator are torch's, which are faked here; the CPU has none."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from gradsync.devices.streams import (
+    COMMUNICATION,
+    OFFLOAD,
+    AcceleratorStreams,
+    NoStreams,
+    settle,
+    streams_of,
+    use_device,
+)
+
+CARD = torch.device("cuda", 1)
+
+
+class FakeStream:
+    """A stream that becomes current in a `with` statement, as `torch.Stream` does."""
+
+    stack: list[FakeStream]
+
+    def __init__(self, device: torch.device, priority: int = 0) -> None:
+        self.device, self.priority, self.waited_for = device, priority, False
+
+    def __enter__(self) -> None:
+        self.stack.append(self)
+
+    def __exit__(self, *error: object) -> None:
+        self.stack.pop()
+
+    def synchronize(self) -> None:
+        self.waited_for = True
+
+
+class FakeEvent:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.recorded: Any = None
+        self.waits: list[Any] = []
+
+    def record(self, stream: FakeStream) -> None:
+        self.recorded = stream
+
+    def wait(self, stream: FakeStream) -> None:
+        self.waits.append(stream)
+
+
+@pytest.fixture
+def default(monkeypatch: pytest.MonkeyPatch) -> FakeStream:
+    """Fakes the parts of torch that need a device, and returns the default stream of `CARD`."""
+    stream = FakeStream(CARD)
+    monkeypatch.setattr(FakeStream, "stack", [stream], raising=False)
+    monkeypatch.setattr(torch, "Stream", FakeStream)
+    monkeypatch.setattr(torch, "Event", FakeEvent)
+
+    def current(device: torch.device) -> FakeStream:
+        assert device == CARD
+        return FakeStream.stack[-1]
+
+    monkeypatch.setattr(torch.accelerator, "current_stream", current)
+    return stream
+
+
+def test_the_device_decides_and_not_the_build_of_torch(default: FakeStream) -> None:
+    assert isinstance(streams_of(torch.device("cpu")), NoStreams)
+    assert isinstance(streams_of(CARD), AcceleratorStreams)
+
+
+def test_streams_of_a_name_are_one_and_ahead_of_the_user_s(default: FakeStream) -> None:
+    ours = streams_of(CARD)
+    found = []
+    for name in (COMMUNICATION, OFFLOAD, COMMUNICATION):
+        with ours.on(name):
+            found.append(torch.accelerator.current_stream(CARD))
+    assert found[0] is found[2] and len({*found, default}) == 3
+    assert all(stream.priority < default.priority and stream.device == CARD for stream in found)
+    assert torch.accelerator.current_stream(CARD) is default
+
+
+def test_events_are_between_the_streams_that_are_current(default: FakeStream) -> None:
+    ours = streams_of(CARD)
+    event: Any = ours.record()
+    with ours.on(COMMUNICATION):
+        event.wait()
+        inside: Any = torch.accelerator.current_stream(CARD)
+    assert event._event.recorded is default and event._event.waits == [inside]
+
+
+def test_what_is_kept_lives_until_it_is_released(default: FakeStream) -> None:
+    for streams, lives in ((streams_of(CARD), True), (streams_of(torch.device("cpu")), False)):
+        gone = Kept.weakly(streams)
+        assert (gone() is not None) == lives
+        streams.release()
+        assert gone() is None
+
+
+class Kept:
+    @classmethod
+    def weakly(cls, streams: Any) -> Any:
+        made = cls()
+        streams.keep(1, made)
+        return weakref.ref(made)
+
+
+def test_what_is_cached_is_waited_for_once(default: FakeStream) -> None:
+    settle(torch.device("cpu"))
+    settle(CARD)
+    assert default.waited_for
+
+
+def test_a_thread_uses_the_device_that_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[Any] = []
+    monkeypatch.setattr(torch.accelerator, "set_device_index", used.append)
+    use_device(torch.device("cpu"))
+    use_device(CARD)
+    assert used == [CARD]

@@ -1,0 +1,161 @@
+"""The engine on an accelerator, as a model: whatever order threads happen to run in, events order all accesses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradsync import kernels
+from gradsync.comm import GroupError, LocalGroup, run_local
+from gradsync.compressors import ErrorFeedback, TopK
+from gradsync.costs.cluster import Placement
+from gradsync.devices import streams
+from gradsync.engine.engine import Engine
+from gradsync.engine.guard import Verification
+from gradsync.plans.plan import Plan
+from gradsync.schemes import (
+    CoarseGrained,
+    CompressedAllGather,
+    CompressedTwoWay,
+    Hierarchical,
+    PowerSGD,
+    Route,
+    Scheme,
+)
+from gradsync.tensors.bucket import Layout, TensorSpec
+from tests.compressors.family import MEMBERS as COMPRESSORS
+from tests.schemes.contract import name_of
+from tests.schemes.family import ALL_MEMBERS, Member
+from tests.stream_model import ModelGroup, StreamModel, UnorderedAccessError
+
+STEPS = 3
+SHAPES = {"a.weight": (40, 8), "b.weight": (24, 8), "c.weight": (56, 4)}
+
+
+@pytest.fixture(autouse=True)
+def reference_kernels() -> Iterator[None]:
+    with kernels.use("reference"):
+        yield
+
+
+def train(
+    scheme: Scheme[Any], model: StreamModel, monkeypatch: pytest.MonkeyPatch, placement: Placement, *, collects: bool
+) -> None:
+    """Trains `STEPS` steps on ranks as threads; each parameter is a bucket of its own.
+
+    `collects`: takes each result as soon as it is there, instead of all at the end.
+    """
+    monkeypatch.setattr(streams, "streams_of", model.streams)
+    monkeypatch.setattr(streams, "settle", model.settle)
+    rows, size = scheme.traits.layout is Layout.ROWS, placement.size
+
+    def rank_main(group: LocalGroup) -> None:
+        with model.on():
+            parameters = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+            specs = {name: TensorSpec.of(p) for name, p in parameters.items()}
+            plan = Plan.make(specs, size, [([name], scheme) for name in reversed(SHAPES)])
+            names = frozenset(SHAPES) if rows else frozenset()
+            group = ModelGroup(model, group)
+            engine = Engine(
+                parameters, group, plan, timeout_s=20, sparse_names=names, verification=Verification(every=2)
+            )
+            try:
+                for step in range(STEPS):
+                    engine.begin()
+                    for name in reversed(SHAPES):
+                        engine.load(name, gradient(SHAPES[name], 10 * step + group.rank, rows=rows))
+                    if collects and engine.goes_on_alone:
+                        engine.go_on()
+                        for name in reversed(SHAPES):
+                            engine.collect(name)
+                            parameters[name].add_(engine.unload(name, None, sparse=rows), alpha=-0.1)
+                    engine.finish()
+                    if not (collects and engine.goes_on_alone):
+                        for name, parameter in parameters.items():
+                            parameter.add_(engine.unload(name, None, sparse=rows), alpha=-0.1)
+                    engine.stepped()
+            finally:
+                engine.close()
+
+    run_local(size, rank_main, placement=placement)
+
+
+def gradient(shape: tuple[int, int], seed: int, *, rows: bool) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    dense = torch.randn(shape, generator=generator)
+    if not rows:
+        return dense
+    indices = torch.randperm(shape[0], generator=generator)[: shape[0] // 4].sort().values
+    return torch.sparse_coo_tensor(indices[None], dense[indices], shape, is_coalesced=True, check_invariants=True)
+
+
+@pytest.mark.parametrize("member", ALL_MEMBERS, ids=name_of)
+def test_all_accesses_are_ordered_by_events(member: Member, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = min(size for size in member.sizes if size > member.ranks_per_node(size))
+    scheme = member.scheme
+    if isinstance(scheme, Hierarchical | Route):
+        scheme = replace(scheme, ranks_per_node=member.ranks_per_node(size))
+    train(scheme, StreamModel(), monkeypatch, member.placement(size), collects=False)
+
+
+FEW = ErrorFeedback(TopK(0.2))
+ROUTES = {
+    f"{first} and {last}": Route(
+        (
+            f"compress@{first}",
+            "all_to_all",
+            f"decompress@{last}",
+            f"compress@{first}",
+            "all_gather",
+            f"decompress@{last}",
+        ),
+        FEW,
+    )
+    for first in ("compute", "offload")
+    for last in ("compute", "offload")
+}
+LOSSY: dict[str, Scheme[Any]] = {
+    **{name: CompressedAllGather(member.compressor) for name, member in COMPRESSORS.items()},
+    "two-way": CompressedTwoWay(FEW),
+    "powersgd": PowerSGD(2),
+    "late chunks": CoarseGrained(chunk=16, ratio=0.3),
+    "exact chunks": CoarseGrained(chunk=16, ratio=0.3, choice="exact", scoring="relative", momentum=0.9),
+    **ROUTES,
+}
+
+
+@pytest.mark.parametrize("collects", [False, True], ids=["at the end", "one by one"])
+@pytest.mark.parametrize("scheme", LOSSY.values(), ids=LOSSY)
+def test_so_are_those_of_what_is_compressed(
+    scheme: Scheme[Any], collects: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(scheme, StreamModel(), monkeypatch, Placement.one_per_node(2), collects=collects)
+
+
+# Without the event that is recorded in this function, or the objects that it keeps, which scheme runs wrong, and how.
+FEW_GATHERED = CompressedAllGather(FEW)
+MUTATIONS: dict[str, tuple[Scheme[Any], bool]] = {
+    "Synchronization.mark_ready": (FEW_GATHERED, False),
+    "Synchronization.advance": (FEW_GATHERED, False),
+    "Synchronization._resume": (FEW_GATHERED, True),
+    "Synchronization._prepare": (ROUTES["offload and offload"], False),
+    "Engine.aside": (FEW_GATHERED, False),
+    "Work.follow": (ROUTES["compute and compute"], False),
+    "Work.run": (ROUTES["offload and offload"], False),
+    "Work.run keeps": (ROUTES["offload and offload"], False),
+}
+
+
+@pytest.mark.parametrize("without", MUTATIONS)
+def test_each_event_is_needed(without: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheme, collects = MUTATIONS[without]
+    with pytest.raises((UnorderedAccessError, GroupError), match="without an event"):
+        for _ in range(20):  # memory is lent out anew before it may be only as threads happen to run
+            model = StreamModel(without)
+            train(scheme, model, monkeypatch, Placement.one_per_node(2), collects=collects)
+            assert model.left_out

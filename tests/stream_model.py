@@ -1,0 +1,331 @@
+"""`StreamModel`: CPU tensors as if on an accelerator, where each access must be ordered behind the accesses before it.
+
+The real engine runs on CPU tensors, and pretends to submit each operation to the thread's current stream. The model
+notes which memory each operation reads and writes, and keeps a vector clock for each stream: how far into every stream
+it is ordered behind others, by events alone, never by what threads happen to do. Two accesses of one memory, of which
+one writes, that no event orders raise `UnorderedAccess`; so does memory that its stream could lend out anew while
+another stream still uses it. torch's own sanitizer for CUDA works so.
+
+A dispatch mode sees what its own thread does, and no native kernel: each thread that works enters the mode, and kernels
+run their definitions in torch (`kernels.use("reference")`).
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from gradsync.comm import LocalGroup, Pending
+from gradsync.devices.streams import Event, StreamName, Streams
+
+T = TypeVar("T")
+
+Stream = tuple[Any, ...]  # a name
+Clock = dict[Stream, int]  # up to which operation of each stream
+
+
+class UnorderedAccessError(AssertionError):
+    """Raised where no event orders two accesses of one memory, of which one writes."""
+
+
+@dataclass
+class Memory:
+    """The accesses of one tensor's memory: the operation's number on its stream, and where in the code it was."""
+
+    of: Stream  # to which it returns
+    written: tuple[Stream, int, str] | None = None
+    read: dict[Stream, tuple[int, str]] = field(default_factory=dict)
+    watched: bool = True
+
+    def uses(self) -> Iterator[tuple[Stream, int, str]]:
+        if self.written is not None:
+            yield self.written
+        for stream, (number, where) in self.read.items():
+            yield stream, number, where
+
+
+class StreamModel:
+    """The pretended accelerator; all ranks of a test share it, each with streams of its own.
+
+    `without`: the function whose events (or kept objects) are left out, to prove that they are needed.
+    """
+
+    def __init__(self, without: str = "") -> None:
+        self.without = without
+        self.left_out = 0  # events
+        self._lock = threading.RLock()
+        self._clocks: dict[Stream, Clock] = {}
+        self._memory: dict[int, tuple[weakref.ref[Any], Memory]] = {}  # by the address of the storage
+        self._freed: dict[Stream, list[Memory]] = {}
+        self._settled: Clock = {}  # up to where hosts have waited for streams
+        self._here = threading.local()
+
+    @property
+    def current(self) -> Stream:
+        """The thread's current stream; outside of any context of `on` a stream that only this thread has."""
+        stack: list[Stream] = getattr(self._here, "stack", [])
+        return stack[-1] if stack else ("thread", threading.get_ident())
+
+    @contextmanager
+    def on(self, stream: Stream | None = None) -> Iterator[None]:
+        """Makes a stream this thread's current one (None: leaves it), and watches the thread meanwhile."""
+        self._here.stack = stack = getattr(self._here, "stack", [])
+        is_first = not getattr(self._here, "watched", False)
+        if stream is not None:
+            stack.append(stream)
+        with ExitStack() as within:
+            if is_first:
+                self._here.watched = True
+                within.callback(setattr, self._here, "watched", False)
+                within.enter_context(_Watch(self))
+            try:
+                yield
+            finally:
+                if stream is not None:
+                    stack.pop()
+
+    def streams(self, device: torch.device) -> Streams:
+        """Stands in for `streams_of`."""
+        return ModelStreams(self)
+
+    def settle(self, device: torch.device) -> None:
+        """Stands in for `settle`: what comes after it, on any stream, is ordered behind the current stream."""
+        with self._lock:
+            self._settled = merged(self._settled, self.snapshot())
+
+    def snapshot(self) -> Clock:
+        with self._lock:
+            return dict(self._clocks.setdefault(self.current, {}))
+
+    def order_behind(self, clock: Clock) -> None:
+        """Orders what the current stream does from now on behind this point of other streams."""
+        with self._lock:
+            self._clocks[self.current] = merged(self._clocks.get(self.current, {}), clock)
+
+    def read(self, tensor: Tensor, what: str) -> None:
+        with self._lock:
+            memory, clock = self._of(tensor), self._clocks.setdefault(self.current, {})
+            if not memory.watched:
+                return
+            self._require_order(memory.written, clock, f"{what} reads what", "wrote")
+            memory.read[self.current] = self._tick(), what
+
+    def write(self, tensor: Tensor, what: str) -> None:
+        with self._lock:
+            memory, clock = self._of(tensor), self._clocks.setdefault(self.current, {})
+            if not memory.watched:
+                return
+            for use in list(memory.uses()):
+                self._require_order(use, clock, f"{what} overwrites what", "used")
+            memory.written, memory.read = (self.current, self._tick(), what), {}
+
+    def made(self, tensor: Tensor, what: str) -> None:
+        """Records a new tensor, in memory of the current stream that may have been another tensor's."""
+        with self._lock:
+            stream = self.current
+            clock = self._clocks.setdefault(stream, {})
+            for memory in self._freed.pop(stream, []):
+                for use in memory.uses() if memory.watched else ():
+                    self._require_order(use, clock, f"{what} may take memory that was freed, which", "used")
+            self.write(tensor, what)
+
+    def forget(self, what: object) -> None:
+        """Leaves the tensors in `what` out from now on: they are on the network, between ranks."""
+        with self._lock:
+            for tensor in _dense(what):
+                self._of(tensor).watched = False
+
+    def _tick(self) -> int:
+        clock = self._clocks.setdefault(self.current, {})
+        clock[self.current] = clock.get(self.current, 0) + 1
+        return clock[self.current]
+
+    def _require_order(self, use: tuple[Stream, int, str] | None, clock: Clock, what: str, did: str) -> None:
+        if use is None or use[0] == self.current:
+            return
+        if max(clock.get(use[0], 0), self._settled.get(use[0], 0)) < use[1]:
+            raise UnorderedAccessError(f"on {self.current}: {what} {use[2]} {did} on {use[0]}, without an event")
+
+    def _of(self, tensor: Tensor) -> Memory:
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address not in self._memory:
+            gone = weakref.ref(storage, lambda _: self._free(address))
+            self._memory[address] = gone, Memory(self.current)
+        return self._memory[address][1]
+
+    def _free(self, address: int) -> None:
+        _, memory = self._memory.pop(address)
+        self._freed.setdefault(memory.of, []).append(memory)
+
+
+def merged(one: Clock, other: Clock) -> Clock:
+    return {stream: max(one.get(stream, 0), other.get(stream, 0)) for stream in one.keys() | other.keys()}
+
+
+class ModelStreams(Streams):
+    """The streams that an engine has of the model."""
+
+    def __init__(self, model: StreamModel) -> None:
+        self._model = model
+        self._kept: list[object] = []
+
+    def on(self, name: StreamName) -> AbstractContextManager[object]:
+        return self._model.on((name, id(self)))
+
+    def record(self) -> Event:
+        model = self._model
+        if model.without == _caller():
+            model.left_out += 1
+            return ModelEvent(model, {})
+        return ModelEvent(model, model.snapshot())
+
+    def keep(self, *objects: object) -> None:
+        if self._model.without == f"{_caller()} keeps":
+            self._model.left_out += 1
+        else:
+            self._kept += objects
+
+    def release(self) -> None:
+        self._kept = []
+
+
+def _caller() -> str:
+    return sys._getframe(2).f_code.co_qualname
+
+
+class ModelEvent:
+    def __init__(self, model: StreamModel, clock: Clock) -> None:
+        self._model, self._clock = model, clock
+
+    def wait(self) -> None:
+        self._model.order_behind(self._clock)
+
+
+class ModelGroup(LocalGroup):
+    """A group like NCCL's: an operation runs on a stream of its own, and waiting orders only the waiter's stream."""
+
+    def __init__(self, model: StreamModel, group: LocalGroup) -> None:
+        super().__init__(group.rank, group._meeting, group.members, group.placement)
+        self._model = model
+        self._made: dict[tuple[int, ...], ModelGroup] = {}
+
+    def subgroup(self, places: tuple[int, ...]) -> Any:
+        made = super().subgroup(places)
+        if made is self or not isinstance(made, LocalGroup):
+            return made
+        if places not in self._made:
+            self._made[places] = ModelGroup(self._model, made)
+        return self._made[places]
+
+    def all_reduce(self, buffer: Tensor) -> Pending[Tensor]:
+        return self._asynchronous(super().all_reduce(buffer), buffer)
+
+    def all_gather(self, buffer: Tensor, sizes: Any = None) -> Pending[list[Tensor]]:
+        return self._asynchronous(super().all_gather(buffer, sizes), buffer)
+
+    def all_to_all(self, buffer: Tensor, sent: Any, received: Any, *, largest: Any = None) -> Pending[list[Tensor]]:
+        return self._asynchronous(super().all_to_all(buffer, sent, received, largest=largest), buffer)
+
+    def exchange(self, messages: Any, bounds: Any) -> Pending[list[Tensor]]:
+        return self._asynchronous(super().exchange(messages, bounds), *messages)
+
+    def swap(self, outgoing: Any, origins: Any, bound: int, device: Any, *, in_pairs: bool = False) -> Any:
+        swapping = super().swap(outgoing, origins, bound, device, in_pairs=in_pairs)
+        return self._asynchronous(swapping, *outgoing.values())
+
+    def broadcast(self, buffer: Tensor) -> Pending[Tensor]:
+        return self._asynchronous(super().broadcast(buffer), buffer)
+
+    def _asynchronous(self, pending: Pending[T], *given: Tensor) -> Pending[T]:
+        """Lets the operation read its inputs at any time between the issue and the wait, for which they are kept."""
+        inputs = list(given)
+        model, issued = self._model, self._model.snapshot()
+        with model.on(("collective", self._number, id(self))):
+            model.order_behind(issued)
+            for tensor in _dense(inputs):
+                model.read(tensor, "a collective")
+            ended = model.snapshot()
+
+        def wait(timeout_s: float) -> T:
+            model.order_behind(ended)
+            result = pending.wait(timeout_s)
+            inputs.clear()
+            return result
+
+        return Pending(wait)
+
+    def _operation(self, name: str, what: Any, result: Callable[[list[Any]], T]) -> Pending[T]:
+        model = self._model
+        model.forget(what)
+        issued = super()._operation(name, (what, model.snapshot()), lambda brought: brought)
+
+        def wait(timeout_s: float) -> T:
+            brought = issued.wait(timeout_s)
+            for _, clock in brought:
+                model.order_behind(clock)
+            return result([each for each, _ in brought])
+
+        return Pending(wait)
+
+
+class _Watch(TorchDispatchMode):
+    """Notes the memory that each torch operation of this thread reads, writes and makes."""
+
+    def __init__(self, model: StreamModel) -> None:
+        super().__init__()
+        self._model = model
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        schema = function._schema
+        returned = [value.alias_info for value in schema.returns]
+        what = f"{function.overloadpacket.__name__} in {_place()}"
+        is_view = any(alias is not None and not alias.is_write for alias in returned)
+        if not is_view:
+            given = dict(zip((each.name for each in schema.arguments), args, strict=False)) | kwargs
+            written = {each.name for each in schema.arguments if each.alias_info and each.alias_info.is_write}
+            for name, value in given.items():
+                if name not in written:
+                    for tensor in _dense(value):
+                        self._model.read(tensor, what)
+            for name in sorted(written & given.keys()):
+                for tensor in _dense(given[name]):
+                    self._model.write(tensor, what)
+        result = function(*args, **kwargs)
+        if not is_view:
+            old = {tensor.untyped_storage()._cdata for tensor in _dense((args, kwargs))}
+            for tensor in _dense(result):
+                if tensor.untyped_storage()._cdata not in old:
+                    self._model.made(tensor, what)
+        return result
+
+
+def _dense(value: Any) -> list[Tensor]:
+    """Returns the tensors with memory in an argument, in lists too; for a sparse one, its indices and values."""
+    found: list[Tensor] = []
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor) and leaf.device.type == "cpu":
+            found += [leaf] if leaf.layout is torch.strided else [leaf._indices(), leaf._values()]
+    return [tensor for tensor in found if tensor.untyped_storage().nbytes()]
+
+
+def _place() -> str:
+    """Returns the innermost lines of gradsync, or of the test, that run the operation."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None:
+        file = frame.f_code.co_filename
+        if "/gradsync/" in file or ("/tests/" in file and not file.endswith("stream_model.py")):
+            return f"{file.rpartition('/')[2]}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "?"
