@@ -327,10 +327,10 @@ def left_over_after_half_a_start() -> tuple[int, int]:
     """Process groups and threads that a group leaves behind whose second communicator cannot be made."""
     make, made = TorchGroup._communicator, []
 
-    def once(group: TorchGroup, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    def once(group: TorchGroup) -> dist.ProcessGroup:
         if made:
             raise RuntimeError("no more of them")
-        made.append(make(group, process_group))
+        made.append(make(group))
         return made[0]
 
     groups, threads = len(distributed_c10d._world.pg_map), set(threading.enumerate())

@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Iterator
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -15,13 +16,32 @@ def is_open(communicator: dist.ProcessGroup) -> bool:
     return dist.is_initialized() and communicator in distributed_c10d._world.pg_map
 
 
+def backend_for(process_group: dist.ProcessGroup | None, device: torch.device) -> str:
+    """Returns the name of the backend that a process group (None: the default one) has for tensors on the device.
+
+    `init_process_group()` without a backend takes one for each kind of device, as "cpu:gloo,cuda:nccl" does.
+
+    Raises:
+        ValueError: if it has none.
+    """
+    config = dist.get_backend_config(process_group)
+    backends = dict(entry.split(":", 1) for entry in config.split(","))
+    if device.type not in backends:
+        raise ValueError(
+            f"the parameters are on {device}, and the process group has no backend for that: its backends are "
+            f"{config}; call torch.distributed.init_process_group() without a backend, or with one for "
+            f"{device.type!r}"
+        )
+    return backends[device.type]
+
+
 def new_communicator(
-    process_group: dist.ProcessGroup | None, members: tuple[int, ...], rank: int, timeout_s: float, name: str
+    backend: str, members: tuple[int, ...], rank: int, timeout_s: float, name: str
 ) -> dist.ProcessGroup:
-    """Makes a process group of these members with the backend of `process_group`; only the members need to call this.
+    """Makes a process group of these members with this backend; only the members need to call this.
 
     Args:
-        process_group: a process group with the backend; None: the default one.
+        backend: the name, as `backend_for` returns it.
         members: the global ranks.
         rank: this member's index.
         timeout_s: seconds that making it, and later each of its operations, may take.
@@ -37,7 +57,7 @@ def new_communicator(
         len(members),
         rank,
         list(members),
-        dist.get_backend(process_group),
+        backend,
         distributed_c10d._get_default_store(),
         name,  # type: ignore[arg-type]  # a NewType of str in some versions
         timeout=timedelta(seconds=timeout_s),

@@ -46,6 +46,7 @@ class TorchGroup(Group):
         process_group: the members; None: all ranks.
         timeout_s: seconds to wait for the other members, and that making each communicator may take; operations have
             their own timeout.
+        device: the device of the tensors that the members will exchange; None: the CPU.
         placement: the node of each member, the same on all members; None: the members find it out together.
         what: what the members come together for, the same on all members, for error messages.
         parent: the group that this one is a subgroup of, if it is one.
@@ -60,6 +61,7 @@ class TorchGroup(Group):
         process_group: dist.ProcessGroup | None = None,
         *,
         timeout_s: float,
+        device: torch.device | None = None,
         placement: Placement | None = None,
         what: str = "a group of gradsync",
         parent: TorchGroup | None = None,
@@ -69,6 +71,8 @@ class TorchGroup(Group):
         self.members = everyone if places is None else tuple(everyone[place] for place in places)
         self.rank = self.members.index(dist.get_rank())
         self._process_group, self._timeout_s, self._parent = process_group, timeout_s, parent
+        self._device = torch.device("cpu") if device is None else device
+        self._backend = communicators.backend_for(process_group, self._device)
         self._placement = placement if parent is None or places is None else parent.placement.of(places)
         if placement is not None and placement.size != len(self.members):
             raise ValueError(f"the placement is of {placement.size} ranks, the group has {len(self.members)}")
@@ -114,7 +118,7 @@ class TorchGroup(Group):
 
     def _open(self, process_group: dist.ProcessGroup | None, timeout_s: float) -> None:
         """Makes the communicators; functions that undo what was made are appended to `_releases`."""
-        self._own = self._communicator(process_group)
+        self._own = self._communicator()
 
     def subgroup(self, places: tuple[int, ...]) -> Group:
         if len(places) == self.size:
@@ -135,7 +139,9 @@ class TorchGroup(Group):
             self._subgroups.pop(places).close()
 
     def _make_subgroup(self, places: tuple[int, ...]) -> TorchGroup:
-        return type(self)(self._process_group, timeout_s=self._timeout_s, parent=self, places=places)
+        return type(self)(
+            self._process_group, timeout_s=self._timeout_s, device=self._device, parent=self, places=places
+        )
 
     def all_reduce(self, buffer: Tensor) -> Pending[Tensor]:
         return self._pending(dist.all_reduce(buffer, group=self._own, async_op=True), lambda: buffer)
@@ -235,11 +241,11 @@ class TorchGroup(Group):
         if self._parent is None:
             self._store.close()
 
-    def _communicator(self, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    def _communicator(self) -> dist.ProcessGroup:
         name = f"{self._whereabouts.name}/{len(self._keys)}"
         self._keys += communicators.keys_of(name, self.size)
         try:
-            made = communicators.new_communicator(process_group, self.members, self.rank, self._timeout_s, name)
+            made = communicators.new_communicator(self._backend, self.members, self.rank, self._timeout_s, name)
         except RuntimeError as error:
             raise self._whereabouts.why_broken(0, f"the members did not connect: {_reason(error)}") from None
         communicators.set_patience(made, self._patience_s(self._timeout_s))

@@ -37,6 +37,7 @@ class GlooGroup(TorchGroup):
         process_group: the members; None: all ranks.
         timeout_s: seconds to wait for the other members, and that making each communicator may take; operations have
             their own timeout.
+        device: the device of the tensors that the members will exchange; None: the CPU.
         bytes_per_s: the rate of a member's link in each direction; None: it is measured now, by sending 5 MiB.
         placement: the node of each member; None: the members find it out together.
         what: what the members come together for, the same on all members, for error messages.
@@ -49,6 +50,7 @@ class GlooGroup(TorchGroup):
         process_group: dist.ProcessGroup | None = None,
         *,
         timeout_s: float,
+        device: torch.device | None = None,
         bytes_per_s: float | None = None,
         placement: Placement | None = None,
         what: str = "a group of gradsync",
@@ -57,12 +59,18 @@ class GlooGroup(TorchGroup):
     ) -> None:
         self.bytes_per_s = self._given_bytes_per_s = bytes_per_s
         super().__init__(
-            process_group, timeout_s=timeout_s, placement=placement, what=what, parent=parent, places=places
+            process_group,
+            timeout_s=timeout_s,
+            device=device,
+            placement=placement,
+            what=what,
+            parent=parent,
+            places=places,
         )
 
     def _open(self, process_group: dist.ProcessGroup | None, timeout_s: float) -> None:
         super()._open(process_group, timeout_s)
-        apart = self._communicator(process_group)  # for messages: a thread waits for each of them
+        apart = self._communicator()  # for messages: a thread waits for each of them
         self._rounds = Rounds(apart, self.rank, self.size)
         self._releases.append(lambda hanging: self._rounds.stop(patience_s=0.0 if hanging else 5.0))
         if self.bytes_per_s is None and self.size > 1:
@@ -87,6 +95,7 @@ class GlooGroup(TorchGroup):
         return GlooGroup(
             self._process_group,
             timeout_s=self._timeout_s,
+            device=self._device,
             bytes_per_s=self._given_bytes_per_s,
             parent=self,
             places=places,

@@ -15,10 +15,11 @@ from concurrent import futures
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from .communicators import is_open, new_communicator
+from .communicators import backend_for, is_open, new_communicator
 from .errors import GroupError, ranks_in_words
 from .store import ANSWER_S, NO_STORE, by_rank, from_json
 from .threads import ended_with
@@ -52,7 +53,8 @@ class Survivors:
         self.ranks = tuple(dist.get_process_group_ranks(process_group))
         self.called = False
         self._rank = dist.get_rank()
-        self._name, self._process_group, self._timeout_s = name, process_group, timeout_s
+        self._name, self._timeout_s = name, timeout_s
+        self._backend = backend_for(process_group, torch.device("cpu"))
         self._silent_s = min(SILENT_S, timeout_s / 2)
         self._calls = 0  # the number of agreements so far
         self._asked: tuple[int, futures.Future[Survival]] | None = (
@@ -102,7 +104,7 @@ class Survivors:
         """
         self._destroy_group()
         own, name = self.ranks.index(self._rank), f"{self._name} {self._calls}"
-        self._group = new_communicator(self._process_group, self.ranks, own, self._timeout_s, name)
+        self._group = new_communicator(self._backend, self.ranks, own, self._timeout_s, name)
         return self._group
 
     def close(self) -> None:

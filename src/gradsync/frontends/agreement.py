@@ -72,7 +72,7 @@ def agreed_engine(
     Raises:
         RuntimeError, ValueError, GroupError: as `gradsync.attach`.
     """
-    group = group_of(process_group, timeout_s, what)
+    group = group_of(process_group, timeout_s, what, device_of(model))
     warn_if_alone(process_group)
     engines: list[Engine] = []
     settings = f"{settings}, timeout={timeout_s:g}, {verification}"
@@ -130,10 +130,18 @@ def announcing(group: Group, what: str) -> Iterator[None]:
         raise
 
 
-def group_of(process_group: dist.ProcessGroup | None, timeout_s: float, what: str) -> Group:
+def device_of(model: nn.Module) -> torch.device:
+    """Returns the device of the model's first trainable parameter; the CPU if it has none."""
+    return next((p.device for p in model.parameters() if p.requires_grad), torch.device("cpu"))
+
+
+def group_of(process_group: dist.ProcessGroup | None, timeout_s: float, what: str, device: torch.device) -> Group:
     """Returns the collectives (`Group`) over a process group's ranks, which all come for `what`; None: all ranks.
 
+    `device`: of the tensors that they will exchange.
+
     Raises:
+        ValueError: if the process group has no backend for the device.
         GroupError: where another rank does not come in time, comes for something else, died or stopped.
         RuntimeError: if torch.distributed is not initialised, or this rank is no member of `process_group`.
     """
@@ -147,7 +155,7 @@ def group_of(process_group: dist.ProcessGroup | None, timeout_s: float, what: st
         raise RuntimeError("this rank is not a member of process_group; call attach() on its members only")
     if dist.get_world_size(process_group) == 1:
         return LocalGroup.world(1)[0]
-    return torch_group(process_group, timeout_s=timeout_s, what=what)
+    return torch_group(process_group, timeout_s=timeout_s, device=device, what=what)
 
 
 def forget(modules: Iterable[nn.Module], parameters: Iterable[Tensor]) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..comm import Group, GroupError, Survival, Survivors, broadcast_tensors, gather_bytes
+from ..comm import Group, GroupError, Survival, Survivors, backend_for, broadcast_tensors, gather_bytes
 from ..comm.shuffle import together
 from ..costs.cluster import Cluster
 from ..engine.engine import Engine
@@ -28,7 +28,17 @@ from ..planner.averaging.plan import schedule_of
 from ..plans.plan import Plan, What
 from ..tensors.bucket import matches
 from ..tuning.rates import measured_cluster
-from .agreement import PARAMETERS, PLANNING, agreed_engine, announcing, buffers_of, forget, gather_texts, group_of
+from .agreement import (
+    PARAMETERS,
+    PLANNING,
+    agreed_engine,
+    announcing,
+    buffers_of,
+    device_of,
+    forget,
+    gather_texts,
+    group_of,
+)
 from .autograd import AutogradHooks
 from .averaging import SCALED, Averaging, tensors_beside_parameters
 from .choosing import GradientsOrParameters
@@ -42,7 +52,7 @@ TORCHSCRIPT = (
     "(no plan, or one of gradients), or attach to the model before it is scripted or traced"
 )
 SURVIVES_NOT = (
-    "survives=True needs gloo, as NCCL itself ends a job that lost a rank: use another backend, or leave it out"
+    "survives=True needs gloo, as other backends end a job that lost a rank themselves: use gloo, or leave it out"
 )
 
 
@@ -407,9 +417,10 @@ def _planned(planner: AveragingPlanner, attached: Attached, refusal: str) -> tup
     links are None also if none were given and the planner needs none.
     """
     timeout_s, optimizer = attached.timeout_s, attached.optimizer
-    group = group_of(attached.process_group, timeout_s, PLANNING)
+    device = device_of(attached.model)
+    group = group_of(attached.process_group, timeout_s, PLANNING, device)
     try:
-        if planner.survives and "nccl" in dist.get_backend_config(attached.process_group):
+        if planner.survives and device.type != "cpu" and backend_for(attached.process_group, device) != "gloo":
             refusal = refusal or SURVIVES_NOT
         with announcing(group, PLANNING):
             if any(text.strip() for text in gather_texts(group, refusal, timeout_s)):
