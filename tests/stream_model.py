@@ -22,11 +22,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gradsync.comm import LocalGroup, Pending
-from gradsync.devices.streams import Event, StreamName, Streams
+from gradsync.devices.streams import Event, HostCopy, StreamName, Streams
 
 T = TypeVar("T")
 
@@ -69,6 +70,8 @@ class StreamModel:
         self._freed: dict[Stream, list[Memory]] = {}
         self._settled: Clock = {}  # up to where hosts have waited for streams
         self._here = threading.local()
+        # Where hosts waited for a stream: ("thread", ...) is the user's own, which backward runs on.
+        self.host_reads: list[tuple[str, str]] = []
 
     @property
     def current(self) -> Stream:
@@ -88,6 +91,7 @@ class StreamModel:
                 self._here.watched = True
                 within.callback(setattr, self._here, "watched", False)
                 within.enter_context(_Watch(self))
+                within.enter_context(_Meter(self))
             try:
                 yield
             finally:
@@ -97,6 +101,29 @@ class StreamModel:
     def streams(self, device: torch.device) -> Streams:
         """Stands in for `streams_of`."""
         return ModelStreams(self)
+
+    @contextmanager
+    def unmetered(self) -> Iterator[None]:
+        """Leaves out of `host_reads` what this thread reads meanwhile."""
+        before, self._here.unmetered = getattr(self._here, "unmetered", False), True
+        try:
+            yield
+        finally:
+            self._here.unmetered = before
+
+    @contextmanager
+    def elsewhere(self, place: str) -> Iterator[None]:
+        """Lets what this thread reads meanwhile count as read there; reads in tests are left out."""
+        self._here.place = place
+        try:
+            yield
+        finally:
+            self._here.place = None
+
+    def note_host_read(self, what: str) -> None:
+        place = getattr(self._here, "place", None) or _place()
+        if not getattr(self._here, "unmetered", False) and not place.startswith(("test_", "reference/")):
+            self.host_reads.append((str(self.current[0]), f"{what} in {place}"))
 
     def settle(self, device: torch.device) -> None:
         """Stands in for `settle`: what comes after it, on any stream, is ordered behind the current stream."""
@@ -190,6 +217,10 @@ class ModelStreams(Streams):
             return ModelEvent(model, {})
         return ModelEvent(model, model.snapshot())
 
+    def to_host(self, tensor: Tensor) -> HostCopy:
+        with self._model.unmetered():
+            return ModelCopy(tensor)
+
     def keep(self, *objects: object) -> None:
         if self._model.without == f"{_caller()} keeps":
             self._model.left_out += 1
@@ -202,6 +233,18 @@ class ModelStreams(Streams):
 
 def _caller() -> str:
     return sys._getframe(2).f_code.co_qualname
+
+
+class ModelCopy:
+    """A copy that is under way until somebody asks for it."""
+
+    has_arrived = False
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._values: list[Any] = tensor.tolist()
+
+    def tolist(self) -> list[Any]:
+        return self._values
 
 
 class ModelEvent:
@@ -291,6 +334,11 @@ class _Watch(TorchDispatchMode):
         schema = function._schema
         returned = [value.alias_info for value in schema.returns]
         what = f"{function.overloadpacket.__name__} in {_place()}"
+        by_mask = function.overloadpacket.__name__ in BY_INDEX and any(
+            isinstance(index, Tensor) and index.dtype is torch.bool for index in args[1]
+        )
+        if by_mask or function.overloadpacket.__name__ in HOST_READS:
+            self._model.note_host_read(function.overloadpacket.__name__)
         is_view = any(alias is not None and not alias.is_write for alias in returned)
         if not is_view:
             given = dict(zip((each.name for each in schema.arguments), args, strict=False)) | kwargs
@@ -311,6 +359,28 @@ class _Watch(TorchDispatchMode):
         return result
 
 
+# Operations whose result's shape, or value on the host, follows from the data.
+HOST_READS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_consecutive", "bincount", "equal")
+BY_INDEX = ("index", "index_put", "index_put_")  # with a mask as index the shape follows from the data
+# Methods that read a tensor's memory, which no dispatch mode sees on the CPU.
+READERS = ("tolist", "item", "numpy", "cpu", "__array__", "__dlpack__", "__bool__", "__float__", "__int__", "__index__")
+
+
+class _Meter(TorchFunctionMode):
+    """Notes the methods of tensors by which this thread would wait for the device."""
+
+    def __init__(self, model: StreamModel) -> None:
+        super().__init__()
+        self._model = model
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(function, "__name__", "") in READERS:
+            self._model.note_host_read(function.__name__)
+            with self._model.unmetered():
+                return function(*args, **(kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+
 def _dense(value: Any) -> list[Tensor]:
     """Returns the tensors with memory in an argument, in lists too; for a sparse one, its indices and values."""
     found: list[Tensor] = []
@@ -321,11 +391,16 @@ def _dense(value: Any) -> list[Tensor]:
 
 
 def _place() -> str:
-    """Returns the innermost lines of gradsync, or of the test, that run the operation."""
-    frame = sys._getframe(2)
+    """Returns the innermost line of gradsync, or of the test, that runs the operation; with "reference/" in a kernel.
+
+    Other versions of a kernel than its definition wait for the device elsewhere, or nowhere.
+    """
+    frame, found = sys._getframe(2), ""
     while frame.f_back is not None:
-        file = frame.f_code.co_filename
-        if "/gradsync/" in file or ("/tests/" in file and not file.endswith("stream_model.py")):
-            return f"{file.rpartition('/')[2]}:{frame.f_lineno}"
+        folder, _, name = frame.f_code.co_filename.rpartition("/")
+        if folder.endswith("kernels/reference"):
+            return f"reference/{found or name}"
+        if not found and ("/gradsync/" in folder or ("/tests" in folder and name != "stream_model.py")):
+            found = f"{name}:{frame.f_lineno}"
         frame = frame.f_back
-    return "?"
+    return found

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
+from torch import Tensor
 
 StreamName = Literal["communication", "offload"]
 COMMUNICATION: Literal["communication"] = "communication"
@@ -31,6 +32,17 @@ class Event(Protocol):
         """Makes this thread's current stream wait for the event; the host goes on at once."""
 
 
+class HostCopy(Protocol):
+    """A copy of a small tensor on the host, which arrives there while the host goes on."""
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether `tolist` returns at once."""
+
+    def tolist(self) -> list[Any]:
+        """Returns the tensor's values as numbers; waits for the copy, but not for what was submitted behind it."""
+
+
 class Streams(ABC):
     """The streams of one device that an engine uses: streams of its own, and those current on the user's threads."""
 
@@ -41,6 +53,10 @@ class Streams(ABC):
     @abstractmethod
     def record(self) -> Event:
         """Records an event on this thread's current stream, and returns it."""
+
+    @abstractmethod
+    def to_host(self, tensor: Tensor) -> HostCopy:
+        """Submits the copying of a 1-D tensor to the host on this thread's current stream, and returns the copy."""
 
     @abstractmethod
     def keep(self, *objects: object) -> None:
@@ -59,6 +75,9 @@ class NoStreams(Streams):
 
     def record(self) -> Event:
         return _NOW
+
+    def to_host(self, tensor: Tensor) -> HostCopy:
+        return _Here(tensor)
 
     def keep(self, *objects: object) -> None:
         pass
@@ -81,9 +100,17 @@ class AcceleratorStreams(Streams):
         return self._streams[name]
 
     def record(self) -> Event:
+        return _AcceleratorEvent(self._recorded(), self._device)
+
+    def _recorded(self) -> torch.Event:
         event = torch.Event(self._device)
         event.record(torch.accelerator.current_stream(self._device))
-        return _AcceleratorEvent(event, self._device)
+        return event
+
+    def to_host(self, tensor: Tensor) -> HostCopy:
+        arriving = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        arriving.copy_(tensor, non_blocking=True)
+        return _Arriving(arriving, self._recorded())
 
     def keep(self, *objects: object) -> None:
         self._kept += objects
@@ -110,6 +137,34 @@ class _AcceleratorEvent:
 
     def wait(self) -> None:
         self._event.wait(torch.accelerator.current_stream(self._device))
+
+
+class _Here:
+    """A copy of a tensor of the CPU: its values, as they are now."""
+
+    has_arrived = True
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._values: list[Any] = tensor.tolist()
+
+    def tolist(self) -> list[Any]:
+        return self._values
+
+
+class _Arriving:
+    """A copy in pinned memory, with the event behind which it is complete."""
+
+    def __init__(self, tensor: Tensor, event: torch.Event) -> None:
+        self._tensor, self._event = tensor, event
+
+    @property
+    def has_arrived(self) -> bool:
+        return self._event.query()
+
+    def tolist(self) -> list[Any]:
+        self._event.synchronize()
+        values: list[Any] = self._tensor.tolist()
+        return values
 
 
 def streams_of(device: torch.device) -> Streams:

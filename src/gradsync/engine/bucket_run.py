@@ -33,9 +33,9 @@ from ..state import (
     without,
 )
 from ..tensors.arrivals import Arrival
-from ..tensors.bucket import Bucket, Layout, StepMarks
+from ..tensors.bucket import NUM_MARKS, Bucket, Layout, StepMarks
 from ..tensors.density import DensityProfile, ParameterProfile, joined
-from ..tensors.gradients import FlatGradients, Gradients, all_finite, gradients_of, marks_of_ranks, total_of
+from ..tensors.gradients import FlatGradients, Gradients, gradients_of, is_finite
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class BucketRun:
     some_rank_carries: bool = False  # some rank carries a residual: what follows from it must be the same on all
     still_carries: bool = False  # so it will be when the step is kept
     next_carried_residual: Tensor | None = None
-    total: Tensor | None = None  # of the result, where it might not be finite
+    is_finite: Tensor | None = None  # whether the result is, where it might not be: 0-D bool
     waiting: set[str] = field(default_factory=set)  # parameters that were not loaded in this step yet
     steps: int = 0
     sent_bytes: float = 0.0
@@ -128,7 +128,7 @@ class BucketRun:
 
     async def synchronize(self, *, check_finite: bool, marks: StepMarks, step: int) -> Any:
         """Runs the scheme; returns the mean over ranks. `check_finite`: look for NaN; `marks`: sent with gradients."""
-        self.total = None
+        self.is_finite = None
         x = self.gradients.take(check_finite=check_finite and not self._shows_non_finite, marks=marks)
         if self.carried_residual is not None:
             assert isinstance(self.gradients, FlatGradients)
@@ -136,7 +136,7 @@ class BucketRun:
         state = at_step(self.state, step)
         result, self.next_state = await self.scheme.synchronize(x, state, self.group, 1.0 / self.group.size)
         if check_finite and self.bucket.layout is Layout.FLAT:  # while other buckets are in flight
-            self.total = total_of(result)
+            self.is_finite = is_finite(result)
         if self.flags_apart:
             await self.group.all_reduce(self.gradients.flags)
         return result
@@ -167,15 +167,17 @@ class BucketRun:
         """
         return Arrival(self.bucket, arrived(self.next_state or {}, self.bucket), self.scheme.traits.freezes)
 
-    def fill_nan(self) -> None:
+    def fill_nan(self, where: Tensor | None = None) -> None:
         """Overwrites the result by NaN after a step in which some rank saw NaN or infinity.
+
+        `where`: whether it did, 0-D bool on the gradients' device; None: it did.
 
         The state of such a step is dropped, so the result must not be used: NaN tells a GradScaler so, and a finite
         result of a lossy scheme would hide what the rank saw.
         """
         lossy = bool(self.state) and not self.scheme.traits.exact
         if (lossy or self.some_rank_carries) and isinstance(self.gradients, FlatGradients):
-            self.gradients.fill_nan()
+            self.gradients.fill_nan(where)
 
     @property
     def _shows_non_finite(self) -> bool:
@@ -183,10 +185,14 @@ class BucketRun:
         exact = self.scheme.traits.exact and not self.state
         return self.bucket.layout is Layout.FLAT and (exact or self.scheme.traits.shows_infinity)
 
-    @property
-    def broken(self) -> bool:
-        """Whether the result has NaN or infinity, even of finite gradients: alike on all ranks; False if row-sparse."""
-        return isinstance(self.gradients, FlatGradients) and not all_finite(self.gradients.values, self.total)
+    def non_finite(self) -> Iterator[Tensor]:
+        """Yields 0-D bools, alike on all ranks: had a rank's gradients, or has the result, NaN or infinity?
+
+        The result may have some even of finite gradients. That of tables is looked at with the gradients.
+        """
+        yield self.gradients.had_non_finite()
+        if isinstance(self.gradients, FlatGradients):
+            yield ~(is_finite(self.gradients.values) if self.is_finite is None else self.is_finite)
 
     def commit(self, *, keep: bool) -> None:
         """Replaces the scheme's state by the last step's next state if `keep`, else drops that next state."""
@@ -416,9 +422,9 @@ class BucketRuns:
     def _keeps(self, part: StateSlice) -> bool:
         return has_place([run.state for run in self.of(part.name)], part)
 
-    def marks(self) -> tuple[bool, bool]:
-        """Returns (some rank joined the last step late, the ranks have made differing numbers of optimiser steps)."""
-        return marks_of_ranks(next(run for run in self if run.carries_marks).gradients)
+    def marks(self) -> Tensor:
+        """Returns the marks of the last step summed over ranks, (NUM_MARKS,), which `marks_of_ranks` reads."""
+        return next(run for run in self if run.carries_marks).gradients.flags[-NUM_MARKS:]
 
     def expected_steps(self, profiles: Mapping[str, ParameterProfile], step: int) -> dict[str, list[Step]]:
         """Returns, by bucket id, work and transfers in training step `step`, without tables of unknown density."""

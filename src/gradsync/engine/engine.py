@@ -32,7 +32,7 @@ from ..tensors import allocator as memory
 from ..tensors.arrivals import Arrivals
 from ..tensors.bucket import PHASES, StepMarks, TensorSpec, model_digest
 from ..tensors.density import ParameterProfile
-from ..tensors.gradients import RowGradients
+from ..tensors.gradients import RowGradients, marks_of_ranks
 from ..tensors.sparse import SparseRows
 from .bucket_run import BucketRun, BucketRuns, BucketStatistics
 from .guard import ParameterGuard, Verification
@@ -90,8 +90,11 @@ class Engine:
         self._is_torn = False  # a load, or a change of plans, has failed midway: state is neither the old nor the new
         self._closed = False
         self._marks = StepMarks()
-        self._marks_checked = True
-        self._steps_good = True
+        self._told_marks: streams.HostCopy | None = None  # of all ranks in the last step, until they are checked
+        self._ended_well = True  # the last step
+        self._was_bad: streams.HostCopy | None = (
+            None  # whether some rank then saw NaN or infinity; None: it was not asked
+        )
         self.arrivals = Arrivals()  # of the last finished step
         self._timeline: list[Task] = []
         self._ready_s: dict[str, float] = {}  # when each bucket was ready in the last step
@@ -123,13 +126,13 @@ class Engine:
         self._require_working()
         self._check_marks()
         self._marks = StepMarks(late, rounds % PHASES if rounds else None)
-        self.bucket_runs.commit(keep=self._steps_good)
+        self.bucket_runs.commit(keep=self._keeps_step)
         if self.loss_scale is not None:
             self._rescale(self.loss_scale())
         if self.replanning:
             self._change_plan(self._controller.plan)
         self._observer.begin()
-        self._steps_good = False  # until it has ended well
+        self._ended_well, self._was_bad = False, None
         for run in self.bucket_runs:
             run.begin()
         self._asides = []
@@ -258,15 +261,14 @@ class Engine:
             if run.bucket.id not in self._collected:
                 self._accept(run, running)
         self.arrivals = Arrivals(run.arrival for run in self.bucket_runs)
-        non_finite = (run.gradients.has_non_finite or run.broken for run in self.bucket_runs)
-        self._steps_good = not (self.bucket_runs.have_state and any(non_finite))
-        if not self._steps_good and self.plan.what is What.GRADIENT:  # nobody would skip parameters
-            for run in self.bucket_runs:
-                run.fill_nan()
+        self._ended_well = True
+        if self.bucket_runs.have_state:
+            self._look_for_non_finite()
         self._record(running, backward_ended_s)
-        self._marks_checked = False
-        if self.device.type == "cpu":
-            self._check_marks()  # elsewhere the host would wait for the device: there the next step looks
+        if self.bucket_runs:
+            self._told_marks = self._streams.to_host(self.bucket_runs.marks())
+            if self._told_marks.has_arrived:  # else the host would wait for the device: the next step looks
+                self._check_marks()
         if self._guard.is_under_way:
             self._compare()
         if self._apart:
@@ -313,7 +315,7 @@ class Engine:
         """
         assert not self.in_step
         self._check_marks()
-        self.bucket_runs.commit(keep=self._steps_good)
+        self.bucket_runs.commit(keep=self._keeps_step)
         self.propose([plan])
         if self.replanning:
             with self.group.renewed():
@@ -472,7 +474,7 @@ class Engine:
                 "attach again on every rank, then load a checkpoint"
             )
         if not self.in_step:
-            self.bucket_runs.commit(keep=self._steps_good)
+            self.bucket_runs.commit(keep=self._keeps_step)
         plan = next(iter(self._controller.on_trial), self.plan)  # a trial is not for keeping
         origin = Origin(self.group.rank, self.group.size, self._parameters_digest(), self.bucket_runs.keep_values)
         state = {
@@ -661,12 +663,28 @@ class Engine:
             raise RuntimeError("gradsync was detached during this backward; detach between steps")
         return self._running
 
+    @property
+    def _keeps_step(self) -> bool:
+        """Whether the last step ended well, and no rank saw NaN or infinity, so that schemes' next state is kept."""
+        return self._ended_well and (self._was_bad is None or not any(self._was_bad.tolist()))
+
+    def _look_for_non_finite(self) -> None:
+        """Overwrites results by NaN if some rank saw NaN or infinity; the host does not wait for a device's answer."""
+        bad = torch.stack([each for run in self.bucket_runs for each in run.non_finite()]).any()
+        self._was_bad = self._streams.to_host(bad.view(1))
+        if self.plan.what is not What.GRADIENT:  # nobody would skip parameters
+            return
+        where = None if self._was_bad.has_arrived else bad
+        if where is not None or not self._keeps_step:
+            for run in self.bucket_runs:
+                run.fill_nan(where)
+
     def _check_marks(self) -> None:
         """Raises on all ranks if marks (numbers sent with gradients) show that gradients were of different steps."""
-        if self._marks_checked or not self.bucket_runs:
+        if self._told_marks is None:
             return
-        self._marks_checked = True
-        self.late, apart = self.bucket_runs.marks()
+        told, self._told_marks = self._told_marks.tolist(), None
+        self.late, apart = marks_of_ranks(told)
         if apart:
             why = (
                 "the ranks are out of step: some have made more rounds of backward and optimiser step than others "

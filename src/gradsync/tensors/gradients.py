@@ -6,14 +6,15 @@ nothing is copied. `RowGradients` holds sparse ones. Neither touches `param.grad
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from ..kernels import accumulation_dtype
 from .bucket import NO_MARKS, NUM_MARKS, Bucket, Layout, Segment, StepMarks
 from .sparse import SparseRows
+
+MOST_KNOWN_FLAGS = 64  # tensors of flags, of a few bytes each, that a bucket keeps
 
 
 class FlatGradients:
@@ -35,6 +36,7 @@ class FlatGradients:
         self._strides = {name: torch.empty_like(templates[name], device="meta").stride() for name in bucket.names}
         whole = {s.name for s in bucket.segments if s.numel == templates[s.name].numel()}
         self._with_view = {name for name in whole if not in_order or templates[name].is_contiguous()}
+        self._known_flags: dict[tuple[float, ...], Tensor] = {}
         self._allocate()
 
     def _allocate(self) -> None:
@@ -125,9 +127,19 @@ class FlatGradients:
         """
         values = self.flat[: self.bucket.numel]
         loaded = [float(segment.name in self._loaded) for segment in self.bucket.segments]
-        has_non_finite = float(check_finite and not all_finite(values))
-        self.flags.copy_(torch.tensor([*loaded, has_non_finite, *marks.flags()], dtype=self.flat.dtype))
+        self.flags.copy_(self._flags_of((*loaded, 0.0, *marks.flags())))
+        if check_finite:
+            self.flags[-1 - NUM_MARKS] = ~is_finite(values)
         return self.flat if self.bucket.flags_ride else values
+
+    def _flags_of(self, flags: tuple[float, ...]) -> Tensor:
+        """Returns the flags as a tensor on the bucket's device, where the usual ones are from an earlier step."""
+        if flags not in self._known_flags:
+            if len(self._known_flags) >= MOST_KNOWN_FLAGS:
+                self._known_flags.clear()
+            made = torch.tensor(flags, dtype=self.flat.dtype)
+            self._known_flags[flags] = made.to(self._device, non_blocking=True)  # pageable: staged before this returns
+        return self._known_flags[flags]
 
     def accept(self, result: Tensor) -> None:
         """Copies the scheme's result, of the shape that `take` returned, into the bucket unless it lies there already.
@@ -146,14 +158,20 @@ class FlatGradients:
         positions = [i for i, segment in enumerate(self.bucket.segments) if segment.name == name]
         return bool(self.flags[positions[0]] > 0)  # a host read, rare: only where this rank did not use the parameter
 
-    @property
-    def has_non_finite(self) -> bool:
-        """Whether any rank had non-finite values in this step, if `take` checked for them; valid after `accept`."""
-        return bool(self.flags[-1 - NUM_MARKS] > 0)
+    def had_non_finite(self) -> Tensor:
+        """Returns whether any rank had non-finite values in this step, if `take` checked for them, as a 0-D tensor.
 
-    def fill_nan(self) -> None:
-        """Sets all synchronised values to NaN."""
-        self.flat[: self.bucket.numel].fill_(torch.nan)
+        It is a bool on the bucket's device, and valid after `accept`.
+        """
+        return self.flags[-1 - NUM_MARKS] > 0
+
+    def fill_nan(self, where: Tensor | None = None) -> None:
+        """Sets all synchronised values to NaN; with `where`, a 0-D bool on the bucket's device, only if it is true."""
+        values = self.flat[: self.bucket.numel]
+        if where is None:
+            values.fill_(torch.nan)
+        else:
+            values.masked_fill_(where, torch.nan)
 
     def unload(self, name: str, out: Tensor | None, *, shape: torch.Size) -> Tensor:
         """Returns a parameter's synchronised gradient, of shape `shape`: `view(name)`, or `out` where that is None.
@@ -211,10 +229,14 @@ class RowGradients:
     def used(self, name: str) -> bool:
         return name in self._result and self._result[name].present
 
-    @property
-    def has_non_finite(self) -> bool:
-        """Whether the summed tables have non-finite values, if `take` was to check; the same answer on every rank."""
-        return self._check_finite and not all(bool(r.values.isfinite().all()) for r in self._result.values())
+    def had_non_finite(self) -> Tensor:
+        """Returns whether the summed tables have non-finite values, if `take` was to check, as a 0-D bool tensor.
+
+        It is the same on every rank.
+        """
+        if not self._check_finite or not self._result:
+            return torch.zeros((), dtype=torch.bool, device=self._device)
+        return ~torch.stack([is_finite(rows.values) for rows in self._result.values()]).all()
 
     def table(self, name: str) -> SparseRows:
         """Returns the rows of a table's synchronised gradient."""
@@ -258,17 +280,11 @@ class RowGradients:
         return rows if used or rows.nnz else SparseRows.absent(self._shapes[name], self.bucket.dtype, self._device)
 
 
-def all_finite(values: Tensor, total: Tensor | None = None) -> bool:
-    """Whether all elements of a floating tensor of any shape are finite: one pass, two if their sum overflows.
-
-    `total`: the sum, 0-D, if it is known, which saves the pass.
-    """
-    return bool((total_of(values) if total is None else total).isfinite()) or bool(values.isfinite().all())
-
-
-def total_of(values: Tensor) -> Tensor:
-    """Returns the sum of all elements, 0-D float32, or float64 for float64."""
-    return values.sum(dtype=accumulation_dtype(values.dtype))
+def is_finite(values: Tensor) -> Tensor:
+    """Returns whether all elements of a floating tensor of any shape are finite, as a 0-D bool on its device."""
+    if not values.numel():
+        return torch.ones((), dtype=torch.bool, device=values.device)
+    return torch.stack(torch.aminmax(values)).isfinite().all()  # NaN comes through
 
 
 def dense_of(gradient: Tensor) -> Tensor:
@@ -286,12 +302,13 @@ def dense_of(gradient: Tensor) -> Tensor:
 Gradients = FlatGradients | RowGradients
 
 
-def marks_of_ranks(gradients: Gradients) -> tuple[bool, bool]:
-    """Returns whether some rank is late, and whether ranks are at different steps, read from the summed flags.
+def marks_of_ranks(summed: Sequence[float]) -> tuple[bool, bool]:
+    """Returns whether some rank is late, and whether ranks are at different steps.
 
-    A late rank takes part only at the optimiser's step, as its backward reached no parameter.
+    `summed` are the marks, the last `NUM_MARKS` flags, summed over the ranks. A late rank takes part only at the
+    optimiser's step, as its backward reached no parameter.
     """
-    late, *phases = (gradients.flags[-NUM_MARKS:] > 0).tolist()
+    late, *phases = (mark > 0 for mark in summed)
     return late, sum(phases) > 1
 
 
