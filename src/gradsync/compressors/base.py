@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import numpy as np
 import torch
@@ -77,7 +77,7 @@ class CompressorState:
         """
         return self
 
-    def next(self, **changes: Any) -> CompressorState:
+    def next(self, **changes: Any) -> Self:
         """Returns the state after one more step, with `changes` to its fields."""
         return replace(self, step=self.step + 1, agreed=None, **changes)
 

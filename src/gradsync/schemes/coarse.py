@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Annotated, Any, Literal, cast
@@ -210,12 +210,13 @@ class CoarseGrained(Scheme[Tensor]):
             summed_norms = await group.all_reduce(norms.to(torch.float32))
             kept |= self._levels(summed_norms, kept, own.spec)
             chosen = self._chosen(summed_norms, kept, count)
-            _take_more(left, chosen, payload, self.chunk, factors.before)
+            _take_more(left, chosen.tolist(), payload, self.chunk, factors.before)
         flags.copy_(behind)
         # Exchange: the chosen chunks.
         summed, _ = await self._carrier.synchronize(message, {}, group, factors.through)
         sums, scores, flags = summed.split([count * self.chunk, riding, len(behind)])
-        self._put(values, sums, chosen, factors.after, following.get(MOMENTUM))
+        sent: list[int] = chosen.tolist()  # the device has chosen long ago
+        self._put(values, sums, sent, factors.after, following.get(MOMENTUM))
         behind.copy_(flags)
 
         if self.choice == "late":
@@ -225,9 +226,9 @@ class CoarseGrained(Scheme[Tensor]):
         # All ranks see that some rank's values are not finite, also in chunks that were not sent.
         values[:1] = torch.where(found.sum(dtype=torch.float64).isfinite(), values[:1], torch.nan)
         kept |= self._numbers_after(kept, found, sums, chosen, own.spec)
-        return x, {SENT: (replace(own.next(elements=following, together=kept), agreed=chosen),)}
+        return x, {SENT: (own.next(elements=following, together=kept, sent=tuple(sent)),)}
 
-    def _put(self, values: Tensor, sums: Tensor, chosen: Tensor, factor: float, momentum: Tensor | None) -> None:
+    def _put(self, values: Tensor, sums: Tensor, chosen: Sequence[int], factor: float, momentum: Tensor | None) -> None:
         """Overwrites the chosen chunks of `values` by `factor` times `sums`; with `momentum`, zeros all other chunks.
 
         With `momentum` and `masking`, also zeros the momentum in the chosen chunks, except in a dense step.
@@ -400,18 +401,19 @@ class CoarseGrained(Scheme[Tensor]):
 class ChunkState(CompressorState):
     """The state of `CoarseGrained` on one rank: residuals, and for each chunk a score by which chunks are chosen.
 
-    Residuals are in `elements`; scores, and steps since a chunk was sent, in `together`, alike on all ranks. `agreed`
-    are the indices of the chunks that the last step sent, int64.
+    Residuals are in `elements`; scores, and steps since a chunk was sent, in `together`, alike on all ranks. `sent`
+    are the indices of the chunks that the last step sent; None: not known.
     """
 
     chunk: int = 1  # elements
+    sent: tuple[int, ...] | None = None
 
     @property
     def arrived(self) -> list[tuple[int, int]] | None:
         numel = self.spec.numel
-        if self.agreed is None or len(self.agreed) == -(-numel // self.chunk):
+        if self.sent is None or len(self.sent) == -(-numel // self.chunk):
             return None
-        return [(first * self.chunk, min((first + 1) * self.chunk, numel)) for first in self.agreed.tolist()]
+        return [(first * self.chunk, min((first + 1) * self.chunk, numel)) for first in self.sent]
 
     def unused(self, names: Collection[str]) -> ChunkState:
         """Returns the state with idle steps counted: one more for chunks whose parameters no rank used, else 0.
@@ -456,8 +458,8 @@ def _owners(lengths: tuple[int, ...], chunk: int) -> list[int]:
     return [tensor for _, tensor in found]
 
 
-def _parts(flat: Tensor, chosen: Tensor, chunk: int) -> list[Tensor]:
-    return [flat[number * chunk : (number + 1) * chunk] for number in chosen.tolist()]
+def _parts(flat: Tensor, chosen: Sequence[int], chunk: int) -> list[Tensor]:
+    return [flat[number * chunk : (number + 1) * chunk] for number in chosen]
 
 
 def _magnitudes(payload: Tensor, chunk: int) -> Tensor:
@@ -465,7 +467,7 @@ def _magnitudes(payload: Tensor, chunk: int) -> Tensor:
     return payload.view(-1, chunk).abs().mean(dim=1, dtype=torch.float32).double()
 
 
-def _take_more(left: Tensor, chosen: Tensor, payload: Tensor, chunk: int, scale: float) -> None:
+def _take_more(left: Tensor, chosen: Sequence[int], payload: Tensor, chunk: int, scale: float) -> None:
     """Moves the chosen chunks of the residual `left`, times `scale`, to `payload`; rounding errors stay in `left`."""
     parts = _parts(left, chosen, chunk)
     if not parts:
