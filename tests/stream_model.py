@@ -3,8 +3,8 @@
 The real engine runs on CPU tensors, and pretends to submit each operation to the thread's current stream. The model
 notes which memory each operation reads and writes, and keeps a vector clock for each stream: how far into every stream
 it is ordered behind others, by events alone, never by what threads happen to do. Two accesses of one memory, of which
-one writes, that no event orders raise `UnorderedAccess`; so does memory that its stream could lend out anew while
-another stream still uses it. torch's own sanitizer for CUDA works so.
+one writes, that no event orders raise `UnorderedAccessError`; so does memory that its stream could lend out anew
+while another stream still uses it. torch's own sanitizer for CUDA works so.
 
 A dispatch mode sees what its own thread does, and no native kernel: each thread that works enters the mode, and kernels
 run their definitions in torch (`kernels.use("reference")`).
@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gradsync.comm import LocalGroup, Pending
-from gradsync.devices.streams import Event, HostCopy, StreamName, Streams
+from gradsync.devices.streams import Event, HostCopy, StreamName, Streams, _Here
 
 T = TypeVar("T")
 
@@ -235,16 +235,10 @@ def _caller() -> str:
     return sys._getframe(2).f_code.co_qualname
 
 
-class ModelCopy:
+class ModelCopy(_Here):
     """A copy that is under way until somebody asks for it."""
 
     has_arrived = False
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._values: list[Any] = tensor.tolist()
-
-    def tolist(self) -> list[Any]:
-        return self._values
 
 
 class ModelEvent:

@@ -1,8 +1,7 @@
-"""Each backend gets the group class that is registered for it."""
+"""A process group gets the group class of the backend that it has for the device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from unittest.mock import Mock, patch
 
@@ -12,7 +11,7 @@ import torch.distributed as dist
 
 from gradsync.comm import GlooGroup, LocalGroup, StreamGroup, TorchGroup, backend_for, torch_group
 from gradsync.comm.backends import GROUP_OF_BACKEND
-from tests.world import Ranks
+from tests.world import World
 
 CPU, CARD = torch.device("cpu"), torch.device("cuda", 1)
 
@@ -67,8 +66,9 @@ def unnamed() -> tuple[str, str]:
     return type(group).__name__, dist.get_backend()
 
 
-def test_so_it_does_without_a_backend_s_name(world: Callable[[int], Ranks]) -> None:
-    assert world(2).run(unnamed) == [("GlooGroup", "undefined")] * 2
+def test_so_it_does_without_a_backend_s_name() -> None:
+    with World(2) as world:  # whose default process group is another one afterwards
+        assert world.run(unnamed) == [("GlooGroup", "undefined")] * 2
 
 
 def test_where_streams_wait_the_backend_ends_what_hangs() -> None:

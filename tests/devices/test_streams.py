@@ -44,12 +44,19 @@ class FakeEvent:
         self.device = device
         self.recorded: Any = None
         self.waits: list[Any] = []
+        self.has_passed = False
 
     def record(self, stream: FakeStream) -> None:
         self.recorded = stream
 
     def wait(self, stream: FakeStream) -> None:
         self.waits.append(stream)
+
+    def query(self) -> bool:
+        return self.has_passed
+
+    def synchronize(self) -> None:
+        self.has_passed = True
 
 
 @pytest.fixture
@@ -91,6 +98,17 @@ def test_events_are_between_the_streams_that_are_current(default: FakeStream) ->
         event.wait()
         inside: Any = torch.accelerator.current_stream(CARD)
     assert event._event.recorded is default and event._event.waits == [inside]
+
+
+def test_a_copy_to_the_host_is_waited_for_where_its_values_are_asked_for(
+    default: FakeStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda shape, dtype, pin_memory: empty(shape, dtype=dtype))
+    copies = [each.to_host(torch.tensor([2.0, 0.5])) for each in (streams_of(CARD), streams_of(torch.device("cpu")))]
+    assert [copy.has_arrived for copy in copies] == [False, True]
+    assert [copy.tolist() for copy in copies] == [[2.0, 0.5]] * 2
+    assert copies[0].has_arrived
 
 
 def test_what_is_kept_lives_until_it_is_released(default: FakeStream) -> None:

@@ -68,7 +68,7 @@ class BucketRun:
     some_rank_carries: bool = False  # some rank carries a residual: what follows from it must be the same on all
     still_carries: bool = False  # so it will be when the step is kept
     next_carried_residual: Tensor | None = None
-    is_finite: Tensor | None = None  # whether the result is, where it might not be: 0-D bool
+    result_is_finite: Tensor | None = None  # where it might not be: 0-D bool
     waiting: set[str] = field(default_factory=set)  # parameters that were not loaded in this step yet
     steps: int = 0
     sent_bytes: float = 0.0
@@ -128,7 +128,7 @@ class BucketRun:
 
     async def synchronize(self, *, check_finite: bool, marks: StepMarks, step: int) -> Any:
         """Runs the scheme; returns the mean over ranks. `check_finite`: look for NaN; `marks`: sent with gradients."""
-        self.is_finite = None
+        self.result_is_finite = None
         x = self.gradients.take(check_finite=check_finite and not self._shows_non_finite, marks=marks)
         if self.carried_residual is not None:
             assert isinstance(self.gradients, FlatGradients)
@@ -136,7 +136,7 @@ class BucketRun:
         state = at_step(self.state, step)
         result, self.next_state = await self.scheme.synchronize(x, state, self.group, 1.0 / self.group.size)
         if check_finite and self.bucket.layout is Layout.FLAT:  # while other buckets are in flight
-            self.is_finite = is_finite(result)
+            self.result_is_finite = is_finite(result)
         if self.flags_apart:
             await self.group.all_reduce(self.gradients.flags)
         return result
@@ -192,7 +192,8 @@ class BucketRun:
         """
         yield self.gradients.had_non_finite()
         if isinstance(self.gradients, FlatGradients):
-            yield ~(is_finite(self.gradients.values) if self.is_finite is None else self.is_finite)
+            finite = self.result_is_finite
+            yield ~(is_finite(self.gradients.values) if finite is None else finite)
 
     def commit(self, *, keep: bool) -> None:
         """Replaces the scheme's state by the last step's next state if `keep`, else drops that next state."""

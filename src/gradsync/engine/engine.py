@@ -92,9 +92,8 @@ class Engine:
         self._marks = StepMarks()
         self._told_marks: streams.HostCopy | None = None  # of all ranks in the last step, until they are checked
         self._ended_well = True  # the last step
-        self._was_bad: streams.HostCopy | None = (
-            None  # whether some rank then saw NaN or infinity; None: it was not asked
-        )
+        # Whether some rank then saw NaN or infinity; None: no scheme has state, for which it is asked.
+        self._was_bad: streams.HostCopy | None = None
         self.arrivals = Arrivals()  # of the last finished step
         self._timeline: list[Task] = []
         self._ready_s: dict[str, float] = {}  # when each bucket was ready in the last step
