@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 0.4  # between two looks of the thread for a call
 CALL_S = 2.0  # of a call: a rank that has not answered by then has died, was stopped, or is blocked
+PAUSE_S = 1.0  # of a call, for a look that took longer: the machine stood still, and perhaps others with it
 LONG = 0.8  # of the timeout: the others give up on a rank that stands still for so long
 POLL_S = 0.05  # between the first two looks of the caller for answers; later ones are up to LOOK_S apart
 
@@ -55,21 +56,24 @@ class RollCall:
     def answers(self, ranks: Sequence[int]) -> dict[int, Progress]:
         """Calls all ranks, and returns the answers of those of `ranks` that answer within `CALL_S`.
 
+        Time in which this process stood still, perhaps with its machine and so with others, hardly counts.
         It is empty if the store does not take the call within `CALL_S`. Else `silent` has those without an answer.
         """
         number, pause_s, found = self._state.calls, POLL_S, dict[int, Progress]()
-        began_s, has_called = time.monotonic(), False
+        waited_s, has_called = 0.0, False
         while True:
+            began_s = time.monotonic()
             if not has_called and self._call(number):
-                began_s, has_called = time.monotonic(), True
+                waited_s, has_called = 0.0, True
             key = _answers(self._name, number)
             answers = by_rank(key, self._store.read(key), _progress)
             found |= {rank: answers[rank] for rank in ranks if rank in answers}
-            if len(found) == len(ranks) or time.monotonic() - began_s >= CALL_S:
+            if len(found) == len(ranks) or waited_s >= CALL_S:
                 self.silent = frozenset(ranks) - found.keys() if found else self.silent
                 return found
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LOOK_S)
+            waited_s += min(time.monotonic() - began_s, PAUSE_S)
 
     def stood_still_s(self, timeout_s: float) -> float:
         """Returns for how long this process stood still, if the others must have given up waiting for it; else 0.
