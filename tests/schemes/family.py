@@ -225,6 +225,7 @@ POINT_MEMBERS += [
     point_member(SPLIT_OF_ELEMENTS, "split"),
     point_member(ElementPoint(owners="hash"), "hashed elements"),
     point_member(RowPoint(owners="hash"), "hashed rows"),
+    point_member(ElementPoint(push_format="dense"), "dense elements"),
 ]
 SHAPES = {"2x2 and 2x3": {4: 2, 6: 3, 8: 4}, "3x2": {6: 2, 8: 2}}  # nodes x ranks: ranks -> ranks a node
 TABLE_STRIPES = BalancedParallelism(owners="table_stripe")

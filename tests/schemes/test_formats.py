@@ -85,6 +85,7 @@ def test_rows_of_a_part_come_back_in_every_format(
         dense, expected = torch.zeros(length, dim, dtype=dtype), torch.zeros(length, dim, dtype=dtype)
         dense[positions.long()], expected[chosen.long()] = found, values
         assert torch.equal(dense, expected)
+        assert len(positions) == len(found) == count, "a sum of such parts has no rows that are zero on all ranks"
         assert form.choice(count) is IndexFormat.DENSE or torch.equal(positions, chosen)
 
 

@@ -53,6 +53,12 @@ def test_unions_between_measurements_follow_a_power_of_the_ranks() -> None:
     assert profile.union_rows(9) == pytest.approx(300)
 
 
+def test_values_that_cancelled_out_over_all_ranks_need_not_do_so_over_fewer() -> None:
+    profile = DensityProfile(1000, 100.0, {5: 0.0})
+    assert profile.union_rows(5) == 0.0
+    assert profile.union_rows(2) == profile.union_rows(3) == 100.0
+
+
 def test_the_nearest_measurement_counts_and_the_table_bounds_the_union() -> None:
     profile = DensityProfile(350, 100.0, {2: 1.5, 16: 4.0})
     assert profile.union_rows(7) == pytest.approx(100 * 7**0.5)  # as at 16, nearer than 2 by the factor

@@ -108,12 +108,21 @@ class PartMessage:
     def get(self) -> tuple[Tensor, Tensor]:
         """Returns the rows in the message: indices, (count,), int32 or int64, and values, (count, dim).
 
-        Both are views of the message where the format allows. A dense message has all rows of the part.
+        Both are views of the message where the format allows. Of a dense message only rows that are not all zero are
+        returned: otherwise sums would have all rows, and be sent so.
         """
         if self.positions.format is IndexFormat.DENSE:
-            length = self.positions.length
-            return torch.arange(length, dtype=index_dtype(length), device=self.values.device), self.values
+            return self._nonzero()
         return self.positions.decode(), self.values
+
+    def _nonzero(self) -> tuple[Tensor, Tensor]:
+        found, length, values = kernels.nonzero_rows(self.values), self.positions.length, self.values
+        indices = torch.empty(found.count, dtype=index_dtype(length), device=values.device)
+        found.write_indices(indices)
+        if found.count < length:
+            values = values.new_empty(found.count, values.shape[1])
+            found.gather([values])
+        return indices, values
 
 
 @dataclass(frozen=True)

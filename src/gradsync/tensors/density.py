@@ -114,7 +114,8 @@ class DensityProfile:
         nearest = min(self.densification, key=lambda k: abs(math.log(k / ranks)))
         if nearest <= 1:
             return float(min(self.rows * ranks, self.num_rows))
-        exponent = math.log(self.densification[nearest]) / math.log(nearest)
+        grown = self.densification[nearest]  # 0 where values cancelled out, which those of fewer ranks need not do
+        exponent = math.log(grown) / math.log(nearest) if grown > 0 else 0.0
         return float(min(self.rows * ranks**exponent, self.num_rows))
 
 
