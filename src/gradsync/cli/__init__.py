@@ -40,6 +40,10 @@ COMMANDS = {
         ".plan:plan",
         "Find a plan for a measured job: which gradients to merge, which to compress, and how to exchange them.",
     ),
+    "doctor": Command(
+        ".doctor:doctor",
+        "Check an installation: versions, devices, backends, kernels, and two ranks; exits with 1 for a fault.",
+    ),
     "explain": Command(
         ".plan:explain", "Explain a plan: the best other schemes for each bucket, and whether plain DDP is as fast."
     ),

@@ -10,15 +10,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from gradsync.devices.inventory import processor
+
 
 def machine() -> dict[str, Any]:
     """Returns a description of this machine: cores, CPU model and OS kernel; without names or paths."""
-    model = "unknown"
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        lines = [line for line in info.read_text(encoding="utf-8").splitlines() if line.startswith("model name")]
-        model = lines[0].partition(":")[2].strip() if lines else model
-    return {"cores": os.cpu_count(), "cpu": model, "kernel": platform.release()}
+    return {"cores": os.cpu_count(), "cpu": processor(), "kernel": platform.release()}
 
 
 def versions() -> dict[str, str]:

@@ -1,0 +1,40 @@
+"""`gradsync doctor`: prints a report on the installation, to look at or to paste."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+
+from ..diagnosis.examination import Report, examined
+from .console import console
+
+
+def doctor(
+    ranks: Annotated[bool, typer.Option(help="Train with two ranks on this machine; it takes some seconds.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Check an installation: versions, devices, backends, kernels, and two ranks; exits with 1 for a fault."""
+    report = examined(ranks=ranks)
+    if as_json:
+        print(json.dumps(dataclasses.asdict(report), indent=2))
+    else:
+        for line in described(report):
+            console.print(line, highlight=False, soft_wrap=True)
+    if any(finding.verdict == "fault" for finding in report.findings):
+        raise typer.Exit(1)
+
+
+def described(report: Report) -> Iterator[str]:
+    """Yields the lines of a report."""
+    yield "   ".join(f"{name} {found or '(not installed)'}" for name, found in report.versions.items())
+    yield report.machine
+    yield f"accelerators: {'; '.join(report.devices) or 'none'}"
+    yield "backends: " + ", ".join(f"{backend} for {kind}" for kind, backend in report.backends.items())
+    yield "environment: " + (" ".join(f"{name}={value}" for name, value in report.settings.items()) or "no settings")
+    width = max(len(finding.about) for finding in report.findings)
+    for finding in report.findings:
+        yield f"{finding.verdict:6}{finding.about:{width}}  {finding.text}"

@@ -1,0 +1,1 @@
+"""Examines an installation and its machine: versions, devices, backends, kernels, addresses, and two ranks."""

@@ -1,0 +1,63 @@
+"""A small job that trains one model by gradsync and by torch's DDP, and compares the parameters' bits.
+
+It runs under torchrun with two ranks: the sum of two gradients has the same bits in any order. Rank 0 prints the bytes
+that it sent.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..devices.streams import use_device
+from ..frontends.attach import attach
+
+STEPS, WIDTH = 3, 64
+
+
+def new_model(device: torch.device) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH)).to(device)
+
+
+def train(model: nn.Module, device: torch.device) -> list[Tensor]:
+    """Trains for `STEPS` steps on data of this rank, and returns the parameters."""
+    draws = torch.Generator().manual_seed(dist.get_rank())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        batch = torch.randn(16, WIDTH, generator=draws).to(device)
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def main(backend: str, *devices: str) -> None:
+    """Runs this rank: `devices` has one device for each rank, or one for all."""
+    dist.init_process_group(backend)
+    device = torch.device(devices[dist.get_rank() % len(devices)])
+    use_device(device)
+    expected = train(DistributedDataParallel(new_model(device)), device)
+    model = new_model(device)
+    handle = attach(model, timeout=30.0)
+    found = train(model, device)
+    sent = sum(bucket.sent_bytes for bucket in handle.statistics())
+    handle.detach()
+    unlike = [
+        name
+        for (name, _), ours, theirs in zip(model.named_parameters(), found, expected, strict=True)
+        if not torch.equal(ours, theirs)
+    ]
+    if unlike:
+        raise AssertionError(f"gradsync and DDP trained other bits in {', '.join(unlike)}")
+    if dist.get_rank() == 0:
+        print(f"sent {sent} bytes")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
