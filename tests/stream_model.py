@@ -242,6 +242,8 @@ class ModelCopy(_Here):
 
 
 class ModelEvent:
+    has_passed = True
+
     def __init__(self, model: StreamModel, clock: Clock) -> None:
         self._model, self._clock = model, clock
 

@@ -71,11 +71,8 @@ def test_so_it_does_without_a_backend_s_name() -> None:
         assert world.run(unnamed) == [("GlooGroup", "undefined")] * 2
 
 
-def test_where_streams_wait_the_backend_ends_what_hangs() -> None:
-    group, work = object.__new__(StreamGroup), Mock()
-    group._wait(work, 0, 3.0)
-    work.wait.assert_called_once_with()
-    assert group._patience_s(3.0) == 3.0 < TorchGroup._patience_s(group, 3.0)
+def test_a_device_of_streams_is_that_of_control_tensors() -> None:
+    group = object.__new__(StreamGroup)
     group._device = CARD
     assert group.device == CARD
     assert LocalGroup.world(1)[0].device == CPU

@@ -24,6 +24,7 @@ from gradsync.comm import (
     drive,
     run_local,
 )
+from gradsync.comm.group import place_of_wait
 from gradsync.comm.issue import CancelledStepError
 from gradsync.costs.timeline import covered_s
 
@@ -197,6 +198,18 @@ def test_an_operation_that_times_out_gets_the_step_s_timeout() -> None:
 
     finish(synchronize, [("0", "push")], timeout_s=7.5)
     assert patience == [7.5]
+
+
+def test_a_group_can_ask_for_which_bucket_and_stage_a_thread_waits() -> None:
+    places: list[str] = []
+
+    async def synchronize(bucket: str) -> None:
+        await Pending(lambda _: places.append(place_of_wait()))
+        await Pending(lambda _: places.append(place_of_wait()))
+
+    finish(synchronize, [("0", "push"), ("1", "push"), ("0", "pull"), ("1", "pull")])
+    assert places == [f"bucket {bucket}, stage {stage}" for stage in ("push", "pull") for bucket in (0, 1)]
+    assert place_of_wait() == "outside of steps"
 
 
 def test_tasks_tell_link_and_kernel_times_in_order() -> None:

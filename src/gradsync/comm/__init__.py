@@ -10,6 +10,7 @@ from .gloo import GlooGroup as GlooGroup
 from .group import Group as Group
 from .group import Pending as Pending
 from .group import gather_bytes as gather_bytes
+from .group import waiting_at as waiting_at
 from .issue import Synchronization as Synchronization
 from .issue import drive as drive
 from .issue import drive_in_turns as drive_in_turns

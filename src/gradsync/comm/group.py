@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Generic, TypeVar
 
 import torch
@@ -17,6 +18,23 @@ from ..costs.cluster import Placement
 from ..costs.transport import DIRECT_BYTES, RingOrDirect, Transport
 
 T = TypeVar("T")
+
+_place: ContextVar[Callable[[], str]] = ContextVar("place", default=lambda: "outside of steps")
+
+
+@contextmanager
+def waiting_at(place: Callable[[], str]) -> Iterator[None]:
+    """Makes `place_of_wait` return what `place` returns, on this thread inside the `with` block."""
+    before = _place.set(place)
+    try:
+        yield
+    finally:
+        _place.reset(before)
+
+
+def place_of_wait() -> str:
+    """Returns what this thread's waits for operations are a part of, such as a bucket, stage and step."""
+    return _place.get()()
 
 
 class Pending(Generic[T]):

@@ -33,6 +33,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -42,7 +43,7 @@ from ..costs.steps import COMPUTE, FINISH, OFFLOAD
 from ..costs.timeline import Task
 from ..devices.streams import COMMUNICATION, Event, NoStreams, Streams
 from .errors import GroupError
-from .group import Pending
+from .group import Pending, waiting_at
 from .threads import JobThread
 from .work import Work
 
@@ -304,7 +305,8 @@ class Synchronization:
         try:
             if bucket in self._pending:
                 operation, current, issued_s = self._pending.pop(bucket)
-                with record_function(f"gradsync::bucket {bucket} wait for {current}"):
+                place = partial(self._where, bucket, current)
+                with waiting_at(place), record_function(f"gradsync::bucket {bucket} wait for {current}"):
                     value = operation.wait(self._timeout_s)
                 if isinstance(operation, Work):
                     span_s = operation.start_s - self.began_s, operation.end_s - self.began_s

@@ -2,25 +2,60 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
+from ..devices.streams import streams_of
 from .distributed import TorchGroup
+from .errors import GroupError
+from .group import Pending, place_of_wait
+from .monitor import Monitor
+
+T = TypeVar("T")
+
+GRACE_S = 30.0  # from our timeout to the backend's, whose watchdog ends the process
 
 
 class StreamGroup(TorchGroup):
     """The members of a process group whose operations run on streams: waiting for one makes the current stream wait.
 
-    The host goes on at once, so an operation that never ends is for the backend's own watchdog.
+    The host goes on at once. A `Monitor` notices operations that do not end; the next one that is issued then raises.
     """
+
+    _monitor: Monitor  # one for a group and its subgroups
+
+    def _open(self, process_group: dist.ProcessGroup | None, timeout_s: float) -> None:
+        super()._open(process_group, timeout_s)
+        self._streams = streams_of(self._device)
+        if isinstance(self._parent, StreamGroup):
+            self._monitor = self._parent._monitor
+        else:
+            self._monitor = Monitor(timeout_s)
+            self._releases.append(lambda _: self._monitor.stop())
 
     @property
     def device(self) -> torch.device:
         return self._device
 
     def _patience_s(self, timeout_s: float) -> float:
-        return timeout_s  # the watchdog ends a job that hangs
+        return timeout_s + GRACE_S
+
+    def _pending(self, work: Any, result: Callable[[], T], keep: Tensor | None = None) -> Pending[T]:
+        self._require_none_late()
+        return super()._pending(work, result, keep)
 
     def _wait(self, work: Any, number: int, timeout_s: float) -> None:
+        self._require_none_late()
         work.wait()  # makes the current stream wait, not the host
+        self._monitor.watch(self._streams.record(), self._whereabouts, number, place_of_wait())
+
+    def _require_none_late(self) -> None:
+        if error := self._monitor.error:
+            raise GroupError(str(error), error.ranks)
+
+    def _close(self, *, hanging: bool) -> None:
+        super()._close(hanging=hanging or self._monitor.error is not None)

@@ -31,6 +31,10 @@ class Event(Protocol):
     def wait(self) -> None:
         """Makes this thread's current stream wait for the event; the host goes on at once."""
 
+    @property
+    def has_passed(self) -> bool:
+        """Whether the device has run all that was submitted before the event."""
+
 
 class HostCopy(Protocol):
     """A copy of a small tensor on the host, which arrives there while the host goes on."""
@@ -122,6 +126,8 @@ class AcceleratorStreams(Streams):
 class _Now:
     """An event that has passed when it is recorded, as all events have on the CPU."""
 
+    has_passed = True
+
     def wait(self) -> None:
         pass
 
@@ -137,6 +143,10 @@ class _AcceleratorEvent:
 
     def wait(self) -> None:
         self._event.wait(torch.accelerator.current_stream(self._device))
+
+    @property
+    def has_passed(self) -> bool:
+        return self._event.query()
 
 
 class _Here:

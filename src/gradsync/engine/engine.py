@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from ..comm import Group, GroupError, JobThread, Synchronization, gather_bytes
+from ..comm import Group, GroupError, JobThread, Synchronization, gather_bytes, waiting_at
 from ..comm.network_cost import network_cost
 from ..costs.forecast import forecast
 from ..costs.timeline import Task
@@ -374,15 +374,16 @@ class Engine:
             GroupError: when another rank died, stopped answering or failed, naming `what` and the step.
         """
         self._require_working()
+        place = f"{what}, step {self.step}"
         try:
-            with self._turn:
+            with self._turn, waiting_at(lambda: place):
                 return function(self.group)
         except GroupError as error:
-            placed = error.at(f"{what}, step {self.step}")
+            placed = error.at(place)
             self.fail(placed)
             raise placed from None
         except BaseException as error:  # an interruption leaves the others in the middle of it, too
-            self.fail(f"{what}, step {self.step}: {_said(error)}")
+            self.fail(f"{place}: {_said(error)}")
             raise
 
     def aside(self, job: Callable[[Group], T]) -> Future[T]:
