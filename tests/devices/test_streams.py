@@ -13,6 +13,7 @@ from gradsync.devices.streams import (
     OFFLOAD,
     AcceleratorStreams,
     NoStreams,
+    is_capturing,
     settle,
     streams_of,
     use_device,
@@ -98,6 +99,9 @@ def test_events_are_between_the_streams_that_are_current(default: FakeStream) ->
         event.wait()
         inside: Any = torch.accelerator.current_stream(CARD)
     assert event._event.recorded is default and event._event.waits == [inside]
+    assert not event.has_passed
+    event._event.synchronize()
+    assert event.has_passed
 
 
 def test_a_copy_to_the_host_is_waited_for_where_its_values_are_asked_for(
@@ -139,3 +143,10 @@ def test_a_thread_uses_the_device_that_it_is_for(monkeypatch: pytest.MonkeyPatch
     use_device(torch.device("cpu"))
     use_device(CARD)
     assert used == [CARD]
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_only_cuda_captures_graphs(captures: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures)
+    assert is_capturing(CARD) == captures
+    assert not is_capturing(torch.device("cpu"))

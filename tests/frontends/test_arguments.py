@@ -30,6 +30,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "init_sync": (1, 0.0, "no", None),
     "static_graph": (1, "yes", None),
     "find_unused_parameters": (0, "yes", None),
+    "communicator": ("mine", None, True, "OWN"),
     "verify_every": (True, 2.5, 3.0, "3", None, -1, math.nan, math.inf),
     "verify_tolerance": (True, "1", -0.1, math.nan, []),
     "optimizer": ("auto", 3, torch.optim.SGD),
@@ -41,6 +42,7 @@ RIGHT: dict[str, tuple[Any, ...]] = {
     "broadcast_buffers": (True, False),
     "verify_every": (0, 1, 10**30),
     "verify_tolerance": (0, 1e-3, math.inf, None),
+    "communicator": ("own", "shared"),
 }
 READS = [(name, value) for name, values in WRONG.items() for value in values]
 
@@ -77,6 +79,7 @@ REFUSED = [
     ({"verify_every": -1}, "verify_every must be at least 0, got -1"),
     ({"verify_every": True}, "verify_every must be a whole number, got True"),
     ({"verify_tolerance": math.nan}, "verify_tolerance must be at least 0 or None, got nan"),
+    ({"communicator": "mine"}, "communicator must be 'own' or 'shared', got 'mine'"),
 ]
 
 

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradsync
 from gradsync import Plan
+from gradsync.devices import streams
 from gradsync.schemes import AllReduce
 from gradsync.tensors.bucket import TensorSpec, trainable_parameters
 from tests.frontends.models import Checkpointed, HiddenTable, Perceptron, Tables
@@ -249,6 +250,26 @@ def attach_during_backward() -> str:
 def test_attach_during_backward_is_refused(world: World) -> None:
     (text,) = set(world(2).run(attach_during_backward))
     assert "attach() was called during backward; call it before the forward of a step" in text
+
+
+def train_inside_a_capture() -> tuple[str, bool]:
+    """A backward that a CUDA graph would capture, and one behind it."""
+    model = nn.Linear(3, 2)
+    gradsync.attach(model, timeout=20)
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(dist.get_rank()))
+    with patch.object(streams, "is_capturing", lambda device: True):
+        text = message(lambda: model(x).sum().backward())
+    model.zero_grad()
+    model(x).sum().backward()
+    expected = x.sum(0).repeat(2, 1)
+    dist.all_reduce(expected)
+    assert model.weight.grad is not None
+    return text, torch.allclose(model.weight.grad, expected / dist.get_world_size())
+
+
+def test_the_capture_of_a_graph_is_refused_and_harms_nothing(world: World) -> None:
+    for text, goes_on in world(2).run(train_inside_a_capture):
+        assert "make_graphed_callables(model, ...) before attach()" in text and goes_on
 
 
 def reentrant_checkpointing() -> str:

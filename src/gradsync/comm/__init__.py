@@ -23,6 +23,7 @@ from .record import RecordingGroup as RecordingGroup
 from .stream_group import StreamGroup as StreamGroup
 from .survivors import Survival as Survival
 from .survivors import Survivors as Survivors
+from .threads import CallingThread as CallingThread
 from .threads import JobThread as JobThread
 from .work import Work as Work
 from .work import WorkGivenUpError as WorkGivenUpError

@@ -22,6 +22,7 @@ def torch_group(
     device: torch.device = CPU,
     placement: Placement | None = None,
     what: str = "a group of gradsync",
+    on_calling_thread: bool = False,
 ) -> TorchGroup:
     """Returns a group with the members of a process group, for tensors on `device`.
 
@@ -33,6 +34,7 @@ def torch_group(
         device: the device of the tensors that the members will exchange.
         placement: the node of each member, the same on all members; None: found by host name and torchrun agent.
         what: what the members come together for, the same on all members, for error messages.
+        on_calling_thread: see `TorchGroup`; the same on all members.
 
     Raises:
         ValueError: if the process group has no backend for the device.
@@ -40,4 +42,11 @@ def torch_group(
     """
     other = TorchGroup if device.type == "cpu" else StreamGroup
     kind = GROUP_OF_BACKEND.get(backend_for(process_group, device), other)
-    return kind(process_group, timeout_s=timeout_s, device=device, placement=placement, what=what)
+    return kind(
+        process_group,
+        timeout_s=timeout_s,
+        device=device,
+        placement=placement,
+        what=what,
+        on_calling_thread=on_calling_thread,
+    )

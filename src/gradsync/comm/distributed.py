@@ -51,6 +51,8 @@ class TorchGroup(Group):
         what: what the members come together for, the same on all members, for error messages.
         parent: the group that this one is a subgroup of, if it is one.
         places: the members' indices in `parent`.
+        on_calling_thread: whether only the thread that calls issues operations; where these run on streams, then on
+            the process group itself, with the user's own.
 
     Raises:
         GroupError: where another member does not come in time, came for something else, died or stopped.
@@ -66,7 +68,9 @@ class TorchGroup(Group):
         what: str = "a group of gradsync",
         parent: TorchGroup | None = None,
         places: tuple[int, ...] | None = None,
+        on_calling_thread: bool = False,
     ) -> None:
+        self.on_calling_thread = on_calling_thread
         everyone = tuple(dist.get_process_group_ranks(process_group)) if parent is None else parent.members
         self.members = everyone if places is None else tuple(everyone[place] for place in places)
         self.rank = self.members.index(dist.get_rank())

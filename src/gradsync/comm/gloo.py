@@ -43,6 +43,8 @@ class GlooGroup(TorchGroup):
         what: what the members come together for, the same on all members, for error messages.
         parent: the group that this one is a subgroup of.
         places: the members' places in `parent`.
+        on_calling_thread: whether only the thread that calls issues operations. The communicators are the group's own
+            all the same, as gloo's do not wait for each other.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class GlooGroup(TorchGroup):
         what: str = "a group of gradsync",
         parent: TorchGroup | None = None,
         places: tuple[int, ...] | None = None,
+        on_calling_thread: bool = False,
     ) -> None:
         self.bytes_per_s = self._given_bytes_per_s = bytes_per_s
         super().__init__(
@@ -66,6 +69,7 @@ class GlooGroup(TorchGroup):
             what=what,
             parent=parent,
             places=places,
+            on_calling_thread=on_calling_thread,
         )
 
     def _open(self, process_group: dist.ProcessGroup | None, timeout_s: float) -> None:

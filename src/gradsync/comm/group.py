@@ -65,6 +65,8 @@ class Group(ABC):
     alpha_s: float | None = None  # measured seconds of each further message of an operation
     stage_s: float = 0.0  # measured seconds of an operation beside its messages and bytes
     bytes_per_s: float | None = None  # measured rate of a member's link in each direction
+    # Whether only the thread that calls may issue operations, as other operations of the job must not overtake them.
+    on_calling_thread: bool = False
     _placement: Placement | None = None
 
     @property

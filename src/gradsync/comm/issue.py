@@ -10,7 +10,8 @@ decided by timing, would make ranks read each other's messages.
 Who issues? The communication thread, as far as buckets are ready while backward goes on. The thread that calls `wait`
 issues the rest itself: handing it over costs two thread switches, which matter in short steps. The lock `turn` admits
 one thread at a time. `go_on` lets the communication thread issue the rest while the caller does something else, and
-`wait_for` waits for one bucket.
+`wait_for` waits for one bucket. With a `CallingThread` there is no communication thread: the thread of backward issues
+what is ready at once, in the order in which its gradients get ready and among the user's own collectives.
 
 Who computes? The issuing thread runs a scheme's code between two awaits. `Work`, a computation that a scheme awaits,
 names a device: `OFFLOAD` is a thread of its own, which begins at once; `COMPUTE` is the thread of backward, which does
@@ -44,7 +45,7 @@ from ..costs.timeline import Task
 from ..devices.streams import COMMUNICATION, Event, NoStreams, Streams
 from .errors import GroupError
 from .group import Pending, waiting_at
-from .threads import JobThread
+from .threads import CallingThread, JobThread
 from .work import Work
 
 logger = logging.getLogger(__name__)
@@ -112,7 +113,7 @@ class Synchronization:
         where: returns the words for a bucket and a stage in error messages.
         timeout_s: seconds that each operation may take.
         turn: the lock that a thread holds while it issues operations.
-        thread: the communication thread, which issues operations during backward.
+        thread: the communication thread, which issues operations during backward, or the thread that calls.
         early: whether operations of ready buckets are issued during backward.
         prepared: buckets whose coroutines await `Work`, a computation, before any collective.
         streams: the streams of the device that the gradients are on.
@@ -128,7 +129,7 @@ class Synchronization:
         where: Callable[[str, str], str],
         timeout_s: float,
         turn: threading.Lock,
-        thread: JobThread,
+        thread: JobThread | CallingThread,
         early: bool = True,
         prepared: Collection[str] = (),
         streams: Streams | None = None,

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from ..devices.streams import streams_of
 from .distributed import TorchGroup
@@ -36,6 +37,11 @@ class StreamGroup(TorchGroup):
         else:
             self._monitor = Monitor(timeout_s)
             self._releases.append(lambda _: self._monitor.stop())
+
+    def _communicator(self) -> dist.ProcessGroup:
+        if self.on_calling_thread and self._parent is None:
+            return self._process_group or distributed_c10d._get_default_group()
+        return super()._communicator()
 
     @property
     def device(self) -> torch.device:

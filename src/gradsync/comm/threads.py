@@ -1,4 +1,7 @@
-"""`JobThread`: a background thread that runs functions (jobs) in the order in which they are submitted."""
+"""`JobThread`: a background thread that runs functions (jobs) in the order in which they are submitted.
+
+`CallingThread` stands for it where no other thread may run them.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +43,17 @@ def _end(thread: threading.Thread, events: tuple[threading.Event, ...]) -> None:
         event.set()
     if thread is not threading.current_thread():  # garbage may be collected on any thread
         thread.join(EXIT_S)
+
+
+class CallingThread:
+    """Runs each job at once, on the thread that submits it."""
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Runs a job, which must catch its own exceptions."""
+        job()
+
+    def stop(self) -> None:
+        """Does nothing, as no job is left."""
 
 
 class JobThread:

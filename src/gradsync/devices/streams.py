@@ -191,6 +191,11 @@ def settle(device: torch.device) -> None:
         torch.accelerator.current_stream(device).synchronize()
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether this thread's current stream records a CUDA graph, instead of running what is submitted."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def use_device(device: torch.device) -> None:
     """Makes the device this thread's current one, which is a setting of each thread; on the CPU there is none."""
     if device.type != "cpu":

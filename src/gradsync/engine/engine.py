@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from ..comm import Group, GroupError, JobThread, Synchronization, gather_bytes, waiting_at
+from ..comm import CallingThread, Group, GroupError, JobThread, Synchronization, gather_bytes, waiting_at
 from ..comm.network_cost import network_cost
 from ..costs.forecast import forecast
 from ..costs.timeline import Task
@@ -99,7 +99,7 @@ class Engine:
         self._ready_s: dict[str, float] = {}  # when each bucket was ready in the last step
         self._final_statistics: list[BucketStatistics] = []
         self._turn = threading.Lock()  # held by whoever uses the group
-        self._thread = JobThread("gradsync", self.device)
+        self._thread = CallingThread() if group.on_calling_thread else JobThread("gradsync", self.device)
         self._apart = False  # the step under way exchanges when backward has ended, and no plan is made by it
         self._asides: list[Future[Any]] = []  # what the communication thread does before the exchange
         self._other_core: JobThread | None = None  # for what a plan offloads
@@ -119,8 +119,14 @@ class Engine:
         optimiser steps so far, which ranks compare.
 
         Raises:
-            RuntimeError: when an earlier step failed, was left unfinished on this rank, or mixed two steps' gradients.
+            RuntimeError: when an earlier step failed, was left unfinished on this rank, or mixed two steps' gradients,
+                and inside the capture of a CUDA graph.
         """
+        if streams.is_capturing(self.device):
+            raise RuntimeError(
+                "backward runs inside the capture of a CUDA graph, which cannot hold gradsync's exchange: call "
+                "torch.cuda.make_graphed_callables(model, ...) before attach(), as for DDP, or train without a graph"
+            )
         self.abandon("the previous backward did not finish on this rank (an error in it?)")
         self._require_working()
         self._check_marks()

@@ -29,6 +29,7 @@ from ..engine.plan_control import Planner
 from ..optim.momentum import MomentumCheck
 from ..plans.plan import Plan
 from ..tensors.bucket import TensorSpec, describe_specs, matches, trainable_parameters
+from .arguments import Communicator
 from .buffers import describe_buffers, why_not_broadcast
 from .wrappers import warn_if_alone, why_not_alone
 
@@ -58,6 +59,7 @@ def agreed_engine(
     what: str = GRADIENTS,
     in_backward: bool = False,
     verification: Verification,
+    communicator: Communicator = "own",
 ) -> tuple[Engine, dict[str, nn.Parameter]]:
     """Returns a new engine and the parameters, by name, that it synchronises, or raises on all ranks. Collective.
 
@@ -68,11 +70,12 @@ def agreed_engine(
         what: the call that all ranks make, for error messages; ranks that make different ones all raise.
         in_backward: all ranks call this inside a backward, as DDP's hook does.
         verification: how ranks compare parameters during training.
+        communicator: as in `gradsync.attach`, the same on all ranks.
 
     Raises:
         RuntimeError, ValueError, GroupError: as `gradsync.attach`.
     """
-    group = group_of(process_group, timeout_s, what, device_of(model))
+    group = group_of(process_group, timeout_s, what, device_of(model), communicator)
     warn_if_alone(process_group)
     engines: list[Engine] = []
     settings = f"{settings}, timeout={timeout_s:g}, {verification}"
@@ -135,10 +138,16 @@ def device_of(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters() if p.requires_grad), torch.device("cpu"))
 
 
-def group_of(process_group: dist.ProcessGroup | None, timeout_s: float, what: str, device: torch.device) -> Group:
+def group_of(
+    process_group: dist.ProcessGroup | None,
+    timeout_s: float,
+    what: str,
+    device: torch.device,
+    communicator: Communicator = "own",
+) -> Group:
     """Returns the collectives (`Group`) over a process group's ranks, which all come for `what`; None: all ranks.
 
-    `device`: of the tensors that they will exchange.
+    `device`: of the tensors that they will exchange; `communicator`: as in `gradsync.attach`.
 
     Raises:
         ValueError: if the process group has no backend for the device.
@@ -155,7 +164,8 @@ def group_of(process_group: dist.ProcessGroup | None, timeout_s: float, what: st
         raise RuntimeError("this rank is not a member of process_group; call attach() on its members only")
     if dist.get_world_size(process_group) == 1:
         return LocalGroup.world(1)[0]
-    return torch_group(process_group, timeout_s=timeout_s, device=device, what=what)
+    shared = communicator == "shared"
+    return torch_group(process_group, timeout_s=timeout_s, device=device, what=what, on_calling_thread=shared)
 
 
 def forget(modules: Iterable[nn.Module], parameters: Iterable[Tensor]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from ..engine.guard import VERIFY_EVERY, Verification
 from ..inputs.settings import NonNegativeFloat, NonNegativeInt, TimeLimit, checked, shown
 
 DEFAULT_TIMEOUT_S = 600.0
+Communicator = Literal["own", "shared"]
 
 
 def require_module(given: object) -> None:
@@ -36,6 +37,7 @@ class Arguments:
     init_sync: bool = True
     static_graph: bool = False
     find_unused_parameters: bool = True
+    communicator: Communicator = "own"
     verify_every: NonNegativeInt = VERIFY_EVERY
     verify_tolerance: NonNegativeFloat | None = None
     optimizer: Optimizer | None = None
@@ -61,5 +63,5 @@ class Arguments:
         return (
             f"broadcast_buffers={self.broadcast_buffers}, grad_scaler={self.grad_scaler is not None}, "
             f"init_sync={self.init_sync}, static_graph={self.static_graph}, "
-            f"find_unused_parameters={self.find_unused_parameters}"
+            f"find_unused_parameters={self.find_unused_parameters}, communicator={self.communicator}"
         )

@@ -296,6 +296,7 @@ def attach(
     find_unused_parameters: bool = True,
     verify_every: int = VERIFY_EVERY,
     verify_tolerance: float | None = None,
+    communicator: Literal["own", "shared"] = "own",
 ) -> Attachment:
     """Makes `loss.backward()` return with gradients averaged over the ranks; nothing else of the loop changes.
 
@@ -336,6 +337,11 @@ def attach(
             steps without a synchronised backward, as in hand-written local SGD.
         verify_tolerance: the difference, relative to the parameter's largest magnitude, up to which ranks only warn, as
             different processors differ in last bits. None: 0.001, or 4 units in the last place for 16-bit dtypes.
+        communicator: "own": a thread of gradsync's exchanges gradients during backward, on a communicator of its own.
+            "shared": the thread of backward issues all operations itself, in the order in which gradients get ready,
+            and on NCCL on the communicator of `process_group`. For jobs that call collectives of their own inside
+            forward or backward on NCCL (SyncBatchNorm, tensor parallelism), which wants one order on all ranks. With
+            gloo backward then waits for exchanges of several stages.
 
     Returns:
         The attachment: plan, statistics, state for checkpoints, `no_sync`, `detach`. It need not be kept.
@@ -364,12 +370,20 @@ def attach(
         find_unused_parameters=find_unused_parameters,
         verify_every=verify_every,
         verify_tolerance=verify_tolerance,
+        communicator=communicator,
         optimizer=optimizer,
         grad_scaler=grad_scaler,
     )
     exclude = exclusions(model, given.exclude, has_buffers=given.broadcast_buffers)
     attached = Attached(
-        model, given.optimizer, process_group, given.timeout, exclude, given.verification, given.refusal
+        model,
+        given.optimizer,
+        process_group,
+        given.timeout,
+        exclude,
+        given.verification,
+        given.refusal,
+        given.communicator,
     )
     if isinstance(plan, AveragingPlanner) or (isinstance(plan, Plan) and plan.what is not What.GRADIENT):
         return Attachment(_averaging_switch(attached, plan, given.grad_scaler), model)
@@ -410,6 +424,7 @@ def _hooked(attached: Attached, plan: Plan | Planner, given: Arguments, refusal:
         given.optimizer,
         refusal,
         verification=attached.verification,
+        communicator=attached.communicator,
     )
     if given.grad_scaler is not None:
         engine.loss_scale = given.grad_scaler.get_scale

@@ -66,7 +66,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         static_graph: each backward adds to each parameter's gradient as often as the first did, which allows re-entrant
             activation checkpointing.
         delay_all_reduce_named_params, param_to_hook_all_reduce: these parameters are averaged like all others.
-        plan, timeout, exclude, optimizer, grad_scaler, verify_every, verify_tolerance: as in `gradsync.attach`.
+        plan, timeout, exclude, optimizer, grad_scaler, verify_every, verify_tolerance, communicator: as in
+            `gradsync.attach`.
         find_unused_parameters: True: parameters without gradient in the backwards of a forward count as zero. False:
             the next forward raises on all ranks.
         output_device, dim, bucket_cap_mb, bucket_cap_mb_list, gradient_as_bucket_view, skip_all_reduce_unused_params,
@@ -115,6 +116,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         grad_scaler: torch.amp.GradScaler | None = None,
         verify_every: int = VERIFY_EVERY,
         verify_tolerance: float | None = None,
+        communicator: Literal["own", "shared"] = "own",
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -139,6 +141,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self.forward_sync_buffers = not keeps_buffers_apart and forward_sync_buffers is not False
         self._settings: dict[str, Any] = {"plan": plan, "timeout": timeout, "exclude": exclude}
         self._settings |= {"verify_every": verify_every, "verify_tolerance": verify_tolerance}
+        self._settings |= {"communicator": communicator}
         self._hints: dict[str, Any] = {"optimizer": optimizer, "grad_scaler": grad_scaler}  # left out of copies
         self._attachment: Attachment | None = None
         self._synchronizes, self._local = True, ExitStack()

@@ -31,7 +31,7 @@ from ..optim.momentum import MomentumCheck
 from ..plans.plan import Plan
 from ..tuning.default import default_planner, planner_of
 from .agreement import HOOK, agreed_engine, exclusions, forget, unwrapped
-from .arguments import DEFAULT_TIMEOUT_S, Arguments
+from .arguments import DEFAULT_TIMEOUT_S, Arguments, Communicator
 from .model_changes import Additions
 from .torch_hooks import (
     AccumulationHook,
@@ -70,6 +70,7 @@ class DDPState:
         grad_scaler: torch.amp.GradScaler | None = None,
         verify_every: int = VERIFY_EVERY,
         verify_tolerance: float | None = None,
+        communicator: Communicator = "own",
     ) -> None:
         if not isinstance(model, DistributedDataParallel | None):
             raise TypeError(f"model must be a DistributedDataParallel or None, got {shown(model)}")
@@ -81,6 +82,7 @@ class DDPState:
             grad_scaler=grad_scaler,
             verify_every=verify_every,
             verify_tolerance=verify_tolerance,
+            communicator=communicator,
         )
         self._exchange: _Exchange | None = None
         self.successor: DDPState | None = None  # the state attached after this one: DDP takes only one hook
@@ -101,7 +103,8 @@ class DDPState:
         """Returns the settings, without anything of one model on one rank, and without optimiser and grad_scaler."""
         given = self._arguments
         guard = {"verify_every": given.verify_every, "verify_tolerance": given.verify_tolerance}
-        return {"plan": self._plan, "timeout_s": given.timeout, "exclude": given.exclude, **guard}
+        other = {"exclude": given.exclude, "communicator": given.communicator}
+        return {"plan": self._plan, "timeout_s": given.timeout, **other, **guard}
 
     def __setstate__(self, settings: dict[str, Any]) -> None:
         DDPState.__init__(self, **settings)
@@ -164,12 +167,13 @@ class _Exchange:
             model.process_group,
             given.timeout,
             exclude,
-            f"grad_scaler={given.grad_scaler is not None}",
+            f"grad_scaler={given.grad_scaler is not None}, communicator={given.communicator}",
             given.optimizer,
             given.refusal,
             what=HOOK,
             verification=given.verification,
             in_backward=is_backward(),
+            communicator=given.communicator,
         )
         if given.grad_scaler is not None:
             self.engine.loss_scale = given.grad_scaler.get_scale

@@ -39,6 +39,7 @@ from .agreement import (
     gather_texts,
     group_of,
 )
+from .arguments import Communicator
 from .autograd import AutogradHooks
 from .averaging import SCALED, Averaging, tensors_beside_parameters
 from .choosing import GradientsOrParameters
@@ -126,6 +127,7 @@ class Attached:
         exclude: names or shell patterns of parameters and buffers that are left alone.
         verification: how ranks compare their parameters.
         refusal: what is wrong with the arguments on this rank, or "".
+        communicator: as in `gradsync.attach`.
     """
 
     def __init__(
@@ -137,11 +139,12 @@ class Attached:
         exclude: Sequence[str],
         verification: Verification,
         refusal: str = "",
+        communicator: Communicator = "own",
     ) -> None:
         self._model = weakref.ref(model)
         self._optimizer = None if optimizer is None else weakref.ref(optimizer)
         self.process_group, self.timeout_s, self.exclude = process_group, timeout_s, exclude
-        self.verification, self.refusal = verification, refusal
+        self.verification, self.refusal, self.communicator = verification, refusal, communicator
 
     @property
     def model(self) -> nn.Module:
@@ -370,6 +373,7 @@ def averaging_frontend(
         also,
         what=PARAMETERS,
         verification=attached.verification,
+        communicator=attached.communicator,
     )
     try:
         return _frontend_of(engine, attached, regroups, apart=apart)
@@ -418,7 +422,7 @@ def _planned(planner: AveragingPlanner, attached: Attached, refusal: str) -> tup
     """
     timeout_s, optimizer = attached.timeout_s, attached.optimizer
     device = device_of(attached.model)
-    group = group_of(attached.process_group, timeout_s, PLANNING, device)
+    group = group_of(attached.process_group, timeout_s, PLANNING, device, attached.communicator)
     try:
         if planner.survives and device.type != "cpu" and backend_for(attached.process_group, device) != "gloo":
             refusal = refusal or SURVIVES_NOT
