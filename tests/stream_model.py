@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, TypeVar
 
 import torch
@@ -26,8 +27,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gradsync.comm import LocalGroup, Pending
-from gradsync.devices.streams import Event, HostCopy, StreamName, Streams, _Here
+from gradsync.comm import Group, LocalGroup, Pending, StreamGroup
+from gradsync.devices.streams import Event, HostCopy, NoStreams, StreamName, Streams, _Here
 
 T = TypeVar("T")
 
@@ -251,21 +252,13 @@ class ModelEvent:
         self._model.order_behind(self._clock)
 
 
-class ModelGroup(LocalGroup):
+_numbers = count()
+
+
+class Asynchronous(Group):
     """A group like NCCL's: an operation runs on a stream of its own, and waiting orders only the waiter's stream."""
 
-    def __init__(self, model: StreamModel, group: LocalGroup) -> None:
-        super().__init__(group.rank, group._meeting, group.members, group.placement)
-        self._model = model
-        self._made: dict[tuple[int, ...], ModelGroup] = {}
-
-    def subgroup(self, places: tuple[int, ...]) -> Any:
-        made = super().subgroup(places)
-        if made is self or not isinstance(made, LocalGroup):
-            return made
-        if places not in self._made:
-            self._made[places] = ModelGroup(self._model, made)
-        return self._made[places]
+    _model: StreamModel
 
     def all_reduce(self, buffer: Tensor) -> Pending[Tensor]:
         return self._asynchronous(super().all_reduce(buffer), buffer)
@@ -290,7 +283,7 @@ class ModelGroup(LocalGroup):
         """Lets the operation read its inputs at any time between the issue and the wait, for which they are kept."""
         inputs = list(given)
         model, issued = self._model, self._model.snapshot()
-        with model.on(("collective", self._number, id(self))):
+        with model.on(("collective", next(_numbers))):
             model.order_behind(issued)
             for tensor in _dense(inputs):
                 model.read(tensor, "a collective")
@@ -304,6 +297,23 @@ class ModelGroup(LocalGroup):
 
         return Pending(wait)
 
+
+class ModelGroup(Asynchronous, LocalGroup):
+    """A group of ranks as threads, all of one model: what a rank receives is ordered behind what its sender did."""
+
+    def __init__(self, model: StreamModel, group: LocalGroup) -> None:
+        super().__init__(group.rank, group._meeting, group.members, group.placement)
+        self._model = model
+        self._made: dict[tuple[int, ...], ModelGroup] = {}
+
+    def subgroup(self, places: tuple[int, ...]) -> Any:
+        made = super().subgroup(places)
+        if made is self or not isinstance(made, LocalGroup):
+            return made
+        if places not in self._made:
+            self._made[places] = ModelGroup(self._model, made)
+        return self._made[places]
+
     def _operation(self, name: str, what: Any, result: Callable[[list[Any]], T]) -> Pending[T]:
         model = self._model
         model.forget(what)
@@ -316,6 +326,14 @@ class ModelGroup(LocalGroup):
             return result([each for each, _ in brought])
 
         return Pending(wait)
+
+
+class ModelTorchGroup(Asynchronous, StreamGroup):
+    """A group of ranks as processes, each with a model of its own: a test sets `_model` of this class."""
+
+    def _open(self, process_group: Any, timeout_s: float) -> None:
+        super()._open(process_group, timeout_s)
+        self._streams = NoStreams()  # the monitor does not ask whether operations have ended
 
 
 class _Watch(TorchDispatchMode):

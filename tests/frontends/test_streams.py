@@ -1,0 +1,132 @@
+"""All frontends on an accelerator, as a model: events order what a training loop and gradsync do to the same memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradsync
+from gradsync import kernels
+from gradsync.comm.backends import GROUP_OF_BACKEND
+from gradsync.compressors import ErrorFeedback, TopK
+from gradsync.devices import streams
+from gradsync.plans.plan import Plan, What
+from gradsync.schemes import AGSparse, AllReduce, CoarseGrained, CompressedAllGather, CompressedTwoWay, Scheme
+from gradsync.tensors.bucket import TensorSpec
+from tests.stream_model import ModelTorchGroup, StreamModel
+from tests.world import Ranks
+
+World = Callable[[int], Ranks]
+
+STEPS, STEADY, ROWS, WIDTH = 6, 3, 24, 8  # `STEADY`: the first step in which nothing is agreed on any more
+FEW = ErrorFeedback(TopK(0.2))
+SCHEMES: dict[str, Scheme[Any] | None] = {
+    "exact": AllReduce(),
+    "compressed": CompressedAllGather(FEW),
+    "two-way": CompressedTwoWay(FEW),
+    "chunks": CoarseGrained(chunk=16, ratio=0.3),
+    "frozen chunks": CoarseGrained(chunk=16, ratio=0.3, freeze=True),
+    "default": None,
+}
+
+
+class Net(nn.Module):
+    """A table below a perceptron with a buffer."""
+
+    def __init__(self, *, sparse: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(ROWS, WIDTH, sparse=sparse)
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.layers(self.table(rows).mean(1))
+
+
+def plan_of(model: nn.Module, scheme: Scheme[Any] | None, what: What) -> Plan | None:
+    """Returns a plan of two buckets, the table apart; None: gradsync's default."""
+    if scheme is None:
+        return None
+    specs = {name: TensorSpec.of(p) for name, p in model.named_parameters()}
+    dense = [name for name in reversed(specs) if not name.startswith("table")]
+    table: Scheme[Any] = AGSparse() if model.table.sparse else scheme
+    return Plan.make(specs, dist.get_world_size(), [(dense, scheme), (["table.weight"], table)], what=what)
+
+
+@contextmanager
+def on_a_pretended_accelerator(without: str = "") -> Iterator[StreamModel]:
+    model = StreamModel(without)
+    ModelTorchGroup._model = model
+    with ExitStack() as within:
+        within.enter_context(kernels.use("reference"))
+        within.enter_context(patch.dict(GROUP_OF_BACKEND, {"gloo": ModelTorchGroup}))
+        within.enter_context(patch.object(streams, "streams_of", model.streams))
+        within.enter_context(patch.object(streams, "settle", model.settle))
+        within.enter_context(model.on())
+        yield model
+
+
+def train(frontend: str, name: str, what: What, sparse: bool, without: str = "") -> list[tuple[str, str]]:
+    """Trains on a pretended accelerator, and returns on which streams and where steady steps wait for it."""
+    torch.manual_seed(0)
+    draws = torch.Generator().manual_seed(dist.get_rank())
+    with on_a_pretended_accelerator(without) as model:
+        net: nn.Module = Net(sparse=sparse)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        settings: dict[str, Any] = {"plan": plan_of(net, SCHEMES[name], what), "timeout": 20, "optimizer": optimizer}
+        if frontend == "class":
+            net = gradsync.DistributedDataParallel(net, **settings)
+            handle = net._attachment
+        else:
+            net = DistributedDataParallel(net) if frontend == "hook" else net
+            handle = gradsync.attach(net, **settings)
+        assert handle is not None
+        for step in range(STEPS):
+            if step == STEADY:
+                model.host_reads.clear()
+            rows = torch.randint(0, ROWS, (6, 3), generator=draws)
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            with handle.no_sync() if step == 1 else ExitStack():
+                net(rows).square().mean().backward()
+                optimizer.step()
+        reads = list(model.host_reads)
+        handle.detach()
+        return reads
+
+
+CASES = [
+    *(("attach", name, What.GRADIENT, sparse) for name in SCHEMES for sparse in (False, True)),
+    *((frontend, name, What.GRADIENT, True) for frontend in ("class", "hook") for name in ("compressed", "default")),
+    *(("attach", name, What.PARAMETER, False) for name in ("exact", "compressed")),
+    ("attach", "exact", What.EARLY_PARAMETER, False),
+]
+# What the thread of backward reads from the device: the guard at times, averages digests of what is under way.
+AT_TIMES = {What.GRADIENT: ("guard.py",), What.PARAMETER: ("stamp.py",), What.EARLY_PARAMETER: ("stamp.py",)}
+
+
+@pytest.mark.parametrize(("frontend", "name", "what", "sparse"), CASES, ids=str)
+def test_all_accesses_are_ordered_by_events(world: World, frontend: str, name: str, what: What, sparse: bool) -> None:
+    for reads in world(2).run(train, frontend, name, what, sparse):
+        backward = {read for stream, read in reads if stream == "thread"}
+        assert not {read for read in backward if not any(at in read for at in AT_TIMES[what])}
+
+
+# Without the event that is recorded in this function, the loop of which case reads or writes too early.
+NEEDED = {
+    "Synchronization.mark_ready": ("attach", "compressed", What.GRADIENT, False),
+    "Synchronization.advance": ("attach", "exact", What.GRADIENT, False),
+}
+
+
+@pytest.mark.parametrize("without", NEEDED)
+def test_each_event_is_needed(world: World, without: str) -> None:
+    with pytest.raises(AssertionError, match="without an event"):
+        for _ in range(5):  # memory is lent out anew before it may be only as threads happen to run
+            world(2).run(train, *NEEDED[without], without)
