@@ -200,8 +200,9 @@ class _Judge:
         magnitude = torch.stack(own).abs().sum(dim=0) / size
         # Rows that an embedding's gradient repeats are added first, where they may cancel out.
         added = torch.stack([self._added(step, rank, each) for rank in range(size)]).sum(dim=0) / size
+        repeats = max(self._repeats(step, rank, each) for rank in range(size))
         return (
-            (size + ROUNDINGS) * info.eps / 2 * torch.maximum(magnitude, added)
+            (size + ROUNDINGS + repeats) * info.eps / 2 * torch.maximum(magnitude, added)
             + FLOAT32_ADDITIONS * single.eps * added
             + self._spacing(each)
         )
@@ -218,6 +219,13 @@ class _Judge:
             shape = gradient.shape
             gradient = torch.sparse_coo_tensor(gradient._indices(), values, shape, check_invariants=True)
         return _flat(gradient, self.shapes[each.name]).abs()[each.start : each.stop]
+
+    def _repeats(self, step: int, rank: int, each: _Range) -> int:
+        """Returns how often the gradient of a rank repeats the row that it repeats most often; 0 without repetition."""
+        gradient = self.traces[rank].steps[step].own.get(each.name)
+        if gradient is None or gradient.layout is not torch.sparse_coo or not gradient._nnz():
+            return 0
+        return int(gradient._indices()[0].bincount().max()) - 1
 
     def _off(self, each: _Range, got: Tensor, expected: Tensor, allowed: Tensor) -> Iterator[str]:
         wrong = ~((got - expected).abs() <= allowed) & ~_equally_special(got, expected)
