@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gradsync.comm import Group, LocalGroup, Pending, StreamGroup
+from gradsync.devices import streams
 from gradsync.devices.streams import Event, HostCopy, NoStreams, StreamName, Streams, _Here
 
 T = TypeVar("T")
@@ -99,9 +101,15 @@ class StreamModel:
                 if stream is not None:
                     stack.pop()
 
-    def streams(self, device: torch.device) -> Streams:
-        """Stands in for `streams_of`."""
-        return ModelStreams(self)
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Takes the place of the streams of all devices; checks of what the device holds wait for nothing."""
+        with (
+            patch.object(streams, "streams_of", lambda device: ModelStreams(self)),
+            patch.object(streams, "settle", self._settle),
+            patch.object(streams, "require", lambda holds, expected, got: None),
+        ):
+            yield
 
     @contextmanager
     def unmetered(self) -> Iterator[None]:
@@ -126,8 +134,8 @@ class StreamModel:
         if not getattr(self._here, "unmetered", False) and not place.startswith(("test_", "reference/")):
             self.host_reads.append((str(self.current[0]), f"{what} in {place}"))
 
-    def settle(self, device: torch.device) -> None:
-        """Stands in for `settle`: what comes after it, on any stream, is ordered behind the current stream."""
+    def _settle(self, device: torch.device) -> None:
+        """Orders what comes after it, on any stream, behind the current stream."""
         with self._lock:
             self._settled = merged(self._settled, self.snapshot())
 

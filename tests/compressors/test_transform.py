@@ -134,7 +134,7 @@ def test_places_of_damaged_payloads_are_refused_and_large_ones_are_no_infinity()
     compressor, x = DCTTopK(chunk=16, k=4), torch.ones(10, 10)
     payload, _ = compressor.compress(x.flatten(), compressor.init(FlatSpec.of(x)))
     payload.data[:2] = 255
-    with pytest.raises(ValueError, match="has a place outside of its rectangle of 100 elements"):
+    with pytest.raises(ValueError, match="has places in its rectangles of 100 elements, got 65535"):
         compressor.decompress(payload)
     huge = torch.full((64, 64), 60000.0, dtype=torch.float16)
     payload, _ = DCTTopK().compress(huge.flatten(), DCTTopK().init(FlatSpec.of(huge)))

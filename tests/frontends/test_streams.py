@@ -17,7 +17,6 @@ import gradsync
 from gradsync import kernels
 from gradsync.comm.backends import GROUP_OF_BACKEND
 from gradsync.compressors import ErrorFeedback, TopK
-from gradsync.devices import streams
 from gradsync.plans.plan import Plan, What
 from gradsync.schemes import AGSparse, AllReduce, CoarseGrained, CompressedAllGather, CompressedTwoWay, Scheme
 from gradsync.tensors.bucket import TensorSpec
@@ -67,8 +66,7 @@ def on_a_pretended_accelerator(without: str = "") -> Iterator[StreamModel]:
     with ExitStack() as within:
         within.enter_context(kernels.use("reference"))
         within.enter_context(patch.dict(GROUP_OF_BACKEND, {"gloo": ModelTorchGroup}))
-        within.enter_context(patch.object(streams, "streams_of", model.streams))
-        within.enter_context(patch.object(streams, "settle", model.settle))
+        within.enter_context(model.installed())
         within.enter_context(model.on())
         yield model
 

@@ -39,17 +39,6 @@ def test_what_is_split_is_joined_again(kind: type[RowOwners], num_rows: int, own
         assert whole.num_rows == num_rows
 
 
-@pytest.mark.parametrize("num_rows", [5, 1000])
-@every_map
-def test_places_without_a_row_are_left_out(kind: type[RowOwners], num_rows: int) -> None:
-    """A dense message has all places of a part, also those that no row of the table maps to."""
-    of = kind(num_rows, 3)
-    positions = torch.arange(of.length, dtype=torch.int32)
-    values = torch.zeros(of.length, 2)
-    whole = of.join([SparseRows(positions, values, of.length) for _ in range(3)])
-    assert torch.equal(whole.indices, torch.arange(num_rows))
-
-
 def imbalance(of: RowOwners, indices: torch.Tensor) -> float:
     """Largest over mean number of rows of an owner (Zen, section 2)."""
     rows = SparseRows(indices.int(), torch.zeros(len(indices), 1), of.num_rows)

@@ -166,6 +166,7 @@ class CompressorTraits:
             payloads does not decode to the sum of the ranks' decoded tensors.
         most_summands: how many payloads can be added before the numbers overflow; None: any number.
         made_for_ranks: how many ranks compress together, if the settings say so; None: any number.
+        waits_for_device: on an accelerator the host reads numbers of payloads, such as their lengths, to decode them.
     """
 
     payload: type[Payload] = Message
@@ -173,6 +174,7 @@ class CompressorTraits:
     feeds_back: bool = True
     most_summands: int | None = None
     made_for_ranks: int | None = None
+    waits_for_device: bool = False
 
 
 USUAL_TRAITS, SPARSE_TRAITS = CompressorTraits(), CompressorTraits(SparseMessage)

@@ -60,7 +60,7 @@ class RandomK(Sparsifier):
 
     @cached_property
     def traits(self) -> CompressorTraits:
-        return CompressorTraits(Summand if self.shared else SparseMessage)
+        return CompressorTraits(Summand if self.shared else SparseMessage, waits_for_device=not self.shared)
 
     def runs(self, numel: int) -> tuple[int, int]:
         """Returns how many runs of neighbours are kept of a tensor with `numel` elements, and the length of a run."""

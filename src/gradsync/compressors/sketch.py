@@ -11,6 +11,7 @@ from annotated_types import Interval
 from torch import Tensor
 
 from .. import kernels
+from ..devices import streams
 from ..inputs.settings import PositiveInt, Ratio
 from ..kernels.draws import most_lanes
 from ..tensors import allocator as memory
@@ -89,8 +90,8 @@ class SketchML(Sparsifier):
         parts, rooms = numbers.split(counts), values.split(counts)
         for count, places in alike(counts).items():
             bucket, buckets = stacked(parts, places).long(), min(self.buckets, count)
-            if bool((bucket >= buckets).any()):
-                raise ValueError(f"a payload of {self} has quantile buckets in [0, {buckets}), got {int(bucket.max())}")
+            expected = f"a payload of {self} has quantile buckets in [0, {buckets})"
+            streams.require((bucket < buckets).all(), expected, bucket.max)
             found = means[offset : offset + len(places) * buckets].view(len(places), buckets)
             unstack(found.gather(1, bucket), rooms, places)
             offset += found.numel()

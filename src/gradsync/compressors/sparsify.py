@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..devices import streams
 from ..inputs.settings import PositiveInt, Ratio
 from ..kernels import Sections
 from ..tensors import allocator as memory
@@ -171,8 +172,11 @@ class BlockTopK(Sparsifier):
         check_payload(self, payload)
         values, positions = self._parts(payload)
         blocks = positions.decode()
-        if len(blocks) and not 0 <= int(blocks.min()) <= int(blocks.max()) < positions.length:
-            raise ValueError(f"a payload of {self} names a block outside [0, {positions.length})")
+        if len(blocks):
+            first, last = blocks.aminmax()
+            expected = f"a payload of {self} names blocks in [0, {positions.length})"
+            within = (first >= 0) & (last < positions.length)
+            streams.require(within, expected, lambda: f"{int(first)} to {int(last)}")
         indices = self._elements_of(blocks, payload.spec)
         return SparseVector(indices, values[: len(indices)], payload.spec.numel)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Annotated
 
@@ -18,7 +18,9 @@ from ..tensors import allocator as memory
 from ..tensors.bucket import FlatSpec
 from ..tensors.sparse import SparseVector, index_dtype
 from .base import (
+    SPARSE_TRAITS,
     CompressorState,
+    CompressorTraits,
     Field,
     SparseMessage,
     Sparsifier,
@@ -39,6 +41,10 @@ MOST_CORRECTIONS = 3  # how often GaussianK corrects its threshold (Shi et al., 
 
 class Thresholded(Sparsifier):
     """Base class of compressors that send the elements above a threshold, of each tensor at most the `most` largest."""
+
+    @property
+    def traits(self) -> CompressorTraits:
+        return replace(SPARSE_TRAITS, waits_for_device=True)
 
     @abstractmethod
     def most(self, numel: int) -> int:
@@ -182,8 +188,5 @@ class GaussianK(Thresholded):
         counts = torch.empty_like(wanted)
         for _ in range(MOST_CORRECTIONS):
             kernels.count_above(x, thresholds, counts, sections=spec.sections)
-            factors = torch.ones_like(thresholds)
-            factors[3 * counts < 2 * wanted] = 0.5
-            factors[3 * counts > 4 * wanted] = 1.5
-            thresholds *= factors
+            thresholds *= torch.where(3 * counts < 2 * wanted, 0.5, torch.where(3 * counts > 4 * wanted, 1.5, 1.0))
         return thresholds

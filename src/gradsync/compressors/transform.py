@@ -302,10 +302,8 @@ class DCTTopK(Compressor[Message]):
             indices = places.long() & 0xFFFF
             for tiles in self._tiles(spec):
                 found = indices[tiles.kept].view(tiles.count, -1)
-                if bool((found >= tiles.tiling.size).any()):
-                    raise ValueError(
-                        f"a payload of {self} has a place outside of its rectangle of {tiles.tiling.size} elements"
-                    )
+                expected = f"a payload of {self} has places in its rectangles of {tiles.tiling.size} elements"
+                streams.require((found < tiles.tiling.size).all(), expected, found.max)
                 found += tiles.starts(out.device)
             SparseVector(indices, values, len(coefficients)).add_to(coefficients)
         parts = out.split(spec.lengths)

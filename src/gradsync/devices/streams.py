@@ -14,6 +14,7 @@ This is the only module that calls the device modules of torch (`torch.accelerat
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, Protocol
 
@@ -189,6 +190,23 @@ def settle(device: torch.device) -> None:
     """
     if device.type != "cpu":
         torch.accelerator.current_stream(device).synchronize()
+
+
+def require(holds: Tensor, expected: str, got: Callable[[], object]) -> None:
+    """Checks a condition that follows from data, without waiting for an accelerator.
+
+    Args:
+        holds: the condition, one bool.
+        expected: the words for it, for the error.
+        got: returns what was found instead; called on the CPU only.
+
+    Raises:
+        ValueError: on the CPU. An accelerator stops with an assertion that has the words, and a later call raises.
+    """
+    if holds.device.type != "cpu":
+        torch._assert_async(holds, expected)
+    elif not bool(holds):
+        raise ValueError(f"{expected}, got {got()}")
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -43,6 +43,8 @@ class Traits:
         shows_infinity: a flat result is not finite if a rank's gradients, or next state, are not. Exact schemes without
             state need not set it.
         freezes: optimisers change weights and their own state only in the ranges of `CompressorState.arrived`.
+        waits_for_device: on an accelerator the thread that issues operations waits for its stream, because the host
+            reads numbers that follow from data, such as sizes of messages.
     """
 
     layout: Layout
@@ -54,6 +56,7 @@ class Traits:
     offloads: bool = False
     shows_infinity: bool = False
     freezes: bool = False
+    waits_for_device: bool = False
 
     def __post_init__(self) -> None:
         if self.carries_flags is None:

@@ -35,7 +35,7 @@ class AGSparse(RowCapacity, Scheme[Tables]):
     fit, all ranks gather once more, by the sizes in the headers.
     """
 
-    traits = Traits(Layout.ROWS)
+    traits = Traits(Layout.ROWS, waits_for_device=True)
     name = "agsparse"
 
     def stages(self, size: int) -> tuple[str, ...]:
@@ -50,7 +50,7 @@ class AGSparse(RowCapacity, Scheme[Tables]):
             if all(map(self.fits, headers)):
                 return _sum_messages(bodies, AgreedRows.of(headers, planned.groups), planned, scale), state
         else:
-            headers = [header.tolist() for header in await group.all_gather(survey.header)]  # to size the messages
+            headers = torch.stack(await group.all_gather(survey.header)).tolist()  # to size the messages
         agreed = AgreedRows.of(headers, common_groups(headers, specs))
         format = RowFormat.whole(agreed.groups)
         message = _pack(x, survey, format, agreed.rows[group.rank])

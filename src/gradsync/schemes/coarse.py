@@ -125,7 +125,14 @@ class CoarseGrained(Scheme[Tensor]):
 
     @cached_property
     def traits(self) -> Traits:
-        return Traits(Layout.FLAT, lossy=True, carries_flags=True, shows_infinity=True, freezes=self.freeze)
+        return Traits(
+            Layout.FLAT,
+            lossy=True,
+            carries_flags=True,
+            shows_infinity=True,
+            freezes=self.freeze,
+            waits_for_device=True,  # optimisers and the host must know which chunks were sent
+        )
 
     @property
     def _carrier(self) -> Scheme[Any]:

@@ -79,6 +79,7 @@ class Hierarchical(Scheme[Any]):
             mixes=across.mixes,
             depends_on_shapes=across.depends_on_shapes,
             freezes=across.freezes,
+            waits_for_device=inside.waits_for_device or across.waits_for_device,
         )
 
     @property

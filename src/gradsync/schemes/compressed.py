@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -36,7 +37,14 @@ class Compressed(Scheme[Tensor]):
     """The base class of schemes that send a flat bucket as payloads (encoded tensors) of a `compressor`."""
 
     compressor: Compressor[Any]
-    traits = Traits(Layout.FLAT, lossy=True, carries_flags=True)
+
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(Layout.FLAT, lossy=True, carries_flags=True, waits_for_device=self._waits)
+
+    @property
+    def _waits(self) -> bool:
+        return self.compressor.traits.waits_for_device
 
     @property
     def title(self) -> str:
@@ -250,6 +258,10 @@ class CompressedTwoWay(Compressed):
             )
 
     @property
+    def _waits(self) -> bool:
+        return self.compressor.traits.waits_for_device or self._sums.traits.waits_for_device
+
+    @property
     def _sums(self) -> Compressor[Any]:
         return self.sums if self.sums is not None else self.compressor.of_sums
 
@@ -336,6 +348,10 @@ class Sparsified(Compressed):
             )
         if self.inner.traits.layout is not Layout.FLAT or not self.inner.traits.exact:
             raise ValueError(f"Sparsified.inner must be an exact scheme of flat buckets, got {self.inner!r}")
+
+    @property
+    def _waits(self) -> bool:
+        return self.compressor.traits.waits_for_device or self.inner.traits.waits_for_device
 
     @property
     def title(self) -> str:

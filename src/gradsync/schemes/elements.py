@@ -50,7 +50,7 @@ class BalancedElements(Scheme[Tensor]):
     # The most non-zeros that are expected of one rank, and of the union of all ranks; (): sizes are exchanged.
     capacity: tuple[NonNegativeInt, ...] = ()
 
-    traits = Traits(Layout.FLAT)
+    traits = Traits(Layout.FLAT, waits_for_device=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -68,7 +68,7 @@ class BalancedParallelism(RowCapacity, Partitioned[Tables, OwnedColumns]):
         "column_stripe"  # the owner map; "table_stripe": each table is striped by itself, whatever rows it has
     )
 
-    traits = Traits(Layout.ROWS)
+    traits = Traits(Layout.ROWS, waits_for_device=True)
 
     @property
     def owns_alike(self) -> bool:
@@ -100,7 +100,7 @@ class BalancedParallelism(RowCapacity, Partitioned[Tables, OwnedColumns]):
                 agreed = AgreedRows.of(headers, stripes.groups)
                 return _sum_columns(bodies, agreed, stripes, group.rank, scale, dtype), state
         else:
-            headers = [header.tolist() for header in await group.all_gather(survey.header)]  # to size the messages
+            headers = torch.stack(await group.all_gather(survey.header)).tolist()  # to size the messages
         agreed = AgreedRows.of(headers, single_groups(specs) if self.owns_alike else common_groups(headers, specs))
         stripes = self._striped(agreed.groups, group.size)
         messages = await _push_by_sizes(x, survey, agreed, stripes, group)

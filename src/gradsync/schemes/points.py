@@ -112,7 +112,7 @@ class RowPoint(DesignPoint, Scheme[Tables]):
     Wire: see `space.schedule`; a sum over some ranks travels as values of rows, and positions in the smallest format.
     """
 
-    traits = Traits(Layout.ROWS)
+    traits = Traits(Layout.ROWS, waits_for_device=True)
     formats = SPARSE_FORMATS  # not dense, which cannot tell a touched row of zeros from an untouched one
 
     async def synchronize(self, x: Tables, state: State, group: Group, scale: float) -> tuple[Tables, State]:
@@ -141,7 +141,7 @@ class ElementPoint(DesignPoint, Scheme[Tensor]):
 
     block: PositiveInt = 1
 
-    traits = Traits(Layout.FLAT)
+    traits = Traits(Layout.FLAT, waits_for_device=True)
     formats = tuple(IndexFormat)
 
     @property

@@ -103,6 +103,7 @@ class Route(Scheme[Tensor]):
             carries_flags=True,
             prepares=leaf[0].kind is Kind.COMP and not self.compressor_at(0).traits.agrees,
             offloads=any(task.choice == OFFLOAD for task in leaf),
+            waits_for_device=self.compressor is not None and self.compressor.traits.waits_for_device,
         )
 
     @property

@@ -49,17 +49,13 @@ class RowOwners(ABC):
         return 1.0 / self.owners
 
     def join(self, parts: Sequence[SparseRows]) -> SparseRows:
-        """Returns the rows of all owners' parts, sorted: the inverse of `split`.
-
-        Positions to which no row of the table maps, as dense messages have them, are left out.
-        """
+        """Returns the rows of all owners' parts, sorted: the inverse of `split`."""
         present = any(part.present for part in parts)
         if self.owners == 1:  # in order already
             return SparseRows(parts[0].indices.long(), parts[0].values, self.num_rows, present)
         indices = torch.cat([self.rows_of(owner, part.indices) for owner, part in enumerate(parts)])
         values = torch.cat([part.values for part in parts])
         order = torch.argsort(indices)  # no row occurs twice
-        order = order[: int(torch.searchsorted(indices[order], self.num_rows))]  # the host cuts the result
         return SparseRows(indices[order], values[order], self.num_rows, present)
 
 
@@ -152,13 +148,7 @@ class HashedRows(RowOwners):
         return parts
 
     def rows_of(self, owner: int, positions: Tensor) -> Tensor:
-        owned = self._owned(positions.device)[owner].long()
-        found = positions.new_full(
-            (len(positions),), self.num_rows, dtype=torch.int64
-        )  # the value of a position without a row
-        inside = positions < len(owned)  # dense messages have positions beyond an owner's last row
-        found[inside] = owned[positions[inside].long()]
-        return found
+        return self._owned(positions.device)[owner].long()[positions.long()]
 
     def _owned(self, device: torch.device) -> tuple[Tensor, ...]:
         """Returns the row numbers of each owner, ascending, from a cache.

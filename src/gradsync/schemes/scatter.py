@@ -38,7 +38,7 @@ class SparseReduceScatter(Partitioned[Tensor, OwnedRange]):
 
     seed: int = 0  # of the owner map; the same on every rank
 
-    traits = Traits(Layout.FLAT)
+    traits = Traits(Layout.FLAT, waits_for_device=True)
 
     def push_stages(self, size: int) -> tuple[str, ...]:
         return ("push",)

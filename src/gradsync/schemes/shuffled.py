@@ -91,7 +91,8 @@ class Shuffled(Scheme[Tensor]):
 
     @cached_property
     def traits(self) -> Traits:
-        return Traits(Layout.FLAT, lossy=self.scheme.traits.lossy, mixes=True, carries_flags=True)
+        of = self.scheme.traits
+        return Traits(Layout.FLAT, lossy=of.lossy, mixes=True, carries_flags=True, waits_for_device=of.waits_for_device)
 
     def stages(self, size: int) -> tuple[str, ...]:
         """Returns `scheme`'s stage names in the group of ranks with most stages; groups idle in stages they lack."""

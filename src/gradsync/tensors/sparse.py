@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..devices import streams
 from . import allocator as memory
 
 INT32_ROWS = 2**31  # tables up to this many rows, or elements, have indices of 4 bytes, larger ones of 8
@@ -141,9 +142,10 @@ class SparseVector:
             ValueError: for an index outside [0, length).
         """
         if self.nnz:
-            first, last = int(self.indices.min()), int(self.indices.max())
-            if first < 0 or last >= self.length:
-                raise ValueError(f"indices of {self.length} elements must be below that, got {first} to {last}")
+            first, last = self.indices.aminmax()
+            within = (first >= 0) & (last < self.length)
+            expected = f"indices of {self.length} elements must be below that"
+            streams.require(within, expected, lambda: f"{int(first)} to {int(last)}")
         return self
 
     def to_dense(self) -> Tensor:
