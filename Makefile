@@ -7,7 +7,7 @@ WORKERS ?= 2
 PIP_ARGS ?=
 SOAK_MINUTES ?= 10
 
-.PHONY: setup demo test lint types tests lab-tests torch-tests sanitize fuzz bench faults soak clean
+.PHONY: setup demo test lint types tests lab-tests torch-tests sanitize gpu fuzz bench faults soak clean
 
 setup: .venv/setup.stamp
 
@@ -63,6 +63,11 @@ torch-tests: setup
 # The native code, compiled anew under the address and undefined behaviour sanitizers.
 sanitize: setup
 	$(BIN)/pytest -n 0 tests/sanitizers $(ARGS)
+
+# On a machine with a GPU; GRADSYNC_DRY=1 tries the tests themselves on the CPU.
+gpu: setup
+	$(BIN)/gradsync doctor
+	$(BIN)/pytest -n 0 tests/gpu $(if $(GRADSYNC_DRY),,tests/kernels) $(ARGS)
 
 # Random cases for a minute; ARGS="--seconds 3600" for longer. It goes on behind the last seed of its record.
 fuzz: setup
