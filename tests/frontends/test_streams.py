@@ -123,6 +123,41 @@ NEEDED = {
 }
 
 
+def scaled(frontend: str) -> tuple[list[tuple[str, str]], list[float]]:
+    """Trains a compressed plan with a GradScaler that grows; returns where steady steps wait, and residuals' scales."""
+    torch.manual_seed(0)
+    draws = torch.Generator().manual_seed(dist.get_rank())
+    with on_a_pretended_accelerator() as model:
+        net: nn.Module = Net(sparse=False)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2)
+        settings: dict[str, Any] = {"plan": plan_of(net, SCHEMES["compressed"], What.GRADIENT), "grad_scaler": scaler}
+        net = DistributedDataParallel(net) if frontend == "hook" else net
+        handle = gradsync.attach(net, timeout=20, **settings)
+        found = []
+        for step in range(STEPS):
+            if step == STEADY:
+                model.host_reads.clear()
+            optimizer.zero_grad()
+            loss = net(torch.randint(0, ROWS, (6, 3), generator=draws)).square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            reads = list(model.host_reads)
+            found.append(handle.state_dict()["loss_scale"])
+            model.host_reads[:] = reads
+        handle.detach()
+        return reads, found
+
+
+@pytest.mark.parametrize("frontend", ["attach", "hook"])
+def test_the_loss_scale_is_there_when_backward_asks_for_it(world: World, frontend: str) -> None:
+    for reads, scales in world(2).run(scaled, frontend):
+        assert scales == [16.0, 16.0, 32.0, 32.0, 64.0, 64.0]
+        backward = {read for stream, read in reads if stream == "thread" and "guard.py" not in read}
+        assert not backward if frontend == "attach" else all("loss_scale.py" in read for read in backward)
+
+
 @pytest.mark.parametrize("without", NEEDED)
 def test_each_event_is_needed(world: World, without: str) -> None:
     with pytest.raises(AssertionError, match="without an event"):

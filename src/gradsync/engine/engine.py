@@ -36,6 +36,7 @@ from ..tensors.gradients import RowGradients, marks_of_ranks
 from ..tensors.sparse import SparseRows
 from .bucket_run import BucketRun, BucketRuns, BucketStatistics
 from .guard import ParameterGuard, Verification
+from .loss_scale import LossScale
 from .observation import Observer
 from .plan_control import PlanController, Planner, Resumption
 from .step_listener import active
@@ -71,7 +72,7 @@ class Engine:
         self.group = group
         self.timeout_s = timeout_s
         self.step = 0
-        self.loss_scale: Callable[[], float] | None = None  # what gradients are multiplied by, where that may change
+        self.loss_scale: LossScale | None = None  # what gradients are multiplied by, where that may change
         self._scale: float | None = None  # in whose units state is
         # Set by frontends: since the last comparison an optimiser made a step that no synchronised backward preceded.
         self.stepped_alone = False
@@ -110,7 +111,16 @@ class Engine:
         self._adopt(self._controller.plan)
         self._announce()
 
+    def follow_loss_scale(self, scaler: torch.amp.GradScaler) -> None:
+        """Lets residuals, which are sums of gradients, follow the scale of this scaler."""
+        self.loss_scale = LossScale(scaler, self._streams)
+
     # The step, in the order in which a frontend calls.
+
+    def forward_begins(self) -> None:
+        """Prepares for the step of a forward that begins; a frontend need not call it."""
+        if self.loss_scale is not None and self.bucket_runs.have_state:
+            self.loss_scale.look()
 
     def begin(self, *, late: bool = False, rounds: int = 0) -> None:
         """Starts a training step.
@@ -132,8 +142,8 @@ class Engine:
         self._check_marks()
         self._marks = StepMarks(late, rounds % PHASES if rounds else None)
         self.bucket_runs.commit(keep=self._keeps_step)
-        if self.loss_scale is not None:
-            self._rescale(self.loss_scale())
+        if self.loss_scale is not None and self.bucket_runs.have_state:
+            self._rescale(self.loss_scale.value())
         if self.replanning:
             self._change_plan(self._controller.plan)
         self._observer.begin()

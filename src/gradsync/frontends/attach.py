@@ -427,7 +427,7 @@ def _hooked(attached: Attached, plan: Plan | Planner, given: Arguments, refusal:
         communicator=attached.communicator,
     )
     if given.grad_scaler is not None:
-        engine.loss_scale = given.grad_scaler.get_scale
+        engine.follow_loss_scale(given.grad_scaler)
     initial = [p for name, p in model.named_parameters() if not matches(name, exclude)]
     try:
         if given.init_sync:

@@ -166,6 +166,7 @@ class AutogradHooks:
             raise RuntimeError(why)
         if self._sync:
             self._reached.clear()
+            self._engine.forward_begins()
         self._follow_moved_parameters(anew=self._changes.generation != generation)
         if (listener := active()) is not None:
             listener.forward_began(self._engine)

@@ -176,7 +176,7 @@ class _Exchange:
             communicator=given.communicator,
         )
         if given.grad_scaler is not None:
-            self.engine.loss_scale = given.grad_scaler.get_scale
+            self.engine.follow_loss_scale(given.grad_scaler)
         self._model = weakref.ref(model)
         self._process_group = model.process_group
         self._detached = False

@@ -1,0 +1,41 @@
+"""`LossScale`: the factor by which a GradScaler multiplies the loss, read without waiting for an accelerator."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..devices.streams import HostCopy, Streams
+
+
+class LossScale:
+    """The loss scale of a job, which residuals of compressors follow.
+
+    `look` begins a copy to the host when a forward begins, so that it has arrived when backward asks for the value.
+
+    Args:
+        scaler: the scaler of the loss.
+        streams: those of the device that the scale is on.
+    """
+
+    def __init__(self, scaler: torch.amp.GradScaler, streams: Streams) -> None:
+        self._scaler, self._streams = scaler, streams
+        self._looked: tuple[Tensor, int, HostCopy] | None = None  # the scale, its version, and its copy
+
+    def look(self) -> None:
+        """Begins to copy the scale as it is now; `update` of the scaler usually comes before the forward."""
+        if (scale := self._scale) is not None:
+            self._looked = scale, scale._version, self._streams.to_host(scale.view(1))
+
+    def value(self) -> float:
+        """Returns the scale; waits for the device only if it has changed since `look`, or nobody has looked."""
+        scale, looked = self._scale, self._looked
+        if looked is not None and looked[0] is scale and looked[1] == looked[0]._version:
+            return float(looked[2].tolist()[0])
+        return float(self._scaler.get_scale())
+
+    @property
+    def _scale(self) -> Tensor | None:
+        """The scaler's tensor; None before the first use of the scaler, and where it is disabled."""
+        found: Tensor | None = getattr(self._scaler, "_scale", None)
+        return found
