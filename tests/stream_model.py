@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from gradsync.comm import Group, LocalGroup, Pending, StreamGroup
 from gradsync.devices import streams
-from gradsync.devices.streams import Event, HostCopy, NoStreams, StreamName, Streams, _Here
+from gradsync.devices.streams import Event, HostCopy, StreamName, Streams, _Here
 
 T = TypeVar("T")
 
@@ -251,8 +251,6 @@ class ModelCopy(_Here):
 
 
 class ModelEvent:
-    has_passed = True
-
     def __init__(self, model: StreamModel, clock: Clock) -> None:
         self._model, self._clock = model, clock
 
@@ -339,10 +337,6 @@ class ModelGroup(Asynchronous, LocalGroup):
 class ModelTorchGroup(Asynchronous, StreamGroup):
     """A group of ranks as processes, each with a model of its own: a test sets `_model` of this class."""
 
-    def _open(self, process_group: Any, timeout_s: float) -> None:
-        super()._open(process_group, timeout_s)
-        self._streams = NoStreams()  # the monitor does not ask whether operations have ended
-
 
 class _Watch(TorchDispatchMode):
     """Notes the memory that each torch operation of this thread reads, writes and makes."""
@@ -359,7 +353,8 @@ class _Watch(TorchDispatchMode):
         by_mask = function.overloadpacket.__name__ in BY_INDEX and any(
             isinstance(index, Tensor) and index.dtype is torch.bool for index in args[1]
         )
-        if by_mask or function.overloadpacket.__name__ in HOST_READS:
+        repeats = function.overloadpacket.__name__ == "repeat_interleave" and kwargs.get("output_size") is None
+        if by_mask or repeats or function.overloadpacket.__name__ in HOST_READS:
             self._model.note_host_read(function.overloadpacket.__name__)
         is_view = any(alias is not None and not alias.is_write for alias in returned)
         if not is_view:

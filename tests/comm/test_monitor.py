@@ -30,19 +30,7 @@ class OnStreams(StreamGroup):
 
     def all_reduce(self, buffer: torch.Tensor) -> Any:
         work = dist.all_reduce(buffer, group=self._own, async_op=True)
-        self._streams = SimpleNamespace(record=lambda: Ended(work))  # type: ignore[assignment]
         return self._pending(SimpleNamespace(wait=lambda: None, is_completed=work.is_completed), lambda: buffer)
-
-
-class Ended:
-    """The event behind a work of gloo's."""
-
-    def __init__(self, work: dist.Work) -> None:
-        self._work = work
-
-    @property
-    def has_passed(self) -> bool:
-        return self._work.is_completed()
 
 
 def reduce_until_it_raises(group: OnStreams, limit_s: float) -> tuple[str, tuple[int, ...], float]:
@@ -119,10 +107,45 @@ def test_long_waits_are_told_once_and_errors_logged(caplog: pytest.LogCaptureFix
     whereabouts = Mock(told=lambda number: told.pop(0))
     with patch("gradsync.comm.monitor.LOOK_S", 0.01), patch("gradsync.comm.monitor.WARNING_S", 0.01):
         monitor = Monitor(60.0)
-        monitor.watch(Mock(has_passed=False), whereabouts, 0, PLACE)
+        monitor.watch(Mock(is_completed=lambda: False), whereabouts, 0, PLACE)
         while monitor.error is None:
             time.sleep(0.01)
     monitor.stop()
     assert str(monitor.error) == f"{PLACE}: rank 4 left" and monitor.error.ranks == (4,)
     assert [record.levelno for record in caplog.records] == [logging.WARNING, logging.ERROR]
     whereabouts.announce_failure.assert_not_called()
+
+
+def watched(completed: Any, told: Any) -> Monitor:
+    """A monitor of one operation, when its thread has ended."""
+    with patch("gradsync.comm.monitor.LOOK_S", 0.01):
+        monitor = Monitor(60.0)
+        monitor.watch(Mock(is_completed=completed), Mock(told=told), 0, PLACE)
+        assert monitor._state.ended.wait(10)
+    return monitor
+
+
+def test_a_device_that_fails_ends_the_watch_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    monitor = watched(Mock(side_effect=[False, False, RuntimeError("device-side assert")]), lambda number: None)
+    while monitor._state.operations:
+        time.sleep(0.01)
+    assert monitor.error is None and "device-side assert" in caplog.text
+    for _ in range(3):
+        monitor.watch(Mock(), Mock(), 1, PLACE)
+    assert not monitor._state.operations, "nothing is kept of what nobody watches"
+
+
+def test_notices_that_cannot_be_read_are_an_error() -> None:
+    monitor = watched(lambda: False, Mock(side_effect=GroupError("the entry cannot be read")))
+    while monitor.error is None:
+        time.sleep(0.01)
+    assert str(monitor.error) == "the entry cannot be read"
+
+
+def test_where_no_rank_is_to_blame_none_is_named() -> None:
+    whereabouts = Mock(told=lambda number: None, why_broken=lambda number, why: GroupError("every rank waits"))
+    with patch("gradsync.comm.monitor.LOOK_S", 0.01):
+        monitor = Monitor(0.01)
+        monitor.watch(Mock(is_completed=lambda: False), whereabouts, 0, PLACE)
+        assert monitor._state.ended.wait(10)
+    whereabouts.announce_failure.assert_called_once_with(f"{PLACE}: every rank waits", ())

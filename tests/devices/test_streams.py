@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any
 
@@ -23,18 +24,12 @@ CARD = torch.device("cuda", 1)
 
 
 class FakeStream:
-    """A stream that becomes current in a `with` statement, as `torch.Stream` does."""
+    """A stream, and for each thread the one that is current."""
 
-    stack: list[FakeStream]
+    here = threading.local()
 
     def __init__(self, device: torch.device, priority: int = 0) -> None:
         self.device, self.priority, self.waited_for = device, priority, False
-
-    def __enter__(self) -> None:
-        self.stack.append(self)
-
-    def __exit__(self, *error: object) -> None:
-        self.stack.pop()
 
     def synchronize(self) -> None:
         self.waited_for = True
@@ -45,7 +40,7 @@ class FakeEvent:
         self.device = device
         self.recorded: Any = None
         self.waits: list[Any] = []
-        self.has_passed = False
+        self.has_passed = False  # when somebody has waited for it
 
     def record(self, stream: FakeStream) -> None:
         self.recorded = stream
@@ -64,15 +59,16 @@ class FakeEvent:
 def default(monkeypatch: pytest.MonkeyPatch) -> FakeStream:
     """Fakes the parts of torch that need a device, and returns the default stream of `CARD`."""
     stream = FakeStream(CARD)
-    monkeypatch.setattr(FakeStream, "stack", [stream], raising=False)
+    FakeStream.here = threading.local()
     monkeypatch.setattr(torch, "Stream", FakeStream)
     monkeypatch.setattr(torch, "Event", FakeEvent)
 
     def current(device: torch.device) -> FakeStream:
         assert device == CARD
-        return FakeStream.stack[-1]
+        return getattr(FakeStream.here, "stream", stream)
 
     monkeypatch.setattr(torch.accelerator, "current_stream", current)
+    monkeypatch.setattr(torch.accelerator, "set_stream", lambda each: setattr(FakeStream.here, "stream", each))
     return stream
 
 
@@ -92,6 +88,30 @@ def test_streams_of_a_name_are_one_and_ahead_of_the_user_s(default: FakeStream) 
     assert torch.accelerator.current_stream(CARD) is default
 
 
+def test_threads_that_are_on_one_stream_at_once_each_go_back_to_their_own(default: FakeStream) -> None:
+    """torch keeps the stream before it on the object that a `with` statement enters, for whichever thread leaves it."""
+    ours, theirs = streams_of(CARD), FakeStream(CARD)
+    entered, left = threading.Event(), threading.Event()
+    found: list[Any] = []
+
+    def work() -> None:
+        torch.accelerator.set_stream(theirs)
+        with ours.on(COMMUNICATION):
+            entered.set()
+            left.wait(10)
+        found.append(torch.accelerator.current_stream(CARD))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    entered.wait(10)
+    with pytest.raises(RuntimeError, match="inside"), ours.on(COMMUNICATION):
+        raise RuntimeError("inside")
+    found.append(torch.accelerator.current_stream(CARD))
+    left.set()
+    thread.join()
+    assert found == [default, theirs]
+
+
 def test_events_are_between_the_streams_that_are_current(default: FakeStream) -> None:
     ours = streams_of(CARD)
     event: Any = ours.record()
@@ -99,9 +119,6 @@ def test_events_are_between_the_streams_that_are_current(default: FakeStream) ->
         event.wait()
         inside: Any = torch.accelerator.current_stream(CARD)
     assert event._event.recorded is default and event._event.waits == [inside]
-    assert not event.has_passed
-    event._event.synchronize()
-    assert event.has_passed
 
 
 def test_a_copy_to_the_host_is_waited_for_where_its_values_are_asked_for(

@@ -25,11 +25,15 @@ from gradsync.diagnosis.examination import Finding, examined
 CARD = Accelerator(torch.device("cuda", 0), "Card 9000", 80 * 2**30)
 
 
+def names_have(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *name, **kind: [(2, 1, 6, "", (address, 0))])
+
+
 @pytest.fixture(autouse=True)
 def plain_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine whose name has an address, without settings."""
     monkeypatch.setattr(socket, "gethostname", lambda: "box")
-    monkeypatch.setattr(socket, "gethostbyname", lambda name: "10.0.0.7")
+    names_have("10.0.0.7", monkeypatch)
     for setting in examination.INTERFACES:
         monkeypatch.delenv(setting, raising=False)
 
@@ -77,9 +81,15 @@ def test_missing_kernels_are_noted_and_wrong_ones_a_fault(monkeypatch: pytest.Mo
 
 
 def test_kernels_that_fail_are_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(examination.SAMPLES, "top_k", Mock(side_effect=RuntimeError("no kernel image")))
+    error = subprocess.CalledProcessError(1, "gcc")
+    monkeypatch.setitem(examination.SAMPLES, "top_k", Mock(side_effect=error))
     found = finding("kernels on the CPU")
-    assert found.verdict == "fault" and found.text.endswith("top_k failed: no kernel image")
+    assert found.verdict == "fault" and f"top_k failed: CalledProcessError: {error}" in found.text
+
+
+def test_a_driver_that_fails_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examination, "accelerators", Mock(side_effect=RuntimeError("device busy")))
+    assert finding("accelerators").text == "they cannot be listed: RuntimeError: device busy"
 
 
 def test_accelerators_are_listed_with_their_backends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,10 +110,40 @@ def test_a_build_for_an_accelerator_that_finds_none_says_so(monkeypatch: pytest.
     assert finding("accelerator").verdict == "note"
 
 
-def test_two_accelerators_exchange_by_their_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Mock(return_value=SimpleNamespace(returncode=0))
-    monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setenv("WORLD_SIZE", "4")
+class Torchrun:
+    """Stands in for `subprocess.Popen`: a torchrun that ends with a code, or hangs until it is terminated."""
+
+    returncode, said, hangs = 0, "", False
+    calls: list[tuple[list[str], dict[str, str]]] = []
+    signals: list[str] = []
+
+    def __init__(self, command: list[str], env: dict[str, str], **settings: object) -> None:
+        self.calls.append((command, env))
+
+    def communicate(self, timeout: float) -> tuple[None, str]:
+        if self.hangs and "terminate" not in self.signals:
+            raise subprocess.TimeoutExpired("torchrun", timeout)
+        return None, self.said
+
+    def terminate(self) -> None:
+        self.signals.append("terminate")
+
+    def kill(self) -> None:
+        self.signals.append("kill")
+
+
+@pytest.fixture
+def torchrun(monkeypatch: pytest.MonkeyPatch) -> type[Torchrun]:
+    class Own(Torchrun):
+        calls, signals = [], []
+
+    monkeypatch.setattr(subprocess, "Popen", Own)
+    return Own
+
+
+def test_two_accelerators_exchange_by_their_backend(torchrun: type[Torchrun], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WORLD_SIZE", "PET_NNODES", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "4")
     other = CARD._replace(device=torch.device("cuda", 1))
     for cards, devices in [
         ([], ["gloo", "cpu"]),
@@ -111,38 +151,58 @@ def test_two_accelerators_exchange_by_their_backend(monkeypatch: pytest.MonkeyPa
         ([CARD, other], ["nccl", "cuda:0", "cuda:1"]),
     ]:
         assert examination._two_ranks(cards).verdict == "ok"
-        command = run.call_args.args[0]
+        command, env = torchrun.calls[-1]
         assert command[command.index("gradsync.diagnosis.two_ranks") + 1 :] == devices
-        assert "WORLD_SIZE" not in run.call_args.kwargs["env"], "the two ranks are a job of their own"
+        assert not {"WORLD_SIZE", "PET_NNODES", "TORCHELASTIC_RUN_ID"} & env.keys(), "a job of its own"
 
 
-def test_ranks_that_fail_or_hang_are_a_fault_with_their_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = "[rank1]:   File x\n[rank1]: RuntimeError: no route to host\ntorch...ChildFailedError: \n=====\n"
-    monkeypatch.setattr(subprocess, "run", lambda *a, **k: SimpleNamespace(returncode=1, stderr=said))
+def test_ranks_that_fail_are_a_fault_with_their_error(torchrun: type[Torchrun]) -> None:
+    torchrun.returncode = 1
+    torchrun.said = "[rank1]:   File x\n[rank1]: RuntimeError: no route to host\ntorch...ChildFailedError: \n=====\n"
     found = examination._two_ranks([])
-    assert found.verdict == "fault" and found.text.startswith(
-        "RuntimeError: no route to host; for all of it run python -m"
-    )
-    monkeypatch.setattr(subprocess, "run", Mock(side_effect=subprocess.TimeoutExpired("python", 120.0)))
-    assert examination._two_ranks([]).verdict == "fault"
+    assert found.verdict == "fault"
+    assert found.text.startswith("RuntimeError: no route to host; for all of it run python -m")
+
+
+def test_ranks_that_hang_are_ended_by_torchrun(torchrun: type[Torchrun]) -> None:
+    torchrun.hangs = True
+    found = examination._two_ranks([])
+    assert found.verdict == "fault" and "did not end within 120 s" in found.text
+    assert torchrun.signals == ["terminate", "kill"]
 
 
 def test_addresses_that_other_nodes_cannot_reach_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert finding("address").verdict == "ok"
-    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
-    found = finding("address")
-    assert found.verdict == "note" and "set GLOO_SOCKET_IFNAME" in found.text
-    monkeypatch.setattr(socket, "gethostbyname", Mock(side_effect=socket.gaierror("unknown")))
+    for address in ("127.0.1.1", "::1"):
+        names_have(address, monkeypatch)
+        found = finding("address")
+        assert found.verdict == "note" and "set GLOO_SOCKET_IFNAME" in found.text
+    names_have("fd00::7", monkeypatch)
+    assert finding("address").verdict == "ok"
+    monkeypatch.setattr(socket, "getaddrinfo", Mock(side_effect=socket.gaierror("unknown")))
     assert finding("address").verdict == "note"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     assert finding("address").verdict == "ok"
 
 
-@pytest.mark.parametrize(("value", "is_there"), [("lo", True), ("l", True), ("^docker", True), ("eth99", False)])
-def test_interfaces_that_are_not_there_are_a_fault(value: str, is_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", value)
+@pytest.mark.parametrize(
+    ("setting", "value", "is_there"),
+    [
+        ("NCCL_SOCKET_IFNAME", "lo", True),
+        ("NCCL_SOCKET_IFNAME", "l", True),
+        ("NCCL_SOCKET_IFNAME", "=l", False),
+        ("NCCL_SOCKET_IFNAME", "^docker", True),
+        ("NCCL_SOCKET_IFNAME", "eth99", False),
+        ("GLOO_SOCKET_IFNAME", "lo", True),
+        ("GLOO_SOCKET_IFNAME", "l", False),
+    ],
+)
+def test_interfaces_that_are_not_there_are_a_fault(
+    setting: str, value: str, is_there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(setting, value)
     faults = [found for found in examined(ranks=False).findings if found.verdict == "fault"]
-    assert [found.about for found in faults] == ([] if is_there else ["NCCL_SOCKET_IFNAME"])
+    assert [found.about for found in faults] == ([] if is_there else [setting])
 
 
 def test_accelerators_come_from_torch(monkeypatch: pytest.MonkeyPatch) -> None:

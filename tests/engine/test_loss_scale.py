@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from gradsync.comm import LocalGroup, run_local
+from gradsync.compressors import ErrorFeedback, TopK
 from gradsync.devices.streams import NoStreams
+from gradsync.engine.engine import Engine
 from gradsync.engine.loss_scale import LossScale
+from gradsync.plans.plan import Plan
+from gradsync.schemes import AllReduce, CompressedAllGather
+from gradsync.tensors.bucket import TensorSpec
 
 
 class Counting(torch.amp.GradScaler):
@@ -48,3 +55,44 @@ def test_an_unused_or_disabled_scaler_has_its_first_value() -> None:
         scale = LossScale(scaler, NoStreams())
         scale.look()
         assert scale.value() == value
+
+
+def residuals(group: LocalGroup, plans: list[str]) -> list[float]:
+    """Trains a step by each of these plans, while the loss scale doubles; returns what is left after the last."""
+    parameters, gradients = {"w": torch.zeros(8)}, torch.arange(1.0, 9.0)
+    specs = {"w": TensorSpec.of(parameters["w"])}
+    schemes = {"exact": AllReduce(), "lossy": CompressedAllGather(ErrorFeedback(TopK(1 / 8)))}
+    made = {name: Plan.make(specs, group.size, [(["w"], scheme)]) for name, scheme in schemes.items()}
+    engine, scaler = Engine(parameters, group, made[plans[0]], timeout_s=20), used()
+    engine.follow_loss_scale(scaler)
+    for step, name in enumerate(plans):
+        scaler.update(new_scale=4.0 * 2**step)
+        engine.forward_begins()
+        if step and name != plans[step - 1]:
+            engine.propose([made[name]])
+        engine.begin()
+        engine.load("w", gradients * 4.0 * 2**step)
+        engine.finish()
+        engine.stepped()
+    saved = engine.state_dict()
+    engine.close()
+    left = sum(saved["state"].values(), torch.zeros(8)) / saved["loss_scale"]
+    return [float(value) for value in left]
+
+
+ONCE, TWICE = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 0.0], [2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 0.0, 8.0]
+
+
+@pytest.mark.parametrize(
+    ("plans", "left"),
+    [
+        (["lossy", "lossy"], TWICE),
+        (["exact", "lossy"], ONCE),
+        (["exact", "lossy", "lossy"], TWICE),
+        (["lossy", "exact", "lossy"], ONCE),
+        (["lossy", "exact", "exact", "lossy", "lossy"], TWICE),
+    ],
+    ids=str,
+)
+def test_residuals_follow_the_scale_through_changes_of_plans(plans: list[str], left: list[float]) -> None:
+    assert run_local(2, lambda group: residuals(group, plans)) == [left] * 2

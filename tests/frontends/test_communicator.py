@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsync
-from gradsync.comm import StreamGroup
+from gradsync.comm import GlooGroup, GroupError, StreamGroup, TorchGroup
 from gradsync.comm.backends import GROUP_OF_BACKEND
 from gradsync.compressors import ErrorFeedback, TopK
 from gradsync.plans.plan import Plan
@@ -81,6 +81,7 @@ def issued_in_training(communicator: Any, frontend: str) -> tuple[list[tuple[str
     plan = one_bucket_each(model, AllReduce())
     with patch.dict(GROUP_OF_BACKEND, {"gloo": StreamGroup}):
         settings: dict[str, Any] = {"plan": plan, "timeout": 20, "communicator": communicator, "verify_every": 0}
+        settings |= {"find_unused_parameters": False}
         if frontend == "class":
             model = gradsync.DistributedDataParallel(model, **settings)
             handle = model._attachment
@@ -142,7 +143,7 @@ def lossy_on_gloo() -> list[float]:
     torch.manual_seed(0)
     model = Normed()
     plan = one_bucket_each(model, CompressedTwoWay(ErrorFeedback(TopK(0.3))))
-    handle = gradsync.attach(model, plan=plan, timeout=20, communicator="shared")
+    handle = gradsync.attach(model, plan=plan, timeout=20, communicator="shared", find_unused_parameters=False)
     found = [float(parameter.sum()) for parameter in train(model)]
     handle.detach()
     return found
@@ -153,12 +154,37 @@ def test_schemes_of_several_stages_go_on_gloo_too(world: World) -> None:
     assert first == second
 
 
-def unlike() -> str:
-    with pytest.raises(ValueError, match="communicator=") as caught:
-        gradsync.attach(nn.Linear(2, 2), timeout=20, communicator=["own", "shared"][dist.get_rank()])  # type: ignore[arg-type]
+def unlike(kind: type[TorchGroup]) -> str:
+    mine: Any = ["own", "shared"][dist.get_rank()]
+    with patch.dict(GROUP_OF_BACKEND, {"gloo": kind}), pytest.raises(GroupError) as caught:
+        gradsync.attach(nn.Linear(2, 2), timeout=20, communicator=mine, find_unused_parameters=False)
     return str(caught.value)
 
 
-def test_ranks_with_unlike_communicators_all_raise(world: World) -> None:
-    first, second = world(2).run(unlike)
+@pytest.mark.parametrize("kind", [GlooGroup, StreamGroup])
+def test_ranks_with_unlike_communicators_all_raise_before_they_issue_anything(
+    world: World, kind: type[TorchGroup]
+) -> None:
+    began_s = time.monotonic()
+    for text in world(2).run(unlike, kind):
+        assert "with communicator='shared' on rank 1" in text
+    assert time.monotonic() - began_s < 15, "long before the timeout"
+
+
+def unused(frontend: str) -> str:
+    model: nn.Module = Normed()
+    with pytest.raises(ValueError, match="needs find_unused_parameters=False") as caught:
+        if frontend == "class":
+            gradsync.DistributedDataParallel(model, communicator="shared", find_unused_parameters=True)
+        elif frontend == "hook":
+            gradsync.attach(DistributedDataParallel(model, find_unused_parameters=True), communicator="shared")
+        else:
+            gradsync.attach(model, communicator="shared")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("frontend", ["attach", "class", "hook"])
+def test_a_shared_communicator_needs_all_parameters_used(world: World, frontend: str) -> None:
+    """A rank that leaves one out would load it at the end of backward, the others in the middle."""
+    first, second = world(2).run(unused, frontend)
     assert first == second

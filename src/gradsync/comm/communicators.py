@@ -76,6 +76,9 @@ def destroy(communicator: dist.ProcessGroup, *, hanging: bool) -> None:
     """Destroys the communicator; `hanging`: some of its operations may not have ended."""
     if not is_open(communicator):
         return
+    if hanging and dist.get_backend(communicator) == "nccl":  # to destroy it would wait for what hangs
+        distributed_c10d._abort_process_group(communicator)
+        return
     dist.destroy_process_group(communicator)
     if hanging:
         # gloo cannot cancel operations: the destructor would wait for their timeouts, in any line that collects

@@ -11,9 +11,8 @@ import logging
 import threading
 import time
 from collections import deque
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ..devices.streams import Event
 from .errors import GroupError
 from .rendezvous import WARNING_S
 from .threads import ended_with
@@ -25,7 +24,7 @@ LOOK_S = 1.0  # between two looks at the operations under way; younger ones are 
 
 
 class _Operation(NamedTuple):
-    event: Event  # behind the operation, on a stream that waits for it
+    work: Any  # of torch.distributed
     whereabouts: Whereabouts
     number: int  # of the operation in its group
     place: str  # such as a bucket, stage and step
@@ -50,12 +49,14 @@ class Monitor:
         """The reason that an operation cannot end, or did not in time; None if there is none."""
         return self._state.error
 
-    def watch(self, event: Event, whereabouts: Whereabouts, number: int, place: str) -> None:
-        """Watches operation `number`, which streams wait for from now on, until `event` has passed.
+    def watch(self, work: Any, whereabouts: Whereabouts, number: int, place: str) -> None:
+        """Watches operation `number`, which streams wait for from now on, until its `work` has ended.
 
         `place`: what the operation is a part of, for error messages.
         """
-        self._state.operations.append(_Operation(event, whereabouts, number, place, time.monotonic()))
+        if not self._state.ended.is_set():
+            self._state.oldest()  # so that ended works, and the memory that they hold, go soon
+            self._state.operations.append(_Operation(work, whereabouts, number, place, time.monotonic()))
 
     def stop(self) -> None:
         """Ends the thread."""
@@ -70,29 +71,45 @@ class _State:
         self.ended = threading.Event()
         self.operations: deque[_Operation] = deque()
         self.error: GroupError | None = None
+        self.warned: _Operation | None = None  # that somebody waits long for it
+        self._looking = threading.Lock()
 
     def oldest(self) -> _Operation | None:
         """Drops operations that have ended, and returns the first that has not."""
-        while self.operations and self.operations[0].event.has_passed:
-            self.operations.popleft()
-        return self.operations[0] if self.operations else None
+        with self._looking:
+            while self.operations and self.operations[0].work.is_completed():
+                self.operations.popleft()
+            return self.operations[0] if self.operations else None
 
 
 def _watch(state: _State) -> None:
-    warned: _Operation | None = None
-    while not state.ended.wait(LOOK_S):
-        late = state.oldest()
-        waited_s = time.monotonic() - late.since_s if late else 0.0
-        if late is None or waited_s < LOOK_S:
-            continue
-        error = late.whereabouts.told(late.number)
-        if error is None and waited_s >= state.timeout_s:
-            error = late.whereabouts.why_broken(late.number, f"no answer within {state.timeout_s:.0f} s")
-            late.whereabouts.announce_failure(str(error.at(late.place)), error.ranks or None)
-        if error is not None:
-            state.error = error.at(late.place)
-            logger.error("%s; the backend will end this process", state.error)
-            return
-        if waited_s >= WARNING_S and warned is not late:
-            logger.warning("%s: waiting for %.0f s by now", late.place, waited_s)
-            warned = late
+    try:
+        while state.error is None and not state.ended.wait(LOOK_S):
+            state.error = _look(state)
+        if state.error is not None:
+            logger.error("%s", state.error)
+    except GroupError as error:  # notices that cannot be read
+        state.error = error
+    except Exception as error:  # of the device, for instance: whoever waits for it gets that error
+        logger.warning("operations that do not end are not noticed any more: %s", error)
+    finally:
+        state.ended.set()
+        state.operations.clear()
+
+
+def _look(state: _State) -> GroupError | None:
+    """Returns why the oldest operation cannot end, or did not in time; tells the other ranks where they do not know."""
+    late = state.oldest()
+    waited_s = time.monotonic() - late.since_s if late else 0.0
+    if late is None or waited_s < LOOK_S:
+        return None
+    if told := late.whereabouts.told(late.number):
+        return told.at(late.place)
+    if waited_s >= state.timeout_s:
+        error = late.whereabouts.why_broken(late.number, f"no answer within {state.timeout_s:.0f} s").at(late.place)
+        late.whereabouts.announce_failure(str(error), error.ranks)
+        return error
+    if waited_s >= WARNING_S and state.warned is not late:
+        logger.warning("%s: waiting for %.0f s by now", late.place, waited_s)
+        state.warned = late
+    return None

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from ..devices.streams import streams_of
 from .distributed import TorchGroup
 from .errors import GroupError
 from .group import Pending, place_of_wait
@@ -31,7 +30,6 @@ class StreamGroup(TorchGroup):
 
     def _open(self, process_group: dist.ProcessGroup | None, timeout_s: float) -> None:
         super()._open(process_group, timeout_s)
-        self._streams = streams_of(self._device)
         if isinstance(self._parent, StreamGroup):
             self._monitor = self._parent._monitor
         else:
@@ -57,7 +55,7 @@ class StreamGroup(TorchGroup):
     def _wait(self, work: Any, number: int, timeout_s: float) -> None:
         self._require_none_late()
         work.wait()  # makes the current stream wait, not the host
-        self._monitor.watch(self._streams.record(), self._whereabouts, number, place_of_wait())
+        self._monitor.watch(work, self._whereabouts, number, place_of_wait())
 
     def _require_none_late(self) -> None:
         if error := self._monitor.error:

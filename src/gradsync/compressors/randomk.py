@@ -147,4 +147,5 @@ class RandomK(Sparsifier):
             [n / max(1, self.kept(n)) for n in spec.lengths], dtype=torch.float64, device=values.device
         )
         wide = values.to(kernels.accumulation_dtype(values.dtype))
-        return (wide * factors.to(wide.dtype).repeat_interleave(kept)).to(values.dtype)
+        each = factors.to(wide.dtype).repeat_interleave(kept, output_size=len(values))  # else the host reads the size
+        return (wide * each).to(values.dtype)

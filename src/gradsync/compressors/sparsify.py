@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
 
@@ -18,7 +18,9 @@ from ..tensors.bucket import FlatSpec
 from ..tensors.index_formats import Positions, smallest
 from ..tensors.sparse import SparseVector, index_dtype
 from .base import (
+    SPARSE_TRAITS,
     CompressorState,
+    CompressorTraits,
     Field,
     SparseMessage,
     Sparsifier,
@@ -149,6 +151,10 @@ class BlockTopK(Sparsifier):
 
     ratio: Ratio  # kept share of the blocks
     block: PositiveInt = 256  # elements
+
+    @property
+    def traits(self) -> CompressorTraits:
+        return replace(SPARSE_TRAITS, waits_for_device=True)  # the last block of a tensor may be shorter
 
     def law(self, spec: FlatSpec) -> Law:
         return Contraction(least_share(self._kept(spec), self._blocks(spec)))

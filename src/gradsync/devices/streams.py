@@ -13,9 +13,10 @@ This is the only module that calls the device modules of torch (`torch.accelerat
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, Protocol
 
 import torch
@@ -31,10 +32,6 @@ class Event(Protocol):
 
     def wait(self) -> None:
         """Makes this thread's current stream wait for the event; the host goes on at once."""
-
-    @property
-    def has_passed(self) -> bool:
-        """Whether the device has run all that was submitted before the event."""
 
 
 class HostCopy(Protocol):
@@ -97,12 +94,24 @@ class AcceleratorStreams(Streams):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._streams: dict[StreamName, torch.Stream] = {}
+        self._making = threading.Lock()
         self._kept: list[object] = []
 
-    def on(self, name: StreamName) -> AbstractContextManager[object]:
-        if name not in self._streams:
-            self._streams[name] = torch.Stream(self._device, priority=-1)
-        return self._streams[name]
+    @contextmanager
+    def on(self, name: StreamName) -> Iterator[None]:
+        # Not `with stream`: that keeps the stream before it on the object, which several threads use.
+        before = torch.accelerator.current_stream(self._device)
+        torch.accelerator.set_stream(self._stream(name))
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
+
+    def _stream(self, name: StreamName) -> torch.Stream:
+        with self._making:
+            if name not in self._streams:
+                self._streams[name] = torch.Stream(self._device, priority=-1)
+            return self._streams[name]
 
     def record(self) -> Event:
         return _AcceleratorEvent(self._recorded(), self._device)
@@ -127,8 +136,6 @@ class AcceleratorStreams(Streams):
 class _Now:
     """An event that has passed when it is recorded, as all events have on the CPU."""
 
-    has_passed = True
-
     def wait(self) -> None:
         pass
 
@@ -144,10 +151,6 @@ class _AcceleratorEvent:
 
     def wait(self) -> None:
         self._event.wait(torch.accelerator.current_stream(self._device))
-
-    @property
-    def has_passed(self) -> bool:
-        return self._event.query()
 
 
 class _Here:

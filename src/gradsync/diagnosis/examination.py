@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
@@ -23,11 +24,12 @@ from ..devices.inventory import Accelerator, accelerators, built_for, processor
 
 TESTED_TORCH = "2.13"  # the release of torch that gradsync's tests ran with
 RUN_S = 120.0  # the longest that two ranks may take
+END_S = 40.0  # for torchrun to end its ranks, which it gives 30 s
 PACKAGES = ("gradsync", "gradsync-lab", "torch", "numpy", "triton")
-OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+OF_TORCHRUN = re.compile("RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_.*|MASTER_ADDR|MASTER_PORT|TORCHELASTIC_.*|PET_.*")
 # Environment variables that change how ranks find each other, or how kernels run.
 SETTINGS = re.compile(
-    "(GLOO|NCCL|TORCH_(NCCL|GLOO|DISTRIBUTED)|OMP|TRITON)_.*|.*_VISIBLE_DEVICES|" + "|".join(OF_TORCHRUN)
+    rf"(GLOO|NCCL|TORCH_(NCCL|GLOO|DISTRIBUTED)|OMP|TRITON)_.*|.*_VISIBLE_DEVICES|{OF_TORCHRUN.pattern}"
 )
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -72,8 +74,12 @@ class Report:
 
 def examined(*, ranks: bool) -> Report:
     """Examines this installation, and returns the report; `ranks`: whether two ranks are started."""
-    cards = accelerators()
     findings = [_torch_found(), _native_kernels()]
+    try:
+        cards = accelerators()
+    except Exception as error:  # of a driver, for a card that is busy or broken
+        cards = []
+        findings.append(Finding("fault", "accelerators", f"they cannot be listed: {type(error).__name__}: {error}"))
     findings += [_accelerator_missing()] if not cards and built_for() else []
     findings += [found for card in cards for found in (_backend_of(card), _kernels_on(card))]
     findings += [*_interfaces(), _own_address()]
@@ -144,6 +150,8 @@ def _backend_of(card: Accelerator) -> Finding:
         return Finding("fault", about, f"torch has none for {kind}: gradsync cannot synchronise gradients there")
     if not dist.is_backend_available(backend):
         return Finding("fault", about, f"{backend} is not in this build of torch: install one for {kind}")
+    if kind not in dist.Backend.backend_capability.get(backend, [kind]):
+        return Finding("fault", about, f"{backend} does not take tensors of {kind}: train on the CPU")
     way = "waits for it on the host" if backend in GROUP_OF_BACKEND else "waits for it on streams of the device"
     return Finding("ok", about, f"{backend}; gradsync {way}")
 
@@ -167,8 +175,8 @@ def _like_definitions(about: str, device: torch.device, kind: str) -> Finding:
             with kernels.use("reference"):
                 expected = run(device)
             found = run(device)
-        except RuntimeError as error:
-            return Finding("fault", about, f"{kind}: {name} failed: {error}")
+        except Exception as error:  # of a compiler, a driver
+            return Finding("fault", about, f"{kind}: {name} failed: {type(error).__name__}: {error}")
         if not torch.equal(found, expected):
             unlike.append(name)
     if unlike:
@@ -216,16 +224,15 @@ SAMPLES: dict[str, Callable[[torch.device], Tensor]] = {
 
 def _interfaces() -> list[Finding]:
     """Returns the faults of settings that name network interfaces which this machine lacks."""
-    there = [name for _, name in socket.if_nameindex()]
-    found = []
+    there, found = [name for _, name in socket.if_nameindex()], []
     for setting in INTERFACES:
         wanted = os.environ.get(setting, "")
-        # NCCL takes several, and names that begin with these; "^" leaves some out and "=" asks for the whole name.
-        starts = [] if wanted.startswith("^") else [name for name in wanted.lstrip("=").split(",") if name]
-        if starts and not any(name.startswith(start) for start in starts for name in there):
-            found.append(
-                Finding("fault", setting, f"it names {wanted!r}; the interfaces of this machine are {', '.join(there)}")
-            )
+        # NCCL takes names that begin with these, "=" asks it for whole names as gloo does, and "^" leaves some out.
+        whole = setting.startswith("GLOO") or wanted.startswith("=")
+        names = [] if wanted.startswith("^") else [name for name in wanted.lstrip("=").split(",") if name]
+        if names and not any(name == each or (not whole and name.startswith(each)) for each in names for name in there):
+            text = f"it names {wanted!r}; the interfaces of this machine are {', '.join(there)}"
+            found.append(Finding("fault", setting, text))
     return found
 
 
@@ -237,10 +244,10 @@ def _own_address() -> Finding:
     others = ", ".join(each for _, each in socket.if_nameindex() if each != "lo") or "none but lo here"
     advice = f"for ranks on several nodes set GLOO_SOCKET_IFNAME to the interface of their network ({others})"
     try:
-        found = socket.gethostbyname(name)
+        found = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
         return Finding("note", about, f"this machine's name, {name}, has none ({error}); {advice}")
-    if found.startswith("127."):
+    if found.startswith("127.") or found == "::1":
         return Finding(
             "note", about, f"{found} is that of this machine's name, {name}, and no other node can reach it; {advice}"
         )
@@ -253,15 +260,20 @@ def _two_ranks(cards: list[Accelerator]) -> Finding:
     if len(devices) == 2:
         backend = _backend(cards[0].device.type) or backend
     about = "two ranks"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nnodes", "1", "--nproc-per-node", "2"]
     command += ["-m", "gradsync.diagnosis.two_ranks", backend, *devices]
-    lone = {name: value for name, value in os.environ.items() if name not in OF_TORCHRUN}
+    lone = {name: value for name, value in os.environ.items() if not OF_TORCHRUN.fullmatch(name)}
+    running = subprocess.Popen(command, env=lone, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
-        done = subprocess.run(command, check=False, env=lone, capture_output=True, text=True, timeout=RUN_S)
+        _, said = running.communicate(timeout=RUN_S)
     except subprocess.TimeoutExpired:
+        running.terminate()  # torchrun ends its ranks, which a kill would leave
+        with suppress(subprocess.TimeoutExpired):
+            running.communicate(timeout=END_S)
+        running.kill()
         return Finding("fault", about, f"they did not end within {RUN_S:.0f} s over {backend}; run {_shell(command)}")
-    if done.returncode:
-        return Finding("fault", about, f"{_last_error(done.stderr)}; for all of it run {_shell(command)}")
+    if running.returncode:
+        return Finding("fault", about, f"{_last_error(said)}; for all of it run {_shell(command)}")
     return Finding(
         "ok", about, f"trained by gradsync and by DDP on {' and '.join(devices)} over {backend}, to the same bits"
     )

@@ -142,10 +142,10 @@ class Engine:
         self._check_marks()
         self._marks = StepMarks(late, rounds % PHASES if rounds else None)
         self.bucket_runs.commit(keep=self._keeps_step)
-        if self.loss_scale is not None and self.bucket_runs.have_state:
-            self._rescale(self.loss_scale.value())
+        self._follow_scale()
         if self.replanning:
             self._change_plan(self._controller.plan)
+            self._follow_scale()
         self._observer.begin()
         self._ended_well, self._was_bad = False, None
         for run in self.bucket_runs:
@@ -717,6 +717,15 @@ class Engine:
             if isinstance(self._failure, GroupError):
                 raise GroupError(why, self._failure.ranks)
             raise RuntimeError(why)
+
+    def _follow_scale(self) -> None:
+        """Brings state into the units of the present loss scale; without state, the next one begins in its own."""
+        if self.loss_scale is None:
+            return
+        if self.bucket_runs.have_state:
+            self._rescale(self.loss_scale.value())
+        else:
+            self._scale = None
 
     def _rescale(self, scale: float) -> None:
         """Multiplies residuals by `scale`, the present loss scale, over the loss scale that they were computed with."""

@@ -165,6 +165,8 @@ def group_of(
     if dist.get_world_size(process_group) == 1:
         return LocalGroup.world(1)[0]
     shared = communicator == "shared"
+    if shared:  # ranks that come with another one are told so before they issue anything
+        what = f"{what} with communicator='shared'"
     return torch_group(process_group, timeout_s=timeout_s, device=device, what=what, on_calling_thread=shared)
 
 

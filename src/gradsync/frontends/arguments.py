@@ -53,6 +53,15 @@ class Arguments:
         except ValueError as error:
             return cls(refusal=str(error))
 
+    def why_not(self, *, finds_unused: bool) -> str:
+        """Returns why this rank refuses the settings, or ""; `finds_unused`: a rank may leave out any parameters."""
+        if not self.refusal and self.communicator == "shared" and finds_unused:
+            return (
+                "communicator='shared' needs find_unused_parameters=False, or a static graph: a rank that leaves out a "
+                "parameter would issue its operations in another order than the others"
+            )
+        return self.refusal
+
     @property
     def verification(self) -> Verification:
         """How ranks compare their parameters."""

@@ -339,9 +339,10 @@ def attach(
             different processors differ in last bits. None: 0.001, or 4 units in the last place for 16-bit dtypes.
         communicator: "own": a thread of gradsync's exchanges gradients during backward, on a communicator of its own.
             "shared": the thread of backward issues all operations itself, in the order in which gradients get ready,
-            and on NCCL on the communicator of `process_group`. For jobs that call collectives of their own inside
-            forward or backward on NCCL (SyncBatchNorm, tensor parallelism), which wants one order on all ranks. With
-            gloo backward then waits for exchanges of several stages.
+            and on NCCL on the communicator of `process_group`, those of groups within or across nodes apart. For jobs
+            that call collectives of their own inside forward or backward on NCCL (SyncBatchNorm, tensor parallelism),
+            which wants one order on all ranks: so all ranks must use the same parameters, and
+            `find_unused_parameters` be False. With gloo backward then waits for exchanges of several stages.
 
     Returns:
         The attachment: plan, statistics, state for checkpoints, `no_sync`, `detach`. It need not be kept.
@@ -398,6 +399,8 @@ def _gradient_switch(attached: Attached, plan: Plan | Planner, given: Arguments)
     model, optimizer = attached.model, given.optimizer
     averaging: AveragingPlanner | None = getattr(plan, "averaging", None)
     refusal = given.refusal
+    if not has_reducer(model):
+        refusal = given.why_not(finds_unused=given.find_unused_parameters and not given.static_graph)
     if averaging is not None:
         refusal = refusal or why_not_parameters(model, optimizer, given.grad_scaler)
     if has_reducer(model):

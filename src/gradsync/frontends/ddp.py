@@ -169,7 +169,7 @@ class _Exchange:
             exclude,
             f"grad_scaler={given.grad_scaler is not None}, communicator={given.communicator}",
             given.optimizer,
-            given.refusal,
+            given.why_not(finds_unused=model.find_unused_parameters and not model.static_graph),
             what=HOOK,
             verification=given.verification,
             in_backward=is_backward(),
