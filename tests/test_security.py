@@ -26,6 +26,8 @@ ALLOWED = {
     ("compressors/expressions.py", "import_module of a name"): "the packages in a constant of the file",
     ("compressors/expressions.py", "importlib.metadata.entry_points"): "schemes and compressors of installed "
     "distributions, which the user chose to install; a plan gives a name in a fixed group, never an import path",
+    ("diagnosis/two_ranks.py", "torch.distributed.init_process_group"): "the two ranks of `gradsync doctor`, a job of "
+    "their own that torchrun starts on this machine",
     ("kernels/choice.py", "import_module of a name"): "a kernel's module, from the definition's own module",
 }
 

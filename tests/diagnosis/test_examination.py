@@ -31,9 +31,11 @@ def names_have(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def plain_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine whose name has an address, without settings."""
+    """A machine whose name has an address, without settings, and a torch for the CPU."""
     monkeypatch.setattr(socket, "gethostname", lambda: "box")
     names_have("10.0.0.7", monkeypatch)
+    monkeypatch.setattr(examination, "accelerators", lambda: [])
+    monkeypatch.setattr(examination, "built_for", lambda: "")
     for setting in examination.INTERFACES:
         monkeypatch.delenv(setting, raising=False)
 
@@ -97,6 +99,7 @@ def test_accelerators_are_listed_with_their_backends(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(examination, "_like_definitions", lambda about, device, kind: Finding("ok", about, kind))
     report = examined(ranks=False)
     assert report.devices == ["cuda:0 Card 9000, 80 GiB"] and report.backends == {"cpu": "gloo", "cuda": "nccl"}
+    monkeypatch.setattr(dist, "is_backend_available", lambda backend: backend == "gloo")
     assert finding("backend for cuda:0").verdict == "fault", "this build of torch has no NCCL"
     monkeypatch.setattr(dist, "is_backend_available", lambda backend: True)
     assert finding("backend for cuda:0").text == "nccl; gradsync waits for it on streams of the device"

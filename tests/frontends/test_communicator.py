@@ -1,4 +1,4 @@
-"""With `communicator="shared"` one thread issues gradsync's collectives and the user's, in one order on all ranks."""
+"""One thread issues gradsync's collectives and the user's with a shared communicator, in one order on all ranks."""
 
 from __future__ import annotations
 

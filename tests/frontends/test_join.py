@@ -212,13 +212,18 @@ def test_a_rank_that_is_through_keeps_its_own_gradients(world: World, way: str) 
     world(2).run(compare_what_is_kept, way)
 
 
-def sharded(way: str) -> None:
-    """Compares a sharded optimiser in the same `Join` with one that is not sharded."""
+def sharded(way: str, beside: bool) -> None:
+    """Compares a sharded optimiser in the same `Join` with one that is not sharded.
+
+    `beside`: another model is in a `Join` that an error has left, as far as anybody knows.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own
         from torch.distributed.optim import ZeroRedundancyOptimizer
     steps = 4 * dist.get_rank()  # rank 0 has no gradients at all
     expected = train("oracle", Perceptron, [0, 4], {})
+    other, left = made("attach", Normed)
+    hook = left.joinable.join_hook() if beside else None
     model, joinable = made(way, Perceptron)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.05)
     with Join([model if way == "drop-in" else joinable.joinable, optimizer]):
@@ -229,11 +234,13 @@ def sharded(way: str) -> None:
     for name, tensor in getattr(model, "module", model).named_parameters():
         torch.testing.assert_close(tensor, expected[f"joined {name}"])
         assert tensor.grad is None
+    del other, hook
 
 
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside another"])
 @pytest.mark.parametrize("way", ["drop-in", "attach"])
-def test_a_sharded_optimiser_joins_too(world: World, way: str) -> None:
-    world(2).run(sharded, way)
+def test_a_sharded_optimiser_joins_too(world: World, way: str, beside: bool) -> None:
+    world(2).run(sharded, way, beside)
 
 
 def around_join(way: str) -> None:

@@ -1,4 +1,4 @@
-"""These tests need a GPU: without one `make gpu` says so and fails, as nothing was checked.
+"""A run of these tests fails without a GPU, as nothing was checked.
 
 `GRADSYNC_DRY=1` runs what can run on the CPU, to try the tests themselves.
 """

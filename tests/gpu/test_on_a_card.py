@@ -1,4 +1,4 @@
-"""On a card: training as DDP does, NCCL's operations, no waits in steady steps, overlap, torch's sanitizer."""
+"""gradsync on a card trains as DDP does, over NCCL too, waits for nothing in steady steps, overlaps, and is ordered."""
 
 from __future__ import annotations
 

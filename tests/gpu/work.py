@@ -1,4 +1,4 @@
-"""What ranks run on a card: training beside DDP, and an engine on NCCL alone."""
+"""Functions that ranks run on a card: training beside DDP, and an engine on NCCL alone."""
 
 from __future__ import annotations
 

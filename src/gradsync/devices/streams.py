@@ -199,7 +199,7 @@ def require(holds: Tensor, expected: str, got: Callable[[], object]) -> None:
     """Checks a condition that follows from data, without waiting for an accelerator.
 
     Args:
-        holds: the condition, one bool.
+        holds: the condition, one bool of shape ().
         expected: the words for it, for the error.
         got: returns what was found instead; called on the CPU only.
 

@@ -353,6 +353,8 @@ class AutogradHooks:
         optimizer = step.optimizer
         if not step.concerns(self._ids):
             return
+        if self.uneven is not None:
+            self.uneven.end_step()
         # Gradients newer than the optimiser's last step are synchronised, whatever forwards came after them.
         nothing_new = self._used.get(optimizer, 0) == self._synchronizations
         if is_backward() and (self._engine.in_step or self._armed or (self._sync and nothing_new)):

@@ -121,12 +121,10 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         nn.Module.__init__(self)
         Joinable.__init__(self)
         require_module(module)
-        _check_flags(static_graph, find_unused_parameters, broadcast_buffers, forward_sync_buffers)
+        _check_flags(static_graph, find_unused_parameters, broadcast_buffers, forward_sync_buffers, mixed_precision)
         argument("bucket_cap_mb_list", bucket_cap_mb_list, tuple[PositiveFinite, ...] | None)
         if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
             raise ValueError("delay_all_reduce_named_params and param_to_hook_all_reduce need to be set together")
-        if mixed_precision is not None:
-            raise ValueError("mixed_precision is not supported: use torch.autocast, or module.to(torch.bfloat16)")
         _warn_of_deprecated(check_reduction, broadcast_buffers, forward_sync_buffers)
         self.process_group, self.device_mesh = _group_of(process_group, device_mesh), device_mesh
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
@@ -141,7 +139,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self.forward_sync_buffers = not keeps_buffers_apart and forward_sync_buffers is not False
         self._settings: dict[str, Any] = {"plan": plan, "timeout": timeout, "exclude": exclude}
         self._settings |= {"verify_every": verify_every, "verify_tolerance": verify_tolerance}
-        self._settings |= {"communicator": communicator}
+        self._settings["communicator"] = communicator
         self._hints: dict[str, Any] = {"optimizer": optimizer, "grad_scaler": grad_scaler}  # left out of copies
         self._attachment: Attachment | None = None
         self._synchronizes, self._local = True, ExitStack()
@@ -290,8 +288,14 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
 
 def _check_flags(
-    static_graph: object, find_unused_parameters: object, broadcast_buffers: object, forward_sync_buffers: object
+    static_graph: object,
+    find_unused_parameters: object,
+    broadcast_buffers: object,
+    forward_sync_buffers: object,
+    mixed_precision: object,
 ) -> None:
+    if mixed_precision is not None:
+        raise ValueError("mixed_precision is not supported: use torch.autocast, or module.to(torch.bfloat16)")
     argument("static_graph", static_graph, bool)
     argument("find_unused_parameters", find_unused_parameters, bool)
     argument("broadcast_buffers", broadcast_buffers, bool | None)

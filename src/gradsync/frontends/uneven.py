@@ -144,6 +144,15 @@ class UnevenInputs(Joinable):
             self.frontend.broadcast_buffers(source)
         return self.frontend.zero_step if any(theirs & SYNCHRONIZES for theirs in told) else None
 
+    def end_step(self) -> None:
+        """Waits for the step of other ranks that this rank takes part in, if there is one, and for its gradients.
+
+        An optimiser in the same `Join`, such as a sharded one, steps on this rank too.
+        """
+        hook = self._context() if self._context is not None else None
+        if hook is not None:
+            hook.end_step()
+
     def level(self, *, is_last: bool) -> None:
         """Ends a `join`: overwrites all ranks' models with that of a rank that had inputs to the end."""
         self._context, self.frontend.factor = None, 1.0
@@ -170,23 +179,23 @@ class _ZeroStepHook(JoinHook):
         _open.add(self)
 
     def main_hook(self) -> None:
-        self._end_step()
+        self.end_step()
         step = self._inputs.shadow()
         if step is not None:
             self._own = self._own or self._inputs.frontend.take_gradients()
             self._step = self._thread.submit(step)
             if len(_open) == 1:  # no other model's forward comes in between: errors are raised at once
-                self._end_step()
+                self.end_step()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         _open.discard(self)
-        self._end_step()
+        self.end_step()
         self._thread.shutdown()
         if self._own is not None:
             self._inputs.frontend.put_gradients(self._own)
         self._inputs.level(is_last=is_last_joiner)
 
-    def _end_step(self) -> None:
+    def end_step(self) -> None:
         step, self._step = self._step, None
         if step is not None:
             step.result()
