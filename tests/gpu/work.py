@@ -94,12 +94,16 @@ def beside_ddp(device: str, name: str, frontend: str) -> tuple[float, float, lis
     return off, max(float(b.abs().max()) for b in theirs), [float(each.double().sum()) for each in ours]
 
 
+def group_alone(device: str) -> TorchGroup:
+    """Returns a group of one rank, on NCCL where there is a card, else on gloo."""
+    backend, kind = ("nccl", StreamGroup) if device.startswith("cuda") else ("gloo", TorchGroup)
+    return kind(dist.new_group(backend=backend), timeout_s=30.0, device=torch.device(device))
+
+
 @contextmanager
 def engine_alone(device: str, scheme: Scheme[Any]) -> Iterator[tuple[nn.Module, Engine]]:
     """Yields a model and an engine of one rank, on NCCL where there is a card: its operations run, though alone."""
-    backend = "nccl" if device.startswith("cuda") else "gloo"
-    kind = StreamGroup if backend == "nccl" else TorchGroup
-    group = kind(dist.new_group(backend=backend), timeout_s=30.0, device=torch.device(device))
+    group = group_alone(device)
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8))).to(device)
     parameters = dict(model.named_parameters())
     specs = {name: TensorSpec.of(p) for name, p in parameters.items()}
@@ -129,9 +133,7 @@ def step(model: nn.Module, engine: Engine, x: Tensor) -> None:
 
 def operations(device: str) -> list[bool]:
     """Returns, for each operation of a group of one rank on NCCL, whether its result is what it got."""
-    backend = "nccl" if device.startswith("cuda") else "gloo"
-    kind = StreamGroup if backend == "nccl" else TorchGroup
-    group = kind(dist.new_group(backend=backend), timeout_s=30.0, device=torch.device(device))
+    group = group_alone(device)
     x = torch.arange(1000.0, device=device)
     message = torch.zeros(64, dtype=torch.uint8, device=device)
     found = [

@@ -40,12 +40,12 @@ COMMANDS = {
         ".plan:plan",
         "Find a plan for a measured job: which gradients to merge, which to compress, and how to exchange them.",
     ),
+    "explain": Command(
+        ".plan:explain", "Explain a plan: the best other schemes for each bucket, and whether plain DDP is as fast."
+    ),
     "doctor": Command(
         ".doctor:doctor",
         "Check an installation: versions, devices, backends, kernels, and two ranks; exits with 1 for a fault.",
-    ),
-    "explain": Command(
-        ".plan:explain", "Explain a plan: the best other schemes for each bucket, and whether plain DDP is as fast."
     ),
     "bench": Command(None, "Compare methods in one run and keep the records."),
     "faults": Command(None, "Injects random faults into small jobs, and judges what surviving ranks say and do."),
