@@ -8,6 +8,12 @@ while another stream still uses it. torch's own sanitizer for CUDA works so.
 
 A dispatch mode sees what its own thread does, and no native kernel: each thread that works enters the mode, and kernels
 run their definitions in torch (`kernels.use("reference")`).
+
+The pretended device has a clock of its own: operations and transfers take seconds by their bytes, whatever the host's
+clock says, and a stream begins an operation once it has ended the one before and a host has submitted it.
+
+Memory to which offloaded work was copied is the host's. What works on it is computed on the thread itself, at once: it
+needs a thread that has waited for the copy, and what the thread submits afterwards runs behind it.
 """
 
 from __future__ import annotations
@@ -28,11 +34,22 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from gradsync import kernels
 from gradsync.comm import Group, LocalGroup, Pending, StreamGroup
-from gradsync.devices import streams
-from gradsync.devices.streams import Event, HostCopy, StreamName, Streams, _Here
+from gradsync.comm.backends import GROUP_OF_BACKEND
+from gradsync.costs.steps import OFFLOAD
+from gradsync.devices import host, streams
+from gradsync.devices.streams import Event, HostCopy, Moment, StreamName, Streams, _Here
+from gradsync.schemes import Route
+from gradsync.schemes.tree import Kind
+from gradsync.tuning import rehearsal
+
+host_fetch = host.fetch
 
 T = TypeVar("T")
+
+CALL_S, BYTE_S = 5e-6, 1e-11  # of an operation, and of a byte that it reads or writes
+MESSAGE_S, LINK_BYTE_S = 20e-6, 1e-9  # of a collective, and of a byte that a member gives to it
 
 Stream = tuple[Any, ...]  # a name
 Clock = dict[Stream, int]  # up to which operation of each stream
@@ -50,6 +67,7 @@ class Memory:
     written: tuple[Stream, int, str] | None = None
     read: dict[Stream, tuple[int, str]] = field(default_factory=dict)
     watched: bool = True
+    place: str = ""  # "host" or "device"; "": not known before the first operation with other memory
 
     def uses(self) -> Iterator[tuple[Stream, int, str]]:
         if self.written is not None:
@@ -72,6 +90,7 @@ class StreamModel:
         self._memory: dict[int, tuple[weakref.ref[Any], Memory]] = {}  # by the address of the storage
         self._freed: dict[Stream, list[Memory]] = {}
         self._settled: Clock = {}  # up to where hosts have waited for streams
+        self._free_s: dict[Stream, float] = {}  # when each stream has ended what it was given, by the device's clock
         self._here = threading.local()
         # Where hosts waited for a stream: ("thread", ...) is the user's own, which backward runs on.
         self.host_reads: list[tuple[str, str]] = []
@@ -108,8 +127,67 @@ class StreamModel:
             patch.object(streams, "streams_of", lambda device: ModelStreams(self)),
             patch.object(streams, "settle", self._settle),
             patch.object(streams, "require", lambda holds, expected, got: None),
+            patch.object(host, "is_apart", lambda device: True),
+            patch.object(host, "_pinned", self._pinned),
+            patch.object(host, "fetch", self._copying(host.fetch)),
+            patch.object(host, "send", self._copying(host.send)),
+            patch.object(Route, "init", self._on_host(Route.init)),
         ):
             yield
+
+    def _copying(self, function: Callable[..., T]) -> Callable[..., T]:
+        """Returns the function, whose operations run on the thread's current stream also with memory of the host."""
+
+        def copies(*args: Any) -> T:
+            if function is host_fetch:
+                self.note_host_read("fetch")
+            self._here.copying = True
+            try:
+                return function(*args)
+            finally:
+                self._here.copying = False
+
+        return copies
+
+    def _pinned(self, like: Tensor) -> Tensor:
+        made = torch.empty_like(like)
+        self._of(made).place = "host"
+        return made
+
+    def _on_host(self, init: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a route's `init`, whose states of offloaded work are memory of the host."""
+
+        def made(route: Route, bucket: Any, group: Any) -> Any:
+            state = init(route, bucket, group)
+            offloaded = [task.choice == OFFLOAD for task in route.leaf if task.kind is Kind.COMP]
+            for (_, parts), away in zip(list(state.items())[1:], offloaded, strict=False):
+                for part in parts if away else ():
+                    for tensor in part.elements.values():
+                        self._of(tensor).place = "host"
+            return state
+
+        return made
+
+    @property
+    def host(self) -> Stream:
+        """The thread itself, which works on memory of the host."""
+        return ("host", threading.get_ident())
+
+    def place_of(self, tensors: list[Tensor]) -> str:
+        """Returns where an operation on these tensors is computed, and notes that memory of no place is there too."""
+        with self._lock:
+            found = [self._of(tensor) for tensor in tensors]
+            if getattr(self._here, "copying", False):
+                self.order_behind({self.host: self._clocks.get(self.host, {}).get(self.host, 0)})
+                where = "device"
+            else:
+                places = {memory.place for memory in found}
+                where = "host" if "host" in places else max(places, default="")
+            for memory in found:
+                if not memory.place and where == "host":  # the thread made it, whatever its current stream was
+                    memory.written, memory.read = None, {}
+                memory.place = memory.place or where
+            return where
 
     @contextmanager
     def unmetered(self) -> Iterator[None]:
@@ -129,24 +207,54 @@ class StreamModel:
         finally:
             self._here.place = None
 
+    def took(self, seconds: float) -> None:
+        """Lets the current stream work so long, once it has ended what it has and this thread has submitted this."""
+        with self._lock:
+            self._free_s[self.current] = self.free_s() + seconds
+
+    def free_s(self) -> float:
+        """Returns when the current stream can begin what this thread submits now."""
+        return max(self._free_s.get(self.current, 0.0), getattr(self._here, "host_s", 0.0))
+
+    def idle_until(self, at_s: float) -> None:
+        """Lets the current stream do nothing before this time of the device."""
+        with self._lock:
+            self._free_s[self.current] = max(self._free_s.get(self.current, 0.0), at_s)
+
+    def host_waits_until(self, at_s: float) -> None:
+        """Lets this thread submit nothing before this time of the device."""
+        self._here.host_s = max(getattr(self._here, "host_s", 0.0), at_s)
+
+    def has_passed(self, at_s: float) -> bool:
+        """Whether this thread has waited until then."""
+        return at_s <= getattr(self._here, "host_s", 0.0)
+
     def note_host_read(self, what: str) -> None:
+        self.host_waits_until(self.free_s())
         place = getattr(self._here, "place", None) or _place()
         if not getattr(self._here, "unmetered", False) and not place.startswith(("test_", "reference/")):
             self.host_reads.append((str(self.current[0]), f"{what} in {place}"))
 
     def _settle(self, device: torch.device) -> None:
         """Orders what comes after it, on any stream, behind the current stream."""
+        if self.without == "fetch" and getattr(self._here, "copying", False):
+            self.left_out += 1
+            return
+        self.host_waits_until(self.free_s())
         with self._lock:
             self._settled = merged(self._settled, self.snapshot())
 
     def snapshot(self) -> Clock:
+        """Returns how far the current stream is, and the thread itself, which whoever hears of this has waited for."""
         with self._lock:
-            return dict(self._clocks.setdefault(self.current, {}))
+            return merged(self._clocks.setdefault(self.current, {}), self._clocks.get(self.host, {}))
 
     def order_behind(self, clock: Clock) -> None:
         """Orders what the current stream does from now on behind this point of other streams."""
         with self._lock:
             self._clocks[self.current] = merged(self._clocks.get(self.current, {}), clock)
+            on_hosts = {stream: number for stream, number in clock.items() if stream[0] == "host"}
+            self._clocks[self.host] = merged(self._clocks.get(self.host, {}), on_hosts)
 
     def read(self, tensor: Tensor, what: str) -> None:
         with self._lock:
@@ -165,7 +273,7 @@ class StreamModel:
                 self._require_order(use, clock, f"{what} overwrites what", "used")
             memory.written, memory.read = (self.current, self._tick(), what), {}
 
-    def made(self, tensor: Tensor, what: str) -> None:
+    def made(self, tensor: Tensor, what: str, place: str = "device") -> None:
         """Records a new tensor, in memory of the current stream that may have been another tensor's."""
         with self._lock:
             stream = self.current
@@ -174,6 +282,7 @@ class StreamModel:
                 for use in memory.uses() if memory.watched else ():
                     self._require_order(use, clock, f"{what} may take memory that was freed, which", "used")
             self.write(tensor, what)
+            self._of(tensor).place = place
 
     def forget(self, what: object) -> None:
         """Leaves the tensors in `what` out from now on: they are on the network, between ranks."""
@@ -202,7 +311,8 @@ class StreamModel:
 
     def _free(self, address: int) -> None:
         _, memory = self._memory.pop(address)
-        self._freed.setdefault(memory.of, []).append(memory)
+        if memory.place != "host":  # torch keeps pinned memory until copies of it have ended
+            self._freed.setdefault(memory.of, []).append(memory)
 
 
 def merged(one: Clock, other: Clock) -> Clock:
@@ -223,8 +333,11 @@ class ModelStreams(Streams):
         model = self._model
         if model.without == _caller():
             model.left_out += 1
-            return ModelEvent(model, {})
-        return ModelEvent(model, model.snapshot())
+            return ModelEvent(model, {}, 0.0)
+        return ModelEvent(model, model.snapshot(), model.free_s())
+
+    def moment(self) -> Moment:
+        return ModelMoment(self._model, self._model.free_s())
 
     def to_host(self, tensor: Tensor) -> HostCopy:
         with self._model.unmetered():
@@ -251,11 +364,27 @@ class ModelCopy(_Here):
 
 
 class ModelEvent:
-    def __init__(self, model: StreamModel, clock: Clock) -> None:
-        self._model, self._clock = model, clock
+    def __init__(self, model: StreamModel, clock: Clock, at_s: float) -> None:
+        self._model, self._clock, self._at_s = model, clock, at_s
 
     def wait(self) -> None:
         self._model.order_behind(self._clock)
+        self._model.idle_until(self._at_s)
+
+
+class ModelMoment:
+    """A time by the clock of the pretended device."""
+
+    def __init__(self, model: StreamModel, at_s: float) -> None:
+        self._model, self._at_s = model, at_s
+
+    @property
+    def has_passed(self) -> bool:
+        return self._model.has_passed(self._at_s)
+
+    def since(self, earlier: ModelMoment) -> float:
+        self._model.host_waits_until(max(self._at_s, earlier._at_s))
+        return self._at_s - earlier._at_s
 
 
 _numbers = count()
@@ -288,15 +417,18 @@ class Asynchronous(Group):
     def _asynchronous(self, pending: Pending[T], *given: Tensor) -> Pending[T]:
         """Lets the operation read its inputs at any time between the issue and the wait, for which they are kept."""
         inputs = list(given)
-        model, issued = self._model, self._model.snapshot()
+        model, issued, issued_s = self._model, self._model.snapshot(), self._model.free_s()
         with model.on(("collective", next(_numbers))):
             model.order_behind(issued)
+            model.idle_until(issued_s)
             for tensor in _dense(inputs):
                 model.read(tensor, "a collective")
-            ended = model.snapshot()
+            model.took(MESSAGE_S + LINK_BYTE_S * sum(tensor.nbytes for tensor in _dense(inputs)))
+            ended, ended_s = model.snapshot(), model.free_s()
 
         def wait(timeout_s: float) -> T:
             model.order_behind(ended)
+            model.idle_until(ended_s)
             result = pending.wait(timeout_s)
             inputs.clear()
             return result
@@ -338,6 +470,21 @@ class ModelTorchGroup(Asynchronous, StreamGroup):
     """A group of ranks as processes, each with a model of its own: a test sets `_model` of this class."""
 
 
+@contextmanager
+def on_a_pretended_accelerator(without: str = "") -> Iterator[StreamModel]:
+    """Lets a rank, which is this process, work on a model inside: its device, its collectives and this thread."""
+    model = StreamModel(without)
+    ModelTorchGroup._model = model
+    with ExitStack() as within:
+        within.enter_context(kernels.use("reference"))
+        within.enter_context(patch.dict(GROUP_OF_BACKEND, {"gloo": ModelTorchGroup}))
+        within.enter_context(patch.object(rehearsal, "TABLES", ((2000, 8, 60), (200, 16, 20))))  # the host is slow
+        within.enter_context(patch.object(rehearsal, "BUCKETS", ((1 << 12, 0.05), (1 << 10, 0.05))))
+        within.enter_context(model.installed())
+        within.enter_context(model.on())
+        yield model
+
+
 class _Watch(TorchDispatchMode):
     """Notes the memory that each torch operation of this thread reads, writes and makes."""
 
@@ -357,22 +504,31 @@ class _Watch(TorchDispatchMode):
         if by_mask or repeats or function.overloadpacket.__name__ in HOST_READS:
             self._model.note_host_read(function.overloadpacket.__name__)
         is_view = any(alias is not None and not alias.is_write for alias in returned)
-        if not is_view:
-            given = dict(zip((each.name for each in schema.arguments), args, strict=False)) | kwargs
-            written = {each.name for each in schema.arguments if each.alias_info and each.alias_info.is_write}
-            for name, value in given.items():
-                if name not in written:
-                    for tensor in _dense(value):
-                        self._model.read(tensor, what)
-            for name in sorted(written & given.keys()):
-                for tensor in _dense(given[name]):
-                    self._model.write(tensor, what)
+        if is_view:
+            return function(*args, **kwargs)
+        place = self._model.place_of(_dense((args, kwargs)))
+        with self._model.on(self._model.host if place == "host" else None):
+            return self._noted(function, args, kwargs, what, place)
+
+    def _noted(self, function: Any, args: Any, kwargs: Any, what: str, place: str) -> Any:
+        """Runs an operation, and notes what it reads, writes and makes on the thread's current stream."""
+        arguments = function._schema.arguments
+        given = dict(zip((each.name for each in arguments), args, strict=False)) | kwargs
+        written = {each.name for each in arguments if each.alias_info and each.alias_info.is_write}
+        for name, value in given.items():
+            if name not in written:
+                for tensor in _dense(value):
+                    self._model.read(tensor, what)
+        for name in sorted(written & given.keys()):
+            for tensor in _dense(given[name]):
+                self._model.write(tensor, what)
         result = function(*args, **kwargs)
-        if not is_view:
-            old = {tensor.untyped_storage()._cdata for tensor in _dense((args, kwargs))}
-            for tensor in _dense(result):
-                if tensor.untyped_storage()._cdata not in old:
-                    self._model.made(tensor, what)
+        if place != "host":
+            self._model.took(CALL_S + BYTE_S * sum(tensor.nbytes for tensor in _dense((args, kwargs, result))))
+        old = {tensor.untyped_storage()._cdata for tensor in _dense((args, kwargs))}
+        for tensor in _dense(result):
+            if tensor.untyped_storage()._cdata not in old:
+                self._model.made(tensor, what, place)
         return result
 
 

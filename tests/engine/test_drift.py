@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from gradsync.devices.streams import HostMoment
 from gradsync.engine.drift import LOOK_STEPS, WINDOW_STEPS, Drift
 
 
@@ -11,7 +12,7 @@ def looks(drift: Drift, seconds: float, steps: int) -> list[bool]:
     """Returns the verdicts of all looks at `steps` steps of `seconds` each."""
     verdicts = []
     for _ in range(steps):
-        if drift.step_ended(seconds):
+        if drift.step_ended(HostMoment(0.0), HostMoment(seconds)):
             verdicts.append(drift.judge(drift.median_s))
     return verdicts
 
@@ -43,7 +44,7 @@ def test_a_single_slow_step_is_not_seen() -> None:
     drift = Drift()
     looks(drift, 0.1, WINDOW_STEPS)
     looks(drift, 0.1, LOOK_STEPS - 1)
-    assert drift.step_ended(50.0) and not drift.judge(drift.median_s)
+    assert drift.step_ended(HostMoment(0.0), HostMoment(50.0)) and not drift.judge(drift.median_s)
     assert drift.median_s == 0.1
 
 

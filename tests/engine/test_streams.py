@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from gradsync import kernels
-from gradsync.comm import GroupError, LocalGroup, run_local
+from gradsync.comm import GroupError, LocalGroup, Work, run_local
 from gradsync.compressors import ErrorFeedback, TopK
 from gradsync.costs.cluster import Placement
+from gradsync.costs.steps import OFFLOAD
 from gradsync.engine.engine import Engine
 from gradsync.engine.guard import Verification
 from gradsync.plans.plan import Plan
@@ -36,7 +37,7 @@ from gradsync.tensors.bucket import Layout, TensorSpec
 from tests.compressors.family import MEMBERS as COMPRESSORS
 from tests.schemes.contract import name_of
 from tests.schemes.family import ALL_MEMBERS, Member
-from tests.stream_model import ModelGroup, StreamModel, UnorderedAccessError
+from tests.stream_model import ModelGroup, ModelStreams, StreamModel, UnorderedAccessError
 
 STEPS = 2  # so that memory of the first is lent out anew
 SHAPES = {"a.weight": (40, 8), "b.weight": (24, 8), "c.weight": (56, 4)}
@@ -205,7 +206,7 @@ def test_each_way_to_wait_for_the_device_is_noted(name: str | None, read: Callab
 
 # Without the event that is recorded in this function, or the objects that it keeps, which scheme runs wrong, and how.
 FEW_GATHERED = CompressedAllGather(FEW)
-MUTATIONS: dict[str, tuple[Scheme[Any], bool]] = {
+MUTATIONS: dict[str, tuple[Scheme[Any] | None, bool]] = {
     "Synchronization.mark_ready": (FEW_GATHERED, False),
     "Synchronization.advance": (FEW_GATHERED, False),
     "Synchronization._resume": (FEW_GATHERED, True),
@@ -213,18 +214,38 @@ MUTATIONS: dict[str, tuple[Scheme[Any], bool]] = {
     "Engine.aside": (FEW_GATHERED, False),
     "Work.follow": (ROUTES["compute and compute"], False),
     "Work.run": (ROUTES["offload and offload"], False),
-    "Work.run keeps": (ROUTES["offload and offload"], False),
+    "Work.run keeps": (None, False),
+    "fetch": (ROUTES["offload and offload"], False),
 }
+
+
+def work_whose_input_goes(model: StreamModel) -> None:
+    """Runs work on another stream than that of its input, of which nobody else holds anything when the work is done."""
+    engine = ModelStreams(model)
+    with model.on(("communication",)):
+        inputs = [torch.ones(4)]
+        work = Work(lambda: inputs.pop().sum(), OFFLOAD, "sum", lambda: list(inputs))
+        work.follow(engine)
+        with model.on(("offload",)):
+            work.run()
+        torch.ones(4)
 
 
 @pytest.mark.parametrize("without", MUTATIONS)
 def test_each_event_is_needed(without: str) -> None:
     scheme, collects = MUTATIONS[without]
     with pytest.raises((UnorderedAccessError, GroupError), match="without an event"):
-        for _ in range(20):  # memory is lent out anew before it may be only as threads happen to run
+        for _ in range(20):  # threads happen to run in some order
             model = StreamModel(without)
-            train(scheme, model, Placement.one_per_node(2), collects=collects)
+            if scheme is None:
+                work_whose_input_goes(model)
+            else:
+                train(scheme, model, Placement.one_per_node(2), collects=collects)
             assert model.left_out
+
+
+def test_input_that_is_kept_is_not_lent_out_anew() -> None:
+    work_whose_input_goes(StreamModel())
 
 
 def test_the_page_names_the_events_that_are_needed() -> None:

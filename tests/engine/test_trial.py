@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from gradsync.devices.streams import HostMoment
 from gradsync.engine.trial import CLOSE, MOST_OF_FIRST, ROUNDS, RUN_OFF_ROUNDS, TURN_STEPS, Trial, slowest
 
 
@@ -14,7 +15,7 @@ def run(trial: Trial[int], step_s: list[float], *, first_s: float = 100.0) -> li
         first = not ran or len(ran) % TURN_STEPS == 0
         ran.append(trial.current)
         now_s += first_s if first else step_s[trial.current]
-        trial.step_ended(now_s)
+        trial.step_ended(HostMoment(now_s))
     return ran
 
 
@@ -27,9 +28,9 @@ def test_candidates_run_there_and_back() -> None:
 def test_a_turn_that_was_interrupted_begins_anew() -> None:
     trial = Trial([0, 1])
     for now_s in (0.0, 1.0, 2.0):
-        assert not trial.step_ended(now_s)
+        assert not trial.step_ended(HostMoment(now_s))
     trial.interrupt()  # other steps lie between
-    ends = [trial.step_ended(1000.0 + now_s) for now_s in range(TURN_STEPS)]
+    ends = [trial.step_ended(HostMoment(1000.0 + now_s)) for now_s in range(TURN_STEPS)]
     assert ends == [False] * (TURN_STEPS - 1) + [True]
     assert trial.current == 1 and trial._times_s[0] == [1.0] * (TURN_STEPS - 1)
 
@@ -45,7 +46,7 @@ def test_one_long_pause_of_the_training_loop_changes_nothing() -> None:
     now_s = 0.0
     for step in range(2 * ROUNDS * TURN_STEPS):
         now_s += 1000.0 if step == TURN_STEPS + 2 else 1.0
-        trial.step_ended(now_s)
+        trial.step_ended(HostMoment(now_s))
     assert trial.medians_s == [1.0, 1.0]
 
 

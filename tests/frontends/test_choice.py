@@ -14,7 +14,8 @@ from torch.optim import SGD
 import gradsync
 from gradsync.comm.shuffle import GroupSchedule, Round, grid, together
 from gradsync.compressors import ErrorFeedback, TopK
-from gradsync.frontends import choosing
+from gradsync.devices.streams import HostMoment
+from gradsync.engine.engine import Engine
 from gradsync.planner import AveragingPlanner
 from gradsync.planner.search.job import Job
 from gradsync.planner.search.ways import Constraints
@@ -30,14 +31,14 @@ STEPS = 60
 
 
 class Clock:
-    """A stand-in for the module `time`, by which steps with averaged parameters take so many times as long."""
+    """A clock by which steps with averaged parameters take so many times as long."""
 
     def __init__(self, handle: Callable[[], gradsync.Attachment], slower: float) -> None:
         self._handle, self._slower, self._now_s = handle, slower, 0.0
 
-    def perf_counter(self) -> float:
+    def moment(self) -> HostMoment:
         self._now_s += self._slower if self._handle().plan.what is What.PARAMETER else 1.0
-        return self._now_s
+        return HostMoment(self._now_s)
 
 
 def batch(step: int, rank: int) -> Tensor:
@@ -57,7 +58,8 @@ def attached(
     model = Perceptron()
     optimizer = SGD(model.parameters(), lr=0.01)
     handle = gradsync.attach(model, optimizer, planner, timeout=20)
-    patch.setattr(choosing, "time", Clock(lambda: handle, slower))
+    clock = Clock(lambda: handle, slower)
+    patch.setattr(Engine, "moment", lambda engine: clock.moment())
     return model, optimizer, handle
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,13 +13,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsync
-from gradsync import kernels
-from gradsync.comm.backends import GROUP_OF_BACKEND
 from gradsync.compressors import ErrorFeedback, TopK
 from gradsync.plans.plan import Plan, What
 from gradsync.schemes import AGSparse, AllReduce, CoarseGrained, CompressedAllGather, CompressedTwoWay, Scheme
 from gradsync.tensors.bucket import TensorSpec
-from tests.stream_model import ModelTorchGroup, StreamModel
+from tests.stream_model import on_a_pretended_accelerator
 from tests.world import Ranks
 
 World = Callable[[int], Ranks]
@@ -57,18 +54,6 @@ def plan_of(model: nn.Module, scheme: Scheme[Any] | None, what: What) -> Plan | 
     dense = [name for name in reversed(specs) if not name.startswith("table")]
     table: Scheme[Any] = AGSparse() if model.table.sparse else scheme
     return Plan.make(specs, dist.get_world_size(), [(dense, scheme), (["table.weight"], table)], what=what)
-
-
-@contextmanager
-def on_a_pretended_accelerator(without: str = "") -> Iterator[StreamModel]:
-    model = StreamModel(without)
-    ModelTorchGroup._model = model
-    with ExitStack() as within:
-        within.enter_context(kernels.use("reference"))
-        within.enter_context(patch.dict(GROUP_OF_BACKEND, {"gloo": ModelTorchGroup}))
-        within.enter_context(model.installed())
-        within.enter_context(model.on())
-        yield model
 
 
 def train(frontend: str, name: str, what: What, sparse: bool, without: str = "") -> list[tuple[str, str]]:

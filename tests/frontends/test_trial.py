@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradsync
 from gradsync.comm import Group
+from gradsync.devices.streams import HostMoment, Moment
 from gradsync.engine.plan_control import Planner
 from gradsync.engine.trial import ROUNDS, TURN_STEPS, Trial
 from gradsync.planner import default_plan, default_plans
@@ -36,10 +37,10 @@ class Clock:
 
 
 def timed_step_ended(
-    trial: Trial[Any], _: float, usual: Callable[[Trial[Any], float], bool] = Trial.step_ended
+    trial: Trial[Any], _: Moment, usual: Callable[[Trial[Any], Moment], bool] = Trial.step_ended
 ) -> bool:
     Clock.now_s += 0.01
-    return usual(trial, Clock.now_s)
+    return usual(trial, HostMoment(Clock.now_s))
 
 
 @register

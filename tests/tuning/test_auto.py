@@ -19,6 +19,7 @@ from torch import nn
 import gradsync
 from gradsync.characterization.recording import Recorder
 from gradsync.compressors import ErrorFeedback, Signum, TopK, dgc
+from gradsync.devices.streams import Moment
 from gradsync.engine.step_listener import active, recording
 from gradsync.engine.trial import ROUNDS, RUN_OFF_ROUNDS, TURN_STEPS
 from gradsync.planner import Constraints, Job, Search, candidate_plans
@@ -368,7 +369,7 @@ class Impatient:
         self._steps = 0
         self.median_s = 0.1
 
-    def step_ended(self, seconds: float) -> bool:
+    def step_ended(self, began: Moment, ended: Moment) -> bool:
         self._steps += 1
         return self._steps == 10
 

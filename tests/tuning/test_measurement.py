@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import gradsync
 from gradsync.characterization.recording import Recorder
+from gradsync.devices.streams import Moment
 from gradsync.engine.plan_control import MAX_OBSERVATIONS
 from gradsync.engine.step_listener import recording
 from gradsync.planner import default_plan
@@ -22,7 +23,7 @@ from gradsync.plans.profile import Profile, Span
 from gradsync.tensors.bucket import TensorSpec, trainable_parameters
 from gradsync.tuning.default import MeasuringPlanner
 from gradsync.tuning.measurement import Kind, Measurement, measure
-from gradsync.tuning.stopwatch import StepTimes, Stopwatch
+from gradsync.tuning.stopwatch import StepMoments, Stopwatch
 from tests.quick import quickly
 from tests.world import Ranks
 
@@ -84,11 +85,11 @@ def measured_and_not(ddp: bool) -> tuple[str, int, bool, list[str]]:
     specs = {name: TensorSpec.of(p) for name, p in trainable_parameters(plain.module).items()}
     for training in (plain, watched):
         training.attach()
-    seen: list[StepTimes] = []
+    seen: list[StepMoments] = []
     ended = Stopwatch.step_ended
 
-    def noted(watch: Stopwatch, now_s: float) -> StepTimes:
-        seen.append(step := ended(watch, now_s))
+    def noted(watch: Stopwatch, now: Moment) -> StepMoments:
+        seen.append(step := ended(watch, now))
         return step
 
     with quickly(), patch.object(Stopwatch, "step_ended", noted):
@@ -104,7 +105,8 @@ def measured_and_not(ddp: bool) -> tuple[str, int, bool, list[str]]:
     for training in (plain, watched):
         assert training.handle is not None
         training.handle.detach()
-    orders = [sorted(step.ready_s, key=step.ready_s.__getitem__) for step in seen[WARM_UP:]]
+    times = [step.times().ready_s for step in seen[WARM_UP:]]
+    orders = [sorted(ready_s, key=ready_s.__getitem__) for ready_s in times]
     assert all(order == orders[0] for order in orders)
     return profile.to_json(), ran, same, orders[0]
 

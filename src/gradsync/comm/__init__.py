@@ -11,6 +11,7 @@ from .group import Group as Group
 from .group import Pending as Pending
 from .group import gather_bytes as gather_bytes
 from .group import waiting_at as waiting_at
+from .issue import Span as Span
 from .issue import Synchronization as Synchronization
 from .issue import drive as drive
 from .issue import drive_in_turns as drive_in_turns

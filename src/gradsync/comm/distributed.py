@@ -26,6 +26,7 @@ from . import communicators
 from .errors import GroupError
 from .framing import cut_to_lengths, split, swapped, with_lengths
 from .group import Group, Pending
+from .links import Exchange, measured_link
 from .rendezvous import WARNING_S, meet
 from .store import StoreClient
 from .whereabouts import Whereabouts
@@ -123,6 +124,28 @@ class TorchGroup(Group):
     def _open(self, process_group: dist.ProcessGroup | None, timeout_s: float) -> None:
         """Makes the communicators; functions that undo what was made are appended to `_releases`."""
         self._own = self._communicator()
+
+    @property
+    def payload_device(self) -> torch.device:
+        return self._device
+
+    def _measure_links(self, all_to_all: Callable[[int], Exchange], timeout_s: float) -> None:
+        """Measures latency and rate of the links, unless the rate was given; see `measured_link`. Collective.
+
+        Makes the groups within and across nodes now, as plans need the measurements of their links, and must be the
+        same on all ranks: all ranks take the slowest one's figures.
+        """
+        if self.bytes_per_s is None and self.size > 1:
+            self.alpha_s, self.stage_s, self.bytes_per_s = measured_link(self, all_to_all, timeout_s)
+        if not self.placement.is_hierarchy:
+            return
+        kinds = (self.within_node(), self.across_nodes())
+        found = [(g.alpha_s, g.stage_s, 1 / g.bytes_per_s) for g in kinds if g.alpha_s is not None and g.bytes_per_s]
+        if found:
+            slowest = torch.tensor(found, device=self.device)
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=self._own)
+            for group, (alpha_s, stage_s, s_per_byte) in zip(kinds, slowest.tolist(), strict=True):
+                group.alpha_s, group.stage_s, group.bytes_per_s = alpha_s, stage_s, 1 / s_per_byte
 
     def subgroup(self, places: tuple[int, ...]) -> Group:
         if len(places) == self.size:

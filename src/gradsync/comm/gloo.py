@@ -22,7 +22,7 @@ from ..tensors import allocator as memory
 from .distributed import TorchGroup
 from .framing import cut_messages, cut_to_lengths, split, swapped, with_lengths
 from .group import Pending
-from .links import Exchange, measured_link
+from .links import Exchange
 from .rounds import Rounds
 
 FAST_BYTES_PER_S = 250e6  # on faster links the latency of rounds costs more than their order saves
@@ -77,23 +77,7 @@ class GlooGroup(TorchGroup):
         apart = self._communicator()  # for messages: a thread waits for each of them
         self._rounds = Rounds(apart, self.rank, self.size)
         self._releases.append(lambda hanging: self._rounds.stop(patience_s=0.0 if hanging else 5.0))
-        if self.bytes_per_s is None and self.size > 1:
-            self.alpha_s, self.stage_s, self.bytes_per_s = measured_link(self, self._at_once, timeout_s)
-        if self.placement.is_hierarchy:  # now: plans need the measurements of these links
-            self._open_hierarchy()
-
-    def _open_hierarchy(self) -> None:
-        """Makes the groups within and across nodes, and sets their latency and rate to the slowest rank's on all ranks.
-
-        Plans follow from these figures, and must be the same on all ranks.
-        """
-        kinds = (self.within_node(), self.across_nodes())
-        found = [(g.alpha_s, g.stage_s, 1 / g.bytes_per_s) for g in kinds if g.alpha_s is not None and g.bytes_per_s]
-        if found:
-            slowest = torch.tensor(found)
-            dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=self._own)
-            for group, (alpha_s, stage_s, s_per_byte) in zip(kinds, slowest.tolist(), strict=True):
-                group.alpha_s, group.stage_s, group.bytes_per_s = alpha_s, stage_s, 1 / s_per_byte
+        self._measure_links(self._at_once, timeout_s)
 
     def _make_subgroup(self, places: tuple[int, ...]) -> GlooGroup:
         return GlooGroup(
@@ -210,7 +194,7 @@ class GlooGroup(TorchGroup):
     def _at_once(self, nbytes: int) -> Exchange:
         """Returns an all-to-all, all messages at once: each member divides `nbytes` zeros evenly among all members."""
         lengths = [nbytes // self.size] * self.size
-        buffer = torch.zeros(sum(lengths), dtype=torch.uint8)
+        buffer = torch.zeros(sum(lengths), dtype=torch.uint8, device=self._device)
         transfer = Transfer("", Pattern.ALL_TO_ALL, (float(lengths[0]),) * self.size)
         return Exchange(transfer, lambda: self._all_to_all(buffer, lengths, lengths))
 

@@ -89,6 +89,11 @@ class Group(ABC):
         return torch.device("cpu")
 
     @property
+    def payload_device(self) -> torch.device:
+        """The device of the gradients that the members exchange."""
+        return self.device
+
+    @property
     def placement(self) -> Placement:
         """The node of each member; each member is on a node of its own where nothing is known."""
         return self._placement or Placement.one_per_node(self.size)

@@ -31,9 +31,9 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -42,7 +42,7 @@ from torch.profiler import record_function
 
 from ..costs.steps import COMPUTE, FINISH, OFFLOAD
 from ..costs.timeline import Task
-from ..devices.streams import COMMUNICATION, Event, NoStreams, Streams
+from ..devices.streams import COMMUNICATION, Event, Moment, NoStreams, Streams
 from .errors import GroupError
 from .group import Pending, waiting_at
 from .threads import CallingThread, JobThread
@@ -65,31 +65,38 @@ def drive(coroutine: Coroutine[Any, Any, T], *, timeout_s: float) -> T:
 
 
 def drive_in_turns(
-    coroutines: Sequence[Coroutine[Any, Any, T]], meanwhile: Callable[[], object] = lambda: None
+    coroutines: Sequence[Coroutine[Any, Any, T]],
+    meanwhile: Callable[[], object] = lambda: None,
+    clock: Callable[[], Moment] | None = None,
 ) -> tuple[list[T], list[float]]:
     """Runs one scheme coroutine per rank of a `LocalGroup` in one thread: each in turn up to its next operation.
 
-    `meanwhile` is called before each pass over the ranks, and not timed.
+    Args:
+        coroutines: one for each rank.
+        meanwhile: called before each pass over the ranks, and not timed.
+        clock: tells the time; None: this thread's processor time.
 
     Returns:
-        the coroutines' results, and the seconds of processor time before the first operation, between operations and
-            after the last, as means over the ranks; local computations that schemes await (`Work`) are included.
+        the coroutines' results, and the seconds before the first operation, between operations and after the last, as
+            means over the ranks; local computations that schemes await (`Work`) are included.
     """
+    clock = clock or NoStreams().work_moment
     results: dict[int, T] = {}
     arrived: list[Any] = [None] * len(coroutines)
-    found: list[float] = []
+    passes: list[tuple[Moment, Moment]] = []
     while len(results) < len(coroutines):
         pending: list[Pending[Any]] = []
         meanwhile()
-        began_s = time.thread_time()
+        began = clock()
         for rank, (coroutine, value) in enumerate(zip(coroutines, arrived, strict=True)):
             try:
                 pending.append(_until_operation(coroutine, value))
             except StopIteration as done:
                 results[rank] = done.value
-        found.append((time.thread_time() - began_s) / len(coroutines))
+        passes.append((began, clock()))
         arrived = [each.wait(0.0) for each in pending]
-    return [results[rank] for rank in range(len(coroutines))], found
+    seconds = [ended.since(began) / len(coroutines) for began, ended in passes]
+    return [results[rank] for rank in range(len(coroutines))], seconds
 
 
 def _until_operation(coroutine: Coroutine[Any, Any, Any], value: Any) -> Pending[Any]:
@@ -98,6 +105,21 @@ def _until_operation(coroutine: Coroutine[Any, Any, Any], value: Any) -> Pending
     while isinstance(pending, Work):
         pending = coroutine.send(pending.wait(0.0))
     return pending
+
+
+@dataclass(frozen=True)
+class Span:
+    """A piece of a step's work between two moments, of which `task` makes times."""
+
+    name: str
+    stream: str
+    began: Moment
+    ended: Moment
+    nbytes: float = 0.0
+
+    def task(self, origin: Moment) -> Task:
+        """Returns the work with its times since `origin`; waits until the device has ended it."""
+        return Task(self.name, self.stream, self.began.since(origin), self.ended.since(origin), self.nbytes)
 
 
 class CancelledStepError(RuntimeError):
@@ -150,10 +172,10 @@ class Synchronization:
         self._streams = streams or NoStreams()
         self._streams.release()
         self._buckets = {bucket for bucket, _ in order}
-        self.ready_s: dict[str, float] = {}  # when each bucket's data was complete
+        self.ready: dict[str, Moment] = {}  # when each bucket's data was complete
         self._position = 0  # of the next turn in the order
         self._coroutines: dict[str, Coroutine[Any, Any, Any]] = {}
-        self._pending: dict[str, tuple[Pending[Any], str, float]] = {}
+        self._pending: dict[str, tuple[Pending[Any], str, Moment]] = {}
         self._complete: dict[str, Event] = {}  # recorded when a bucket's gradients were complete
         self._issued: Event  # behind all that was issued so far
         self._cancelled = False
@@ -163,22 +185,22 @@ class Synchronization:
         self._progress = threading.Condition()  # notified of results and of the end
         self._synchronized: dict[str, Event] = {}  # recorded behind each result
         self.results: dict[str, Any] = {}
-        self.began_s = time.perf_counter()
-        self.tasks: list[Task] = []
+        self.began = self._streams.moment()
+        self.spans: list[Span] = []
 
     def mark_ready(self, bucket: str) -> None:
         """Marks the bucket's gradients as complete, so that its operations may begin; called in backward's thread."""
-        ready_s = time.perf_counter() - self.began_s
+        ready = self._streams.moment()
         if bucket in self._prepared and self._early:
             self._prepare(bucket)
         elif bucket in self._prepared:
             self._postponed.append(bucket)
         self._complete[bucket] = self._streams.record()
-        self.ready_s[bucket] = ready_s
-        if len(self.ready_s) == len(self._buckets):
+        self.ready[bucket] = ready
+        if len(self.ready) == len(self._buckets):
             return  # all buckets are ready: `wait` is about to be called
         position = self._position
-        if self._early and position < len(self._order) and self._order[position][0] in self.ready_s:
+        if self._early and position < len(self._order) and self._order[position][0] in self.ready:
             self._thread.submit(self.advance)
 
     def do_work(self) -> None:
@@ -247,7 +269,7 @@ class Synchronization:
         """
         while self._position < len(self._order):
             bucket, stage = self._order[self._position]
-            if bucket not in self.ready_s or self._cancelled or (not joined and self._waits_for_backward(bucket)):
+            if bucket not in self.ready or self._cancelled or (not joined and self._waits_for_backward(bucket)):
                 return False
             self._complete[bucket].wait()
             if bucket not in self._coroutines:
@@ -280,7 +302,7 @@ class Synchronization:
             except BaseException as error:  # raised at the bucket's first turn
                 work = _failed(error)
             assert isinstance(work, Work), f"bucket {bucket!r} is prepared, and awaits something else than work first"
-            self._pending[bucket] = (work, work.name, 0.0)
+            self._pending[bucket] = (work, work.name, self.began)
             handed_over = self._hand_over(work)
         if not handed_over:
             work.run()
@@ -305,28 +327,29 @@ class Synchronization:
         current = stage
         try:
             if bucket in self._pending:
-                operation, current, issued_s = self._pending.pop(bucket)
+                operation, current, issued = self._pending.pop(bucket)
                 place = partial(self._where, bucket, current)
                 with waiting_at(place), record_function(f"gradsync::bucket {bucket} wait for {current}"):
                     value = operation.wait(self._timeout_s)
                 if isinstance(operation, Work):
-                    span_s = operation.start_s - self.began_s, operation.end_s - self.began_s
-                    self.tasks.append(Task(f"{bucket}:{current}", operation.device, *span_s))
+                    self.spans.append(
+                        Span(f"{bucket}:{current}", operation.device, operation.began, operation.finished)
+                    )
                 else:
-                    self._record(f"{bucket}:{current}", "link", issued_s, operation.sent_bytes)
+                    self._record(f"{bucket}:{current}", "link", issued, operation.sent_bytes)
                 current = stage
-            resumed_s = time.perf_counter()
+            resumed = self._streams.moment()
             try:
                 with record_function(f"gradsync::bucket {bucket} {stage}"):
                     operation = self._coroutines[bucket].send(value)
             except StopIteration as done:
-                self._record(f"{bucket}:{FINISH}", "kernel", resumed_s)
+                self._record(f"{bucket}:{FINISH}", "kernel", resumed)
                 self._synchronized[bucket] = self._streams.record()
                 self.results[bucket] = done.value
                 self._tell_progress()
                 return
-            self._record(f"{bucket}:{stage}", "kernel", resumed_s)
-            self._pending[bucket] = (operation, stage, time.perf_counter())
+            self._record(f"{bucket}:{stage}", "kernel", resumed)
+            self._pending[bucket] = (operation, stage, self._streams.moment())
             if isinstance(operation, Work) and not self._hand_over(operation) and operation.device == COMPUTE:
                 self.due.append(operation)
         except GroupError as error:
@@ -335,9 +358,8 @@ class Synchronization:
             error.add_note(f"while synchronising {self._where(bucket, current)}")
             raise
 
-    def _record(self, name: str, stream: str, start_s: float, nbytes: float = 0.0) -> None:
-        now_s = time.perf_counter()
-        self.tasks.append(Task(name, stream, start_s - self.began_s, now_s - self.began_s, nbytes))
+    def _record(self, name: str, stream: str, began: Moment, nbytes: float = 0.0) -> None:
+        self.spans.append(Span(name, stream, began, self._streams.moment(), nbytes))
 
 
 def _failed(error: BaseException) -> Work[Any]:

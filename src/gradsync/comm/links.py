@@ -7,7 +7,6 @@ repeats the quickest counts, since disturbances only make them longer; profiles 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from ..costs.steps import Pattern, Transfer
+from ..devices import streams
 from .framing import LENGTH_BYTES
 from .group import Group, Pending
 
@@ -42,18 +42,18 @@ class Exchange:
         Raises:
             ValueError: for `Pattern.BROADCAST`.
         """
-        n, others = group.size, group.size - 1
+        n, others, device = group.size, group.size - 1, group.payload_device
         match pattern:
             case Pattern.ALL_REDUCE:
                 numel = nbytes * n // (2 * others) // 4
-                numbers = torch.zeros(numel)
+                numbers = torch.zeros(numel, device=device)
                 return cls(Transfer("", pattern, (4.0 * numel,) * n), lambda: group.all_reduce(numbers))
             case Pattern.ALL_GATHER:
-                part = _zeros(nbytes // others)
+                part = _zeros(nbytes // others, device)
                 return cls(Transfer("", pattern, (float(len(part)),) * n), lambda: group.all_gather(part))
             case Pattern.ALL_TO_ALL:
                 lengths = [nbytes // others] * n
-                buffer, largest = _zeros(sum(lengths)), lengths[0]
+                buffer, largest = _zeros(sum(lengths), device), lengths[0]
                 transfer = Transfer("", pattern, (float(largest),) * n)
                 return cls(transfer, lambda: group.all_to_all(buffer, lengths, lengths, largest=largest))
             case Pattern.MESSAGES:
@@ -70,25 +70,28 @@ class Exchange:
         """
         size = max(nbytes, LENGTH_BYTES)
         hops = [(member, to, float(size)) for member, others in peers.items() for to in others]
-        outgoing = {to: _zeros(size) for to in peers.get(group.rank, ())}
+        outgoing = {to: _zeros(size, group.payload_device) for to in peers.get(group.rank, ())}
         origins = [member for member, others in peers.items() if group.rank in others]
         in_pairs = all(len(others) == 1 for others in peers.values())
 
         def issue() -> Pending[Any]:
-            return group.swap(outgoing, origins, size, torch.device("cpu"), in_pairs=in_pairs)
+            return group.swap(outgoing, origins, size, group.payload_device, in_pairs=in_pairs)
 
         return cls(Transfer.of_messages("", group.size, hops), issue)
 
     def seconds(self, group: Group, timeout_s: float) -> float:
         """Runs the exchange after a barrier of all members, and returns its seconds on this rank. Collective.
 
+        On an accelerator these are the device's seconds, for which the host waits.
+
         Raises:
             GroupError: when another rank died or stopped answering.
         """
+        clock = streams.streams_of(group.payload_device)
         barrier(group, timeout_s)
-        began_s = time.perf_counter()
+        began = clock.moment()
         self.issue().wait(timeout_s)
-        return time.perf_counter() - began_s
+        return clock.moment().since(began)
 
 
 def measured_link(group: Group, all_to_all: Callable[[int], Exchange], timeout_s: float) -> tuple[float, float, float]:
@@ -126,7 +129,7 @@ def highest_over(group: Group, timeout_s: float) -> Highest:
     """Returns a collective function that takes a list of numbers and returns its elementwise maximum over all ranks."""
 
     def highest(mine: Sequence[float]) -> list[float]:
-        parts = group.all_gather(torch.tensor(mine, dtype=torch.float64)).wait(timeout_s)
+        parts = group.all_gather(torch.tensor(mine, dtype=torch.float64, device=group.device)).wait(timeout_s)
         found: list[float] = torch.stack(list(parts)).amax(dim=0).tolist()
         return found
 
@@ -136,9 +139,9 @@ def highest_over(group: Group, timeout_s: float) -> Highest:
 def barrier(group: Group, timeout_s: float) -> None:
     """Waits until all members have called this, by an all-to-all of one byte per message."""
     ones = [1] * group.size
-    group.all_to_all(_zeros(group.size), ones, ones, largest=1).wait(timeout_s)
+    group.all_to_all(_zeros(group.size, group.device), ones, ones, largest=1).wait(timeout_s)
 
 
-def _zeros(count: int) -> torch.Tensor:
+def _zeros(count: int, device: torch.device) -> torch.Tensor:
     """Returns zeros, (count,) uint8."""
-    return torch.zeros(count, dtype=torch.uint8)
+    return torch.zeros(count, dtype=torch.uint8, device=device)

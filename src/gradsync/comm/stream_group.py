@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -10,9 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from ..costs.steps import Pattern
 from .distributed import TorchGroup
 from .errors import GroupError
 from .group import Pending, place_of_wait
+from .links import Exchange
 from .monitor import Monitor
 
 T = TypeVar("T")
@@ -35,6 +38,7 @@ class StreamGroup(TorchGroup):
         else:
             self._monitor = Monitor(timeout_s)
             self._releases.append(lambda _: self._monitor.stop())
+        self._measure_links(partial(Exchange.of, self, Pattern.ALL_TO_ALL), timeout_s)
 
     def _communicator(self) -> dist.ProcessGroup:
         if self.on_calling_thread and self._parent is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -35,11 +34,11 @@ class Work(Pending[T]):
         super().__init__(self._result_of)
         self.device = device
         self.name = name
-        self.start_s = self.end_s = 0.0  # by `time.perf_counter`, once the work has ended
         self._function: Callable[[], T] | None = function
         self._touched = touched
         self._handed = False
         self._streams: Streams = NoStreams()
+        self.began = self.finished = self._streams.moment()  # of the work, once it has ended
         self._inputs: Event = self._streams.record()
         self._done = self._inputs
         self._begun = threading.Lock()  # taken for good by the thread that does the work
@@ -64,19 +63,19 @@ class Work(Pending[T]):
         """Runs the computation on this thread, unless a thread has begun it already."""
         if not self._begun.acquire(blocking=False):
             return
-        self.start_s = time.perf_counter()
         function, self._function = self._function, None
         assert function is not None
         try:
             with torch.no_grad():
                 self._streams.keep(self._touched())
                 self._inputs.wait()
+                self.began = self._streams.moment()
                 self._result = function()
+                self.finished = self._streams.moment()
                 self._done = self._streams.record()
                 self._streams.keep(self._touched(), self._result)
         except BaseException as error:  # raised where the work is waited for
             self._error = error
-        self.end_s = time.perf_counter()
         del function  # frees its tensors now, not when the step is forgotten
         self._ended.set()
 

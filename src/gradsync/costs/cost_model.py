@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .cluster import Link, Placement
-from .steps import Compute, Step, Traffic, Transfer, busiest
+from .steps import OFFLOAD, Compute, Step, Traffic, Transfer, busiest
 from .transport import DEFAULT_TRANSPORT, RingOrDirect, Transport
 
 MOST_KNOWN = 100_000  # transfers whose price a cost model remembers
@@ -27,6 +27,26 @@ class KernelCost:
     def seconds(self, nbytes: float, calls: float) -> float:
         """Returns the seconds of `calls` calls that read and write `nbytes` in all."""
         return calls * self.call_s + max(nbytes - calls * self.knee_bytes, 0.0) * self.byte_s
+
+
+@dataclass(frozen=True)
+class HostCost:
+    """The time of work that is offloaded from an accelerator to the host: copies there and back, and kernels there."""
+
+    fetch: KernelCost
+    send: KernelCost
+    kernels: Mapping[str, KernelCost]
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> HostCost:
+        """Returns the costs that `dataclasses.asdict` turned into these values."""
+        kernels = {name: KernelCost(**costs) for name, costs in values["kernels"].items()}
+        return cls(KernelCost(**values["fetch"]), KernelCost(**values["send"]), kernels)
+
+    def copies_s(self, work: Compute) -> float:
+        """Returns the seconds of copies to the host and back."""
+        copies = ((self.fetch, work.fetched_bytes), (self.send, work.sent_bytes))
+        return sum(cost.seconds(nbytes, 1) for cost, nbytes in copies if nbytes)
 
 
 @dataclass(frozen=True)
@@ -47,6 +67,8 @@ class CostModel:
         transport: the messages and rounds of a transfer. It matters for an all-gather where nodes have several ranks:
             bytes that go round a ring cross between nodes fewer times. (Among the ranks of one node, and among one rank
             a node, ring and direct messages load the links alike.)
+        host: copies and kernels of offloaded work, where gradients are on an accelerator; None: offloaded work runs on
+            the same processor.
     """
 
     alpha_s: float
@@ -56,6 +78,7 @@ class CostModel:
     intra: Link | None = None
     stage_s: float = 0.0
     transport: Transport = DEFAULT_TRANSPORT
+    host: HostCost | None = None
 
     def seconds(self, step: Step, placement: Placement | None = None) -> float:
         """Returns the seconds of one step of a scheme, a computation or a transfer.
@@ -68,8 +91,9 @@ class CostModel:
             ValueError: where transfer and placement have different numbers of ranks, unless no node has several ranks.
         """
         if isinstance(step, Compute):
-            kernel = self.kernels.get(step.kernel) or KernelCost(0.0, 1 / self.memory_bytes_per_s)
-            return kernel.seconds(step.nbytes, step.calls)
+            kernel = self._kernels_for(step).get(step.kernel) or KernelCost(0.0, 1 / self.memory_bytes_per_s)
+            copies_s = self.host.copies_s(step) if self.host is not None else 0.0
+            return copies_s + kernel.seconds(step.nbytes, step.calls)
         known = self._known.get((step, placement))
         if known is None:
             if len(self._known) >= MOST_KNOWN:
@@ -91,8 +115,11 @@ class CostModel:
         """
         if not self.kernels:
             return []
-        names = dict.fromkeys(step.kernel for step in steps if isinstance(step, Compute))
-        return [name for name in names if name not in self.kernels]
+        computed = [step for step in steps if isinstance(step, Compute)]
+        return list(dict.fromkeys(step.kernel for step in computed if step.kernel not in self._kernels_for(step)))
+
+    def _kernels_for(self, work: Compute) -> Mapping[str, KernelCost]:
+        return self.host.kernels if self.host is not None and work.device == OFFLOAD else self.kernels
 
     def total_s(self, steps: Iterable[Step], placement: Placement | None = None) -> float:
         """Returns the seconds of all steps one after the other, nothing overlapping."""
@@ -148,7 +175,8 @@ class CostModel:
         kernels = {name: KernelCost(**costs) for name, costs in values["kernels"].items()}
         intra = Link(**values["intra"]) if values.get("intra") else None
         transport = RingOrDirect(**values["transport"])
-        return cls(**{**values, "kernels": kernels, "intra": intra, "transport": transport})
+        host = HostCost.of(values["host"]) if values.get("host") else None
+        return cls(**{**values, "kernels": kernels, "intra": intra, "transport": transport, "host": host})
 
     @classmethod
     def fit(cls, samples: Sequence[tuple[int, float, float]], **known: Any) -> CostModel:

@@ -15,7 +15,7 @@ from .transport import DEFAULT_TRANSPORT, Transport
 from .transport import Pattern as Pattern  # noqa: PLC0414  schemes describe their steps by this module alone
 
 FINISH = "finish"  # the turn in which a bucket's scheme goes on after its last transfer
-COMPUTE, OFFLOAD = "compute", "offload"  # devices of `Compute`: backward's own thread or device, and another core
+COMPUTE, OFFLOAD = "compute", "offload"  # devices of `Compute`: backward's own thread or device, and a core of the host
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class Compute:
     """A computation on one rank, in `calls` kernel calls that together must read and write `nbytes`.
 
     `awaited`: the scheme awaits it like a transfer, as a stage of its own (`gradsync.comm.Work`) that runs on `device`;
-    else the thread that issues collectives computes it between transfers.
+    else the thread that issues collectives computes it between transfers. `fetched_bytes` and `sent_bytes` are what
+    offloaded work copies from an accelerator to the host, and back.
     """
 
     kernel: str
@@ -31,6 +32,8 @@ class Compute:
     device: str = COMPUTE
     calls: float = 1.0
     awaited: bool = False
+    fetched_bytes: float = 0.0
+    sent_bytes: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,12 @@ def accelerators() -> list[Accelerator]:
     return found
 
 
+def name_of(device: torch.device) -> str:
+    """Returns the product's name of an accelerator; "" for the CPU, and where the driver gives none."""
+    index = device.index or 0
+    return next((card.name for card in accelerators() if card.device == torch.device(device.type, index)), "")
+
+
 def built_for() -> str:
     """Returns the type of accelerators that torch was built for, whether there are any; "" for a build for the CPU."""
     kind = torch.accelerator.current_accelerator()

@@ -14,9 +14,11 @@ This is the only module that calls the device modules of torch (`torch.accelerat
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
@@ -45,6 +47,17 @@ class HostCopy(Protocol):
         """Returns the tensor's values as numbers; waits for the copy, but not for what was submitted behind it."""
 
 
+class Moment(Protocol):
+    """A time: when a device gets to a point of a stream, behind all that was submitted to the stream before."""
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether the device has got there, so that `since` returns at once."""
+
+    def since(self, earlier: Any) -> float:
+        """Returns the seconds from an earlier moment of the same device to this one; waits until both have passed."""
+
+
 class Streams(ABC):
     """The streams of one device that an engine uses: streams of its own, and those current on the user's threads."""
 
@@ -55,6 +68,14 @@ class Streams(ABC):
     @abstractmethod
     def record(self) -> Event:
         """Records an event on this thread's current stream, and returns it."""
+
+    @abstractmethod
+    def moment(self) -> Moment:
+        """Returns the moment at which the device has run what this thread's current stream was given so far."""
+
+    def work_moment(self) -> Moment:
+        """Returns the same by a clock for work alone: without streams, it stands while this thread does not run."""
+        return self.moment()
 
     @abstractmethod
     def to_host(self, tensor: Tensor) -> HostCopy:
@@ -77,6 +98,12 @@ class NoStreams(Streams):
 
     def record(self) -> Event:
         return _NOW
+
+    def moment(self) -> Moment:
+        return HostMoment(time.perf_counter())
+
+    def work_moment(self) -> Moment:
+        return HostMoment(time.thread_time())
 
     def to_host(self, tensor: Tensor) -> HostCopy:
         return _Here(tensor)
@@ -116,8 +143,11 @@ class AcceleratorStreams(Streams):
     def record(self) -> Event:
         return _AcceleratorEvent(self._recorded(), self._device)
 
-    def _recorded(self) -> torch.Event:
-        event = torch.Event(self._device)
+    def moment(self) -> Moment:
+        return _AcceleratorMoment(self._recorded(enable_timing=True))
+
+    def _recorded(self, *, enable_timing: bool = False) -> torch.Event:
+        event = torch.Event(self._device, enable_timing=enable_timing)
         event.record(torch.accelerator.current_stream(self._device))
         return event
 
@@ -151,6 +181,34 @@ class _AcceleratorEvent:
 
     def wait(self) -> None:
         self._event.wait(torch.accelerator.current_stream(self._device))
+
+
+@dataclass(frozen=True)
+class HostMoment:
+    """A time by a clock of the host, `at_s` in seconds: the CPU has run what it was given when a call returns."""
+
+    at_s: float
+
+    has_passed = True
+
+    def since(self, earlier: HostMoment) -> float:
+        return self.at_s - earlier.at_s
+
+
+class _AcceleratorMoment:
+    """An event of torch, whose time the device notes when it gets there."""
+
+    def __init__(self, event: torch.Event) -> None:
+        self._event = event
+
+    @property
+    def has_passed(self) -> bool:
+        return self._event.query()
+
+    def since(self, earlier: _AcceleratorMoment) -> float:
+        for each in (earlier, self):
+            each._event.synchronize()
+        return earlier._event.elapsed_time(self._event) / 1e3
 
 
 class _Here:

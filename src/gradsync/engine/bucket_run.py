@@ -224,10 +224,13 @@ class BucketRun:
         if self.bucket.layout is Layout.FLAT:
             self.carried_residual = carried_residual(self.bucket, self.state, saved)
 
-    def record(self, tasks: list[Task], backward_ended_s: float, ended_s: float) -> None:
-        """Adds a finished training step's sent bytes and communication times to this bucket's totals."""
-        flights = [t for t in tasks if t.stream == "link" and t.name.rpartition(":")[0] == self.bucket.id]
+    def count_bytes(self) -> None:
+        """Adds a finished training step's sent bytes to this bucket's totals."""
         self.sent_bytes += self.group.ledger.take_sent_bytes()
+
+    def count_times(self, tasks: list[Task], backward_ended_s: float, ended_s: float) -> None:
+        """Adds a finished training step's times of communication to this bucket's totals."""
+        flights = [t for t in tasks if t.stream == "link" and t.name.rpartition(":")[0] == self.bucket.id]
         self.communication_s += covered_s(flights, 0.0, ended_s)
         self.exposed_s += covered_s(flights, backward_ended_s, ended_s)
 

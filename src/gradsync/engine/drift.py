@@ -6,6 +6,7 @@ import statistics
 from collections import deque
 
 from ..costs.timeline import MORE_OR_LESS
+from ..devices.streams import Moment
 
 WINDOW_STEPS = 50  # whose median is looked at
 LOOK_STEPS = 499  # between two looks; a prime: what alternates from step to step is not always met in the same state
@@ -16,20 +17,20 @@ class Drift:
 
     def __init__(self, usual_s: float | None = None) -> None:
         self.usual_s = usual_s  # what steps took when they were looked at first, here or before a checkpoint
-        self._recent_s: deque[float] = deque(maxlen=WINDOW_STEPS)
+        self._recent: deque[tuple[Moment, Moment]] = deque(maxlen=WINDOW_STEPS)
         self._steps_to_look = WINDOW_STEPS
         self._suspected = False
 
-    def step_ended(self, seconds: float) -> bool:
-        """Records a training step's time; returns whether the ranks must now compare their median step times."""
-        self._recent_s.append(seconds)
+    def step_ended(self, began: Moment, ended: Moment) -> bool:
+        """Records a training step; returns whether the ranks must now compare their median step times."""
+        self._recent.append((began, ended))
         self._steps_to_look -= 1
         return self._steps_to_look <= 0
 
     @property
     def median_s(self) -> float:
-        """The median time of this rank's last 50 training steps, in seconds."""
-        return statistics.median(self._recent_s)
+        """The median time of this rank's last 50 training steps, in seconds; waits until the device has ended them."""
+        return statistics.median(ended.since(began) for began, ended in self._recent)
 
     def judge(self, slowest_s: float) -> bool:
         """Returns whether step times have changed for good; `slowest_s` is the highest median step time of all ranks.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -40,6 +39,7 @@ from .loss_scale import LossScale
 from .observation import Observer
 from .plan_control import PlanController, Planner, Resumption
 from .step_listener import active
+from .step_times import Step, TimedSteps
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class Engine:
         self.plan, self.bucket_runs = self._controller.plan, BucketRuns()
         self._running: Synchronization | None = None
         self._collected: set[str] = set()  # buckets of the step under way whose results are here
-        self._collected_s: float | None = None  # when the first of them was asked for before `finish`
+        self._collecting: streams.Moment | None = None  # when the first of them was asked for before `finish`
         self._failure: RuntimeError | None = None
         self._is_torn = False  # a load, or a change of plans, has failed midway: state is neither the old nor the new
         self._closed = False
@@ -96,8 +96,7 @@ class Engine:
         # Whether some rank then saw NaN or infinity; None: no scheme has state, for which it is asked.
         self._was_bad: streams.HostCopy | None = None
         self.arrivals = Arrivals()  # of the last finished step
-        self._timeline: list[Task] = []
-        self._ready_s: dict[str, float] = {}  # when each bucket was ready in the last step
+        self._times = TimedSteps()
         self._final_statistics: list[BucketStatistics] = []
         self._turn = threading.Lock()  # held by whoever uses the group
         self._thread = CallingThread() if group.on_calling_thread else JobThread("gradsync", self.device)
@@ -151,7 +150,7 @@ class Engine:
         for run in self.bucket_runs:
             run.begin()
         self._asides = []
-        self._collected, self._collected_s = set(), None
+        self._collected, self._collecting = set(), None
         listener = active()
         self._apart = listener is not None and listener.began(self)
         self._running = Synchronization(
@@ -241,8 +240,7 @@ class Engine:
         for run in self.bucket_runs.of(name):
             if run.bucket.id in self._collected:
                 continue
-            if self._collected_s is None:
-                self._collected_s = time.perf_counter() - running.began_s
+            self._collecting = self._collecting or self._streams.moment()
             try:
                 running.wait_for(run.bucket.id)
             except BaseException as error:
@@ -259,7 +257,7 @@ class Engine:
         """
         running = self._require_step()
         assert not self.missing()
-        backward_ended_s = self._collected_s or time.perf_counter() - running.began_s
+        backward_ended = self._collecting or self._streams.moment()
         if (listener := active()) is not None:
             listener.backward_ended(self)
         try:
@@ -279,7 +277,12 @@ class Engine:
         self._ended_well = True
         if self.bucket_runs.have_state:
             self._look_for_non_finite()
-        self._record(running, backward_ended_s)
+        ended = self._streams.moment()
+        self._times.step_ended(
+            Step(running.began, backward_ended, ended, running.ready, running.spans, self.bucket_runs)
+        )
+        for run in self.bucket_runs:
+            run.count_bytes()
         if self.bucket_runs:
             self._told_marks = self._streams.to_host(self.bucket_runs.marks())
             if self._told_marks.has_arrived:  # else the host would wait for the device: the next step looks
@@ -289,7 +292,7 @@ class Engine:
         if self._apart:
             self._controller.leave_out_step()
         else:
-            self._plan_on()
+            self._plan_on(running.began, ended)
         self.step += 1
         if listener is not None:
             listener.step_ended(self, self.parameters)  # may end the script
@@ -303,6 +306,10 @@ class Engine:
     def follow(self) -> None:
         """Lets a planner that measures jobs (`ProposingPlanner`) measure this one. Collective, between two steps."""
         self._controller.follow(self)
+
+    def moment(self) -> streams.Moment:
+        """Returns the moment at which the device has run what this thread's current stream was given so far."""
+        return self._streams.moment()
 
     @property
     def profile(self) -> Profile | None:
@@ -586,6 +593,7 @@ class Engine:
         """Returns each bucket's bytes and times so far; a closed engine returns the totals when it was closed."""
         if self._closed:
             return self._final_statistics
+        self._times.read()
         return [run.statistics(self._observer.profiles) for run in self.bucket_runs]
 
     def timeline(self) -> list[Task]:
@@ -594,7 +602,8 @@ class Engine:
         Streams are "compute" (backward, and schemes' work on the thread of backward), "offload" (work on another core),
         "kernel" (other work), "link" (operations in flight) and "wait".
         """
-        return list(self._timeline)
+        self._times.read()
+        return list(self._times.timeline)
 
     def predicted_timeline(self) -> list[Task]:
         """Returns a forecast of the last step from the plan, the ready times and the measured network.
@@ -603,10 +612,11 @@ class Engine:
         """
         known = self.bucket_runs.expected_steps(self._observer.profiles, max(self.step - 1, 0))
         link_cost = network_cost(self.group)
-        if self._ready_s.keys() != known.keys() or link_cost is None:
+        self._times.read()
+        if self._times.ready_s.keys() != known.keys() or link_cost is None:
             return []
         cost = self._controller.measured_cost or link_cost
-        return forecast(self.plan.order, known, self._ready_s, cost, self.group.placement)
+        return forecast(self.plan.order, known, self._times.ready_s, cost, self.group.placement)
 
     def words(self) -> list[str]:
         """Returns a description of the plan in words, one line per bucket."""
@@ -734,12 +744,12 @@ class Engine:
                 run.rescale(scale / self._scale)
         self._scale = scale
 
-    def _plan_on(self) -> None:
+    def _plan_on(self, began: streams.Moment, ended: streams.Moment) -> None:
         """Lets the controller choose the next step's plan; has the job measured again if step times have changed."""
         was_settled = self.settled
         try:
-            self._controller.step_ended(self.bucket_runs)
-            drifted = self._controller.drifted(self._timeline[-1].end_s)
+            self._controller.step_ended(self.bucket_runs, ended)
+            drifted = self._controller.drifted(began, ended)
             if drifted:
                 logger.info("steps take another time than they did; the job is measured again")
             if drifted or self._controller.asks_again():
@@ -776,6 +786,7 @@ class Engine:
         self.bucket_runs.agree_on_carried(gather)
 
     def _adopt(self, plan: Plan) -> None:
+        self._times.read()  # of steps that keep the old buckets
         self.plan = plan
         self.bucket_runs = BucketRuns()  # the old buckets' memory is free before the new ones take theirs
         self.bucket_runs = self._runs_of(plan)
@@ -789,14 +800,6 @@ class Engine:
         if self._other_core is None and runs.offload:
             self._other_core = JobThread("gradsync offload", self.device, torch_threads=1)
         return runs
-
-    def _record(self, running: Synchronization, backward_ended_s: float) -> None:
-        ended_s = time.perf_counter() - running.began_s
-        self._timeline = [Task("backward", "compute", 0.0, backward_ended_s), *running.tasks]
-        self._timeline.append(Task("wait", "wait", backward_ended_s, ended_s))
-        self._ready_s = dict(running.ready_s)
-        for run in self.bucket_runs:
-            run.record(running.tasks, backward_ended_s, ended_s)
 
     def _announce(self) -> None:
         for line in self.words():

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -21,6 +20,8 @@ from torch import Tensor
 
 from ..comm import Group
 from ..costs.cost_model import CostModel
+from ..devices.inventory import name_of
+from ..devices.streams import Moment
 from ..plans.plan import Plan, What
 from ..plans.profile import Profile
 from ..tensors.density import ParameterProfile
@@ -157,8 +158,8 @@ class PlanController:
         """The cost model of the network as the planner measured it; None without a measurement."""
         return None if self._reviser is None else self._reviser.cost
 
-    def step_ended(self, runs: BucketRuns) -> None:
-        """Counts a finished step, and may change `plan`; collective when the ranks have something to decide.
+    def step_ended(self, runs: BucketRuns, now: Moment) -> None:
+        """Counts a step that has ended now, and may change `plan`; collective when the ranks have something to decide.
 
         Raises:
             ValueError: for a plan that is not for this model.
@@ -171,7 +172,7 @@ class PlanController:
             self._layouts_left -= 1
             self._observer.agree_on_layouts(lambda mine: self._gather("layouts of gradients", mine))
         if self._trial is not None:
-            self._try(self._trial)
+            self._try(self._trial, now)
         elif self._reviser is not None and self._reviser.cost is not None:
             self._look_again(self._reviser, runs)
 
@@ -251,12 +252,12 @@ class PlanController:
         self._drift = Drift()
         self._switch_to(plans[0])
 
-    def drifted(self, seconds: float) -> bool:
-        """Counts a step of `seconds` under a settled plan; returns whether step times have changed for good.
+    def drifted(self, began: Moment, ended: Moment) -> bool:
+        """Counts a step under a settled plan; returns whether step times have changed for good.
 
         Collective when it is time to compare the ranks' median step times.
         """
-        if self._proposer is None or not self.settled or not self._drift.step_ended(seconds):
+        if self._proposer is None or not self.settled or not self._drift.step_ended(began, ended):
             return False
         medians_s = self._gather("times of steps", torch.tensor([self._drift.median_s], dtype=torch.float64))
         return self._drift.judge(max(float(part) for part in medians_s))
@@ -277,8 +278,9 @@ class PlanController:
             return str(error)
         if profile.nodes != self._group.placement.nodes:
             return f"its ranks were on the nodes {profile.nodes}, these are on {self._group.placement.nodes}"
-        if profile.device != self._device.type:
-            return f"it was measured on {profile.device}, gradients are on {self._device.type}"
+        measured, here = (profile.device, profile.card), (self._device.type, name_of(self._device))
+        if measured != here:
+            return f"it was measured on {' '.join(measured).strip()}, gradients are on {' '.join(here).strip()}"
         return ""
 
     def _observe(self, runs: BucketRuns) -> None:
@@ -294,9 +296,9 @@ class PlanController:
             self._trial = Trial(plans)
         self._switch_to(plans[0])
 
-    def _try(self, trial: Trial[Plan]) -> None:
+    def _try(self, trial: Trial[Plan], now: Moment) -> None:
         """Counts a step of a trial; at its end the ranks agree on the fastest plan."""
-        if not trial.step_ended(time.perf_counter()):
+        if not trial.step_ended(now):
             return
         if not trial.done:
             self._switch_to(trial.current)
@@ -344,7 +346,8 @@ class PlanController:
         return list(self._observer.profiles.values())
 
     def _check(self, plan: Plan) -> None:
-        plan.check({name: profile.tensor for name, profile in self._observer.profiles.items()}, self._group.size)
+        specs = {name: profile.tensor for name, profile in self._observer.profiles.items()}
+        plan.check(specs, self._group.size, self._device.type)
         if self._planner is not None and plan.what is not What.GRADIENT:
             raise ValueError("the planner made a plan of parameters; give such a plan itself to attach()")
 

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Generic, TypeVar
 
+from ..devices.streams import Moment
+
 T = TypeVar("T")
 
 TURN_STEPS = 5  # the first of them is not counted: it takes new memory
@@ -26,7 +28,7 @@ class Trial(Generic[T]):
     def __init__(self, candidates: Sequence[T]) -> None:
         self.candidates = list(candidates)
         self._turns = _there_and_back(range(len(self.candidates)), ROUNDS)
-        self._ends_s: list[float] = []
+        self._ends: list[Moment] = []
         self._times_s: list[list[float]] = [[] for _ in self.candidates]
         self._finalists: list[int] = []  # of a run-off: the others were not timed when these were
 
@@ -65,15 +67,18 @@ class Trial(Generic[T]):
 
     def interrupt(self) -> None:
         """Restarts the current candidate's turn, after a step that must not be timed."""
-        self._ends_s.clear()
+        self._ends.clear()
 
-    def step_ended(self, now_s: float) -> bool:
-        """Records a step of the current candidate that ended at time `now_s`; returns whether its turn is over."""
-        self._ends_s.append(now_s)
-        if len(self._ends_s) < TURN_STEPS:
+    def step_ended(self, now: Moment) -> bool:
+        """Records a step of the current candidate that has ended now; returns whether its turn is over.
+
+        At the end of a turn it waits until the device has ended the step.
+        """
+        self._ends.append(now)
+        if len(self._ends) < TURN_STEPS:
             return False
-        self._times_s[self._turns.pop(0)] += [after - before for before, after in pairwise(self._ends_s)]
-        self._ends_s.clear()
+        self._times_s[self._turns.pop(0)] += [after.since(before) for before, after in pairwise(self._ends)]
+        self._ends.clear()
         return True
 
 

@@ -233,7 +233,8 @@ def _examine(
     if len(devices) > 1:
         raise ValueError(f"the parameters sit on several devices, {', '.join(sorted(devices))}; one is supported")
     if isinstance(plan, Plan):
-        plan.check({name: TensorSpec.of(p) for name, p in {**parameters, **also}.items()}, world_size)
+        specs = {name: TensorSpec.of(p) for name, p in {**parameters, **also}.items()}
+        plan.check(specs, world_size, next((p.device.type for p in parameters.values()), None))
     return parameters
 
 

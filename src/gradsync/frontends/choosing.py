@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import logging
 import statistics
-import time
 import weakref
 from collections.abc import Generator
+from itertools import pairwise
 from typing import Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..devices.streams import Moment
 from ..engine.engine import Engine
 from ..planner import default_plan
 from ..planner.averaging.regroup import CLEARLY
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 BLOCK_STEPS = 12  # least number of steps to time, of each way
 
-Steps = Generator[None, float, float]  # resumed after each step with the time when it ended; returns seconds
+Steps = Generator[None, Moment, float]  # resumed after each step with the moment of its end; returns seconds
 
 
 class Parameters(Protocol):
@@ -65,7 +66,7 @@ class GradientsOrParameters:
         self._parameters = parameters
         self._trial = self._tried()
         next(self._trial)
-        self._stepped_s: float | None = None  # when the last step ended; None once it was taken into account
+        self._stepped: Moment | None = None  # when the last step ended; None once it was taken into account
         self.made = False
         hook = uncompiled(ModelHook)(self, GradientsOrParameters._before_forward)
         self._handles = [
@@ -82,19 +83,19 @@ class GradientsOrParameters:
 
     def _after_optimizer_step(self, step: OptimizerStep) -> None:
         if not step.is_inner:
-            self._stepped_s = time.perf_counter()
+            self._stepped = self._engine.moment()
 
     def _before_forward(self, model: nn.Module) -> None:
-        if self._stepped_s is None or self.made or not torch.is_grad_enabled() or is_backward():
+        if self._stepped is None or self.made or not torch.is_grad_enabled() or is_backward():
             return
         try:
-            self._trial.send(self._stepped_s)
+            self._trial.send(self._stepped)
         except StopIteration:
             self.remove()
-        self._stepped_s = None
+        self._stepped = None
 
-    def _tried(self) -> Generator[None, float, None]:
-        """Runs the trial; each yield waits for one step and receives the time when it ended."""
+    def _tried(self) -> Generator[None, Moment, None]:
+        """Runs the trial; each yield waits for one step and receives the moment when it ended."""
         engine, parameters = self._engine, self._parameters
         while True:
             while not engine.settled:
@@ -136,7 +137,7 @@ class GradientsOrParameters:
 
 def _timed(steps: int) -> Steps:
     """Yields once per step; returns the mean seconds of `steps` steps, so that rare slow ones (other traffic) count."""
-    ends_s = []
+    ends = []
     for _ in range(steps + 1):
-        ends_s.append((yield))
-    return statistics.fmean(after - before for before, after in zip(ends_s, ends_s[1:], strict=False))
+        ends.append((yield))
+    return statistics.fmean(after.since(before) for before, after in pairwise(ends))

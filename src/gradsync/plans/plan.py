@@ -71,6 +71,7 @@ class Plan(Document):
     """The plan of a job: buckets with their schemes, and the order in which all ranks issue the buckets' collectives.
 
     Attributes:
+        device: the type of device on which the job was measured that the plan is for, as "cuda"; None: of any.
         world: the number of ranks.
         model: the digest of the parameters' names, shapes and dtypes.
         order: (bucket id, stage), one entry a turn; a stage is one collective of the bucket's scheme, mostly. After its
@@ -83,6 +84,7 @@ class Plan(Document):
     by_lines = ("buckets",)
 
     version: int = 1
+    device: str | None = None
     world: Ranks
     model: str
     order: tuple[tuple[str, str], ...]
@@ -120,12 +122,17 @@ class Plan(Document):
         """The kind of tensors that buckets synchronise; `check` allows only one kind. Without buckets, gradients."""
         return self.buckets[0].what if self.buckets else What.GRADIENT
 
-    def check(self, specs: Mapping[str, TensorSpec], world: int) -> None:
-        """Checks that the plan fits a model's parameters and the number of ranks.
+    def check(self, specs: Mapping[str, TensorSpec], world: int, device: str | None = None) -> None:
+        """Checks that the plan fits a model's parameters, the number of ranks and the type of their device, if given.
 
         Raises:
             ValueError: for the first thing that does not fit, with what was expected.
         """
+        if device is not None and self.device not in (None, device):
+            raise ValueError(
+                f"the plan was made from measurements on {self.device!r}, the parameters are on {device!r}: measure "
+                "and plan there; or delete the plan's field `device` and its digest, if it is meant for any"
+            )
         if self.world != world:
             raise ValueError(f"the plan is for {self.world} ranks, this job has {world}; make a plan for it")
         covered: dict[str, list[tuple[int, int]]] = {name: [] for name in specs}

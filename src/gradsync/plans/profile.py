@@ -16,7 +16,7 @@ import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from ..costs.cluster import MOST_RANKS, Link, Placement, format_rate
-from ..costs.cost_model import CostModel, KernelCost
+from ..costs.cost_model import CostModel, HostCost, KernelCost
 from ..costs.transport import Pattern, RingOrDirect
 from ..tensors.bucket import TensorSpec, model_digest
 from ..tensors.density import DensityProfile, ParameterProfile
@@ -212,6 +212,19 @@ class KernelEstimate(Data):
         return KernelCost(self.call_s.value, self.byte_s.value, self.knee_bytes)
 
 
+class HostEstimate(Data):
+    """The costs of work that is offloaded from an accelerator to the host: copies there and back, and kernels there."""
+
+    fetch: KernelEstimate
+    send: KernelEstimate
+    kernels: dict[str, KernelEstimate]
+
+    @property
+    def cost(self) -> HostCost:
+        """The costs without confidence intervals, in the form that cost models take."""
+        return HostCost(self.fetch.cost, self.send.cost, {name: kernel.cost for name, kernel in self.kernels.items()})
+
+
 class LinkEstimate(Data):
     """The time of a collective: stage_s + rounds * alpha_s + busiest bytes / bandwidth, see `CostModel`.
 
@@ -284,12 +297,15 @@ class Profile(Document):
 
     Attributes:
         torch: the version of torch.
+        device: the type of the device that the gradients were on, as "cuda".
+        card: the name of rank 0's accelerator; "" on the CPU.
         threads: the threads of torch on a rank.
         model: the digest of the parameters' names, shapes and dtypes.
         world: the number of ranks.
         nodes: the node of each rank, by rank.
         steps: the number of training steps in which `parts` and ready times were measured.
         kernels: the times of kernels, by the names that schemes use in their steps.
+        host: the costs of work that is offloaded to the host; None where gradients are on the CPU.
         parameters: in the model's order.
     """
 
@@ -299,6 +315,7 @@ class Profile(Document):
     version: int = 2  # version 1 had one kernel name for a compressor, whatever its settings
     torch: str
     device: str
+    card: str = ""
     threads: Count
     model: str
     world: Ranks
@@ -308,6 +325,7 @@ class Profile(Document):
     overlap: Overlap
     links: tuple[SpanEstimate, ...]
     kernels: dict[str, KernelEstimate]
+    host: HostEstimate | None = None
     parameters: tuple[ParameterTimes, ...]
 
     @model_validator(mode="after")
@@ -387,6 +405,7 @@ class Profile(Document):
             intra=intra,
             stage_s=of.link.stage_s.value,
             transport=RingOrDirect(self.link(Span.ALL).at_once_bytes),
+            host=None if self.host is None else self.host.cost,
         )
 
     def check(self, specs: Mapping[str, TensorSpec], world: int) -> None:
@@ -422,7 +441,8 @@ def describe_profile(profile: Profile) -> list[str]:
     each = ", ".join(f"{name} {_spread(part)}" for name, part in named.items())
     nodes = profile.placement.num_nodes
     lines = [
-        f"{len(profile.parameters)} parameters, {profile.world} ranks on {nodes} nodes, torch {profile.torch}",
+        f"{len(profile.parameters)} parameters, {profile.world} ranks on {nodes} nodes, "
+        f"{profile.card or profile.device}, torch {profile.torch}",
         f"a step without communication: {parts.step_s * 1e3:.2f} ms over {profile.steps} steps: {each}",
     ]
     if ready := profile.in_ready_order():
@@ -435,15 +455,21 @@ def describe_profile(profile: Profile) -> list[str]:
         lines += [f"  {pattern.value}: {_link(fit.link)}" for pattern, fit in link.collectives.items()]
     factors = {name.replace("_", " "): factor for name, factor in profile.overlap if factor is not None}
     lines += [f"{name}: x {_interval(factor, 1.0)}" for name, factor in factors.items()]
-    if profile.kernels:
-        lines.append("kernels, those with the slowest bytes first:")
-    slow = sorted(profile.kernels.items(), key=lambda item: -item[1].byte_s.value)
-    lines += [
+    lines += _kernel_lines("kernels", profile.kernels)
+    if profile.host is not None:
+        copies = {"copies from the device": profile.host.fetch, "copies to the device": profile.host.send}
+        lines += _kernel_lines("the host's kernels", {**copies, **profile.host.kernels})
+    return lines
+
+
+def _kernel_lines(what: str, kernels: Mapping[str, KernelEstimate]) -> list[str]:
+    slow = sorted(kernels.items(), key=lambda item: -item[1].byte_s.value)
+    lines = [
         f"  {name}: {_interval(k.call_s, 1e6)} us a call, {_interval(k.byte_s, 1e12)} ms a GB"
         + (f" beyond {k.knee_bytes:.0f} bytes" if k.knee_bytes else "")
         for name, k in slow
     ]
-    return lines
+    return [f"{what}, those with the slowest bytes first:", *lines] if lines else []
 
 
 def _spread(spread: Spread) -> str:

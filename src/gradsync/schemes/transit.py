@@ -17,6 +17,8 @@ from torch import Tensor
 from .. import kernels
 from ..comm import Group, Pending
 from ..compressors import Compressor, CompressorState, Payload
+from ..costs.steps import OFFLOAD
+from ..devices import host
 from ..tensors import allocator as memory
 from ..tensors.bucket import FlatSpec, TensorSpec
 from .base import State
@@ -89,13 +91,15 @@ class Transit:
             self.template, _ = compressor.compress(nothing, fresh)
             return
         kept: Any = self.state[point]
+        dense, *agreed = self._to_work(leg, [self.dense, *self.agreed])
         if self.agreed:
-            kept = [replace(part, agreed=agreed) for part, agreed in zip(kept, self.agreed, strict=True)]
+            kept = [replace(part, agreed=each) for part, each in zip(kept, agreed, strict=True)]
             self.agreed = []
         lengths = [stop - start for start, stop in held.pieces]
-        made = [compressor.compress(x, part) for x, part in zip(self.dense.split(lengths), kept, strict=True)]
-        self.bundles = [[payload] for payload, _ in made]
-        self.template = made[0][0]
+        made = [compressor.compress(x, part) for x, part in zip(dense.split(lengths), kept, strict=True)]
+        payloads = [replace(payload, data=self._back(leg, payload.data)) for payload, _ in made]
+        self.bundles = [[payload] for payload in payloads]
+        self.template = payloads[0]
         self.next_state[point] = tuple(following for _, following in made)
 
     def decompress(self, leg: Leg) -> None:
@@ -109,9 +113,24 @@ class Transit:
         assert before is not None and self.template is not None
         scale = _counterweight(self.template, leg.added) * (self.scale if leg.scales else 1.0)
         lengths = [stop - start for start, stop in before.pieces]
-        for room, bundle in zip(out.split(lengths), self.bundles, strict=True):
-            compressor.sum_into(room, bundle, scale)
+        result = host.room_for(out) if leg.task.choice == OFFLOAD else out
+        arrived = iter(self._to_work(leg, [payload.data for bundle in self.bundles for payload in bundle]))
+        for room, bundle in zip(result.split(lengths), self.bundles, strict=True):
+            compressor.sum_into(room, [replace(payload, data=next(arrived)) for payload in bundle], scale)
+        host.send(result, out)
         self.dense, self.bundles = out, []
+
+    def _to_work(self, leg: Leg, tensors: list[Tensor]) -> list[Tensor]:
+        """Returns the tensors where the task's kernels read them: those of offloaded work on the host."""
+        return host.fetch(tensors) if leg.task.choice == OFFLOAD else tensors
+
+    def _back(self, leg: Leg, made: Tensor) -> Tensor:
+        """Returns a tensor that the task has made, on the device of the gradients."""
+        if leg.task.choice != OFFLOAD or not host.is_apart(self.x.device):
+            return made
+        out = memory.empty(made.numel(), made.dtype, self.x.device)
+        host.send(made, out)
+        return out
 
     def agree(self, leg: Leg, following: Leg) -> Pending[None]:
         """Starts to share the numbers of `Compressor.observe` among the ranks of the all-reduce `following`.

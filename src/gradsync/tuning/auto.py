@@ -53,9 +53,9 @@ class AutoPlanner:
     """The planner for `plan="auto"`. Its plans are exact unless `constraints` allow lossy compressors or schemes.
 
     It measures each attached model during its own steps, one model after the other; links and kernels take up to ten
-    seconds in one of the steps. It keeps the default plan, and measures nothing, in a group of one rank, on devices
-    other than the CPU, while some rank runs `measure` or a recorder, and under `torch.use_deterministic_algorithms`,
-    since timing decides on plans. If the search finds no plan, the present plan stays, and a warning says why.
+    seconds in one of the steps. It keeps the default plan, and measures nothing, in a group of one rank, while some
+    rank runs `measure` or a recorder, and under `torch.use_deterministic_algorithms`, since timing decides on plans. If
+    the search finds no plan, the present plan stays, and a warning says why.
 
     Args:
         constraints: the lossy compressors and schemes that plans may use; None: none, plans are exact.
@@ -183,9 +183,7 @@ def _answer(engine: Engine) -> tuple[Follows, str]:
     if engine.group.size == 1:
         return Follows.NO, "one rank has nothing to exchange"
     mine, why = Follows.NOW, ""
-    if engine.device.type != "cpu":
-        mine, why = Follows.NO, f"jobs on {engine.device.type} cannot be measured yet"
-    elif torch.are_deterministic_algorithms_enabled():
+    if torch.are_deterministic_algorithms_enabled():
         mine, why = Follows.NO, "torch.use_deterministic_algorithms is on, and timing would decide"
     elif isinstance(active(), AutoMeasurement):
         mine = Follows.LATER

@@ -59,7 +59,7 @@ def measured_network(group: Group, timeout_s: float) -> Network | None:
         return None
     from .kernels import kernel_costs  # with which all compressors are imported
 
-    kernels = kernel_costs(planned_schemes(group.placement), highest_over(group, timeout_s))
+    kernels = kernel_costs(planned_schemes(group.placement), highest_over(group, timeout_s), group.payload_device)
     return Network(replace(links, kernels=kernels), group.placement)
 
 

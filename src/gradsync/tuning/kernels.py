@@ -8,17 +8,22 @@ exchange gradients.
 from __future__ import annotations
 
 import functools
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple
 from typing import Any
+
+import torch
 
 from ..comm.links import Highest
 from ..compressors import BlockInt, Cast, Compressor, ErrorFeedback, ScaledSign, Summand, TopK
 from ..costs.cluster import Placement
 from ..costs.cost_model import KernelCost
+from ..costs.steps import Compute
+from ..devices import host, streams
 from ..planner.default.network import planned_schemes
-from ..plans.profile import KernelEstimate
+from ..plans.profile import HostEstimate, KernelEstimate
 from ..schemes import (
     AllReduce,
     CompressedAllGather,
@@ -39,6 +44,11 @@ from .rehearsal import Sample, rehearse, rehearse_dense
 BUDGET_S = 4.0  # for the dense buckets; the size that exceeds the budget is still finished
 FEWEST_SIZES = 3  # rehearsed whatever they take
 NUMELS = (1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20)  # of dense buckets
+DEVICE_NUMELS = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)  # the same, where a call costs more than bytes
+COPIED_NUMELS = (1 << 10, 1 << 16, 1 << 20, 1 << 22)  # of copies between an accelerator and the host
+COPIES = 5
+FETCH, SEND = "fetch", "send"
+CPU = torch.device("cpu")
 SHORTEST_S = 1e-8  # stands for times that the clock shows as 0
 
 CANDIDATES: tuple[SchemeOrCompressor, ...] = (
@@ -52,9 +62,13 @@ CANDIDATES: tuple[SchemeOrCompressor, ...] = (
 
 
 def measured_kernels(
-    candidates: Sequence[SchemeOrCompressor], placement: Placement, highest: Highest, budget_s: float = BUDGET_S
+    candidates: Sequence[SchemeOrCompressor],
+    placement: Placement,
+    highest: Highest,
+    device: torch.device = CPU,
+    budget_s: float = BUDGET_S,
 ) -> dict[str, KernelEstimate]:
-    """Measures the kernel costs of the default plans' schemes and of `candidates`, by kernel name. Collective.
+    """Measures kernel costs on the device for the default plans' schemes and `candidates`, by kernel name. Collective.
 
     `highest` returns the maximum of numbers over all ranks: the slowest rank's seconds count. All ranks fit the same
     samples, and may round differently.
@@ -62,23 +76,55 @@ def measured_kernels(
     dense = [AllReduce(), ReduceScatter(), *flat_schemes(candidates), *_adding(candidates)]
 
     def rehearsal() -> list[Sample]:
-        samples = rehearse(planned_schemes(placement))
+        samples = rehearse(planned_schemes(placement), device)
         began_s = time.perf_counter()
-        for number, numel in enumerate(NUMELS, start=1):
-            samples += rehearse_dense(dense, numel)
+        for number, numel in enumerate(NUMELS if device.type == "cpu" else DEVICE_NUMELS, start=1):
+            samples += rehearse_dense(dense, numel, device)
             if highest([time.perf_counter() - began_s])[0] > budget_s and number >= FEWEST_SIZES:
                 break
         return samples
 
-    return _fitted(_on_shared_cores(rehearsal), highest)
+    return _fitted(_on_shared_cores(rehearsal, device), highest)
 
 
-def kernel_costs(schemes: tuple[Scheme[Any], ...], highest: Highest) -> dict[str, KernelCost]:
-    """Measures the kernel costs of the schemes, by kernel name; collective, as `highest` is a maximum over ranks.
+def measured_host(
+    candidates: Sequence[SchemeOrCompressor], placement: Placement, highest: Highest, device: torch.device
+) -> HostEstimate | None:
+    """Measures copies between the device and the host, and the host's kernels; None on the CPU. Collective."""
+    if not host.is_apart(device):
+        return None
+    samples = [sample for numel in COPIED_NUMELS for sample in _copies(numel, device)]
+    copies = _fitted(samples, highest)
+    return HostEstimate(
+        fetch=copies[FETCH], send=copies[SEND], kernels=measured_kernels(candidates, placement, highest, CPU)
+    )
+
+
+def _copies(numel: int, device: torch.device) -> Iterator[Sample]:
+    """Yields the medians of the seconds of copies of float32 (numel,) to the host and back, by the host's clock."""
+    there = torch.zeros(numel, device=device)
+    for kernel in (FETCH, SEND):
+        times_s = []
+        for _ in range(COPIES + 1):
+            streams.settle(device)
+            began_s = time.perf_counter()
+            if kernel == FETCH:
+                (here,) = host.fetch([there])
+            else:
+                host.send(here, there)
+                streams.settle(device)
+            times_s.append(time.perf_counter() - began_s)
+        yield (Compute(kernel, 4.0 * numel),), statistics.median(times_s[1:])  # the first one takes new memory
+
+
+def kernel_costs(
+    schemes: tuple[Scheme[Any], ...], highest: Highest, device: torch.device = CPU
+) -> dict[str, KernelCost]:
+    """Measures kernel costs of the schemes on the device, by kernel name; collective: `highest` is that of all ranks.
 
     A process times the same schemes once only. All ranks get the same bits, as each rank plans by its own copy.
     """
-    costs = {name: estimate.cost for name, estimate in _fitted(_rehearsed(schemes), highest).items()}
+    costs = {name: estimate.cost for name, estimate in _fitted(_rehearsed(schemes, device), highest).items()}
     numbers = iter(highest([number for cost in costs.values() for number in astuple(cost)]))
     return {name: KernelCost(next(numbers), next(numbers), next(numbers)) for name in costs}
 
@@ -119,13 +165,18 @@ def _adding(candidates: Sequence[SchemeOrCompressor]) -> list[Route]:
 
 
 @functools.cache
-def _rehearsed(schemes: tuple[Scheme[Any], ...]) -> list[Sample]:
-    """Times the schemes' kernels in this process, once for the same schemes, and returns the samples."""
-    return _on_shared_cores(lambda: rehearse(schemes))
+def _rehearsed(schemes: tuple[Scheme[Any], ...], device: torch.device) -> list[Sample]:
+    """Times the schemes' kernels in this process, once for the same schemes and device, and returns the samples."""
+    return _on_shared_cores(lambda: rehearse(schemes, device), device)
 
 
-def _on_shared_cores(rehearsal: Callable[[], list[Sample]]) -> list[Sample]:
-    """Runs `rehearsal` and multiplies its samples' processor seconds by wall time over processor time, at least 1."""
+def _on_shared_cores(rehearsal: Callable[[], list[Sample]], device: torch.device) -> list[Sample]:
+    """Runs `rehearsal` and multiplies its samples' processor seconds by wall time over processor time, at least 1.
+
+    Samples of an accelerator are its own seconds, which stay as they are.
+    """
+    if device.type != "cpu":
+        return rehearsal()
     began_s, began_cpu_s = time.perf_counter(), time.thread_time()
     samples = rehearsal()
     stretch = max((time.perf_counter() - began_s) / (time.thread_time() - began_cpu_s), 1.0)

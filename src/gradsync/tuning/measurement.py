@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import json
 import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import Enum
@@ -25,6 +24,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..comm import Group, gather_bytes
 from ..comm.links import barrier, highest_over
+from ..devices import streams
+from ..devices.inventory import name_of
+from ..devices.streams import Moment, NoStreams, Streams
 from ..engine.engine import Engine
 from ..engine.observation import Observer
 from ..engine.plan_control import MAX_OBSERVATIONS
@@ -33,6 +35,7 @@ from ..inputs.settings import Steps, argument
 from ..planner.search.errors import highest, relative_errors
 from ..plans.profile import (
     Density,
+    HostEstimate,
     Interval,
     KernelEstimate,
     Overlap,
@@ -46,10 +49,10 @@ from ..plans.profile import (
 from ..schemes import SchemeOrCompressor
 from ..tensors.bucket import model_digest
 from .fitting import fit_slowdown
-from .kernels import CANDIDATES, flat_schemes, measured_kernels
+from .kernels import CANDIDATES, flat_schemes, measured_host, measured_kernels
 from .links import BUDGET_S, measured_links
 from .overlap import Aside, Disturbance, computation, transfer_beside_kernels, transfers
-from .stopwatch import StepTimes, Stopwatch
+from .stopwatch import StepMoments, Stopwatch
 
 COVER = 1.2  # length of a disturbance over that of the backward beside it
 
@@ -107,13 +110,15 @@ class Measurement(StepListener):
         self._engine = engine
         self._then = then
         self._observer: Observer | None = None
+        self._clock: Streams = NoStreams() if engine is None else streams.streams_of(engine.device)
         self._watch = Stopwatch()
-        self._times: list[StepTimes] = []  # of all steps
+        self._steps_seen: list[StepMoments] = []  # all; the clock of the first one may change within it
         self._asides: list[Aside] = []  # of all steps
         self._disturbances: dict[Kind, Disturbance] = {}
         self._exchange: tuple[Interval | None, Interval | None] = (None, None)  # slowdowns of transfers, and of kernels
         self._links: tuple[SpanEstimate, ...] = ()
         self._kernels: dict[str, KernelEstimate] = {}
+        self._host: HostEstimate | None = None
         self._errors: dict[str, dict[str, float]] = {}  # by parameter, by compressor
 
     @property
@@ -125,13 +130,14 @@ class Measurement(StepListener):
 
     def forward_began(self, engine: Any) -> None:
         if self._is_mine(engine):
-            self._watch.forward_began(time.perf_counter())
+            self._watch.forward_began(self._now())
 
     def began(self, engine: Any) -> bool:
         if not self._is_mine(engine):
             return False
-        self._watch.began(time.perf_counter())
-        self._engine = engine
+        if self._engine is None:
+            self._engine, self._clock = engine, streams.streams_of(engine.device)
+        self._watch.began(self._now())
         kind = self._kind
         if kind is Kind.LOOK:
             sparse = [name for name, profile in engine.profiles.items() if profile.sparse]
@@ -144,7 +150,7 @@ class Measurement(StepListener):
     def take(self, engine: Any, name: str, gradient: Tensor | None, shape: tuple[int, ...]) -> None:
         if not self._watches(engine):
             return
-        self._watch.ready(name, time.perf_counter())
+        self._watch.ready(name, self._now())
         if self._kind is Kind.LOOK and gradient is not None and self._observer is not None:
             self._observer.arrived(name, sparse=gradient.layout is torch.sparse_coo)
             self._observer.look(name, gradient)
@@ -152,12 +158,12 @@ class Measurement(StepListener):
 
     def backward_ended(self, engine: Any) -> None:
         if self._watches(engine):
-            self._watch.backward_ended(time.perf_counter())
+            self._watch.backward_ended(self._now())
 
     def step_ended(self, engine: Any, names: Iterable[str]) -> None:
         if not self._watches(engine):
             return
-        self._times.append(self._watch.step_ended(time.perf_counter()))
+        self._steps_seen.append(self._watch.step_ended(self._now()))
         kind = self._kind
         self.steps_taken += 1
         if self.steps_taken == 1:
@@ -176,7 +182,7 @@ class Measurement(StepListener):
                 self._then(engine, self.profile)
             if self._ends_script:
                 raise RecordingDone
-        self._watch.resume(time.perf_counter())
+        self._watch.resume(self._now())
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -188,14 +194,17 @@ class Measurement(StepListener):
         watch = self._watch
         with ExitStack() as stack:
             stack.enter_context(recording(self))
-            stack.enter_context(_backwards(watch))
+            stack.enter_context(_backwards(watch, self._now))
             for register, note in (
                 (register_optimizer_step_pre_hook, watch.optimizer_began),
                 (register_optimizer_step_post_hook, watch.optimizer_ended),
             ):
-                stack.callback(register(functools.partial(_note, note)).remove)
-            watch.resume(time.perf_counter())
+                stack.callback(register(functools.partial(_note, note, self._now)).remove)
+            watch.resume(self._now())
             yield
+
+    def _now(self) -> Moment:
+        return self._clock.moment()
 
     @property
     def _kind(self) -> Kind:
@@ -213,14 +222,10 @@ class Measurement(StepListener):
         return engine is self._engine and self.profile is None
 
     def _require_alike(self, engine: Engine) -> None:
-        """Raises an error on all ranks if a device is no CPU, or settings differ, as ranks would then wait forever."""
-        problem: Exception | None = None
-        if engine.device.type != "cpu":
-            problem = RuntimeError(
-                f"gradients on {engine.device} cannot be measured yet: the host's clock runs ahead of the device"
-            )
+        """Raises an error on all ranks if settings or kinds of devices differ, as ranks would then wait forever."""
         settings = f"steps={self._steps}, warmup={self._warmup}, candidates={self._candidates}"
-        engine.agree("the settings of a measurement", problem, f"{settings}, links_budget_s={self._links_budget_s}")
+        settings += f", links_budget_s={self._links_budget_s}, device={engine.device.type}"
+        engine.agree("the settings of a measurement", None, settings)
 
     def _start(self, engine: Engine, disturbance: Disturbance, aside: Aside) -> None:
         aside.alone_s = disturbance.alone_s
@@ -228,9 +233,9 @@ class Measurement(StepListener):
         def job(group: Group) -> None:
             if disturbance.together:
                 barrier(group, engine.timeout_s)
-            aside.began_s = time.perf_counter()
+            aside.began = self._now()
             disturbance.do()
-            aside.ended_s = time.perf_counter()
+            aside.ended = self._now()
 
         engine.aside(job)
 
@@ -243,9 +248,10 @@ class Measurement(StepListener):
         def costs(group: Group) -> None:
             highest = highest_over(group, engine.timeout_s)
             self._links = measured_links(group, engine.timeout_s, self._links_budget_s)
-            self._kernels = measured_kernels(self._candidates, group.placement, highest)
+            self._kernels = measured_kernels(self._candidates, group.placement, highest, group.payload_device)
+            self._host = measured_host(self._candidates, group.placement, highest, group.payload_device)
             self._exchange = transfer_beside_kernels(group, engine.timeout_s)
-            (backward_s,) = highest([statistics.median(times.backward_s for times in self._times)])
+            (backward_s,) = highest([statistics.median(step.times().backward_s for step in self._steps_seen[1:])])
             if group.size > 1:
                 self._disturbances[Kind.TRANSFER] = transfers(group, COVER * backward_s, engine.timeout_s)
             self._disturbances[Kind.KERNEL] = computation(group, COVER * backward_s, engine.timeout_s)
@@ -280,15 +286,17 @@ class Measurement(StepListener):
         Columns: forward, backward, optimiser, rest; of the transfer or compression that runs beside backward: its time
         alone, its time in this step, and the part of that during backward; each parameter's ready time, in order.
         """
-        rows = [
-            [
-                *(times.forward_s, times.backward_s, times.optimizer_s, times.other_s),
-                *(aside.alone_s, aside.ended_s - aside.began_s, aside.shared_s(times)),
-                *(times.ready_s[name] for name in names),
-            ]
-            for times, aside, kind in zip(self._times, self._asides, self._kinds, strict=True)
-            if kind is not Kind.WARM_UP
-        ]
+        rows = []
+        for step, aside, kind in zip(self._steps_seen, self._asides, self._kinds, strict=True):
+            if kind is not Kind.WARM_UP:
+                times = step.times()
+                rows.append(
+                    [
+                        *(times.forward_s, times.backward_s, times.optimizer_s, times.other_s),
+                        *(aside.alone_s, aside.took_s, aside.shared_s(step)),
+                        *(times.ready_s[name] for name in names),
+                    ]
+                )
         return np.array(rows, dtype=np.float64)
 
     def _profile(self, engine: Engine, figures: Array) -> Profile:
@@ -309,6 +317,7 @@ class Measurement(StepListener):
         return Profile(
             torch=torch.__version__,
             device=engine.device.type,
+            card=name_of(engine.device),
             threads=torch.get_num_threads(),
             model=model_digest(engine.specs),
             world=engine.group.size,
@@ -324,6 +333,7 @@ class Measurement(StepListener):
             overlap=_overlap(quiet, by_kind[Kind.TRANSFER], by_kind[Kind.KERNEL], self._exchange),
             links=self._links,
             kernels=self._kernels,
+            host=self._host,
             parameters=tuple(
                 ParameterTimes(
                     name=p.name,
@@ -366,8 +376,8 @@ def measure(
 
     Raises:
         ValueError: for settings out of their range, or that differ between the ranks.
-        RuntimeError: where `step_fn` synchronises no gradients, on devices other than the CPU, while another
-            measurement is under way, and when another rank failed.
+        RuntimeError: where `step_fn` synchronises no gradients, while another measurement is under way, and when
+            another rank failed.
 
     Example:
         >>> handle = gradsync.attach(model)                # doctest: +SKIP
@@ -389,12 +399,12 @@ def measure(
 
 
 def _gather(engine: Engine, group: Group, mine: Tensor) -> list[Tensor]:
-    """All-gathers `mine`, 1-D with the same shape on all ranks, and returns the tensors by rank."""
-    return group.all_gather(mine).wait(engine.timeout_s)
+    """All-gathers `mine`, 1-D with the same shape on all ranks, and returns the tensors by rank, on the CPU."""
+    return [part.cpu() for part in group.all_gather(mine.to(group.device)).wait(engine.timeout_s)]
 
 
 @contextmanager
-def _backwards(watch: Stopwatch) -> Iterator[None]:
+def _backwards(watch: Stopwatch, now: Callable[[], Moment]) -> Iterator[None]:
     """Wraps `torch.autograd.backward`, which has no hook, to tell `watch` when calls, unless nested, begin and end."""
     usual = torch.autograd.backward
 
@@ -402,11 +412,11 @@ def _backwards(watch: Stopwatch) -> Iterator[None]:
     def backward(*args: Any, **kwargs: Any) -> None:
         if torch._C._current_graph_task_id() != -1:  # inside of another one
             return usual(*args, **kwargs)
-        watch.backward_began(time.perf_counter())
+        watch.backward_began(now())
         try:
             return usual(*args, **kwargs)
         finally:
-            watch.backward_returned(time.perf_counter())
+            watch.backward_returned(now())
 
     torch.autograd.backward = backward
     try:
@@ -415,9 +425,9 @@ def _backwards(watch: Stopwatch) -> Iterator[None]:
         torch.autograd.backward = usual
 
 
-def _note(note: Callable[[float], None], *args: object) -> None:
-    """Calls `note` with the present time; ignores the arguments that optimiser hooks are given."""
-    note(time.perf_counter())
+def _note(note: Callable[[Moment], None], now: Callable[[], Moment], *args: object) -> None:
+    """Calls `note` with the present moment; ignores the arguments that optimiser hooks are given."""
+    note(now())
 
 
 def _spread(seconds: Array) -> dict[str, float]:

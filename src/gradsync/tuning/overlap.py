@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -15,10 +14,12 @@ from ..comm import Group
 from ..comm.links import Exchange, barrier, highest_over
 from ..compressors import BlockInt, ErrorFeedback
 from ..costs.steps import Pattern
+from ..devices import streams
+from ..devices.streams import Moment
 from ..plans.profile import Interval
 from ..tensors.bucket import FlatSpec, Segment
 from .fitting import fit_slowdown
-from .stopwatch import StepTimes
+from .stopwatch import StepMoments
 
 PROBE_BYTES = 1 << 20  # of the transfer by which the length of others is chosen
 TRANSFER_BYTES = (64 << 10, 4 << 20)  # of one transfer beside backward, the fewest and the most
@@ -33,15 +34,24 @@ EXCHANGE_RUNS = 10  # of that transfer
 
 @dataclass
 class Aside:
-    """The times of a transfer or compression beside one backward on this rank, and the seconds that it takes alone."""
+    """A transfer or compression beside one backward on this rank, and the seconds that it takes alone."""
 
     alone_s: float = 0.0
-    began_s: float = 0.0
-    ended_s: float = 0.0
+    began: Moment | None = None  # None: there was none in this step
+    ended: Moment | None = None
 
-    def shared_s(self, step: StepTimes) -> float:
+    @property
+    def took_s(self) -> float:
+        """The seconds that it took beside backward; 0 without any."""
+        return 0.0 if self.began is None or self.ended is None else self.ended.since(self.began)
+
+    def shared_s(self, step: StepMoments) -> float:
         """Returns the seconds in which both the transfer or compression and the step's backward were running."""
-        return max(min(self.ended_s, step.ended_s) - max(self.began_s, step.began_s), 0.0)
+        if self.began is None or self.ended is None:
+            return 0.0
+        began_s, ended_s = self.began.since(step.resumed), self.ended.since(step.resumed)
+        times = step.times()
+        return max(min(ended_s, times.ended_s) - max(began_s, times.began_s), 0.0)
 
 
 @dataclass(frozen=True)
@@ -86,25 +96,22 @@ def _all_reduce(group: Group, lasts_s: float, timeout_s: float) -> tuple[Exchang
 
 def computation(group: Group, lasts_s: float, timeout_s: float) -> Disturbance:
     """Returns compressions of noise to run during backward, which last about `lasts_s` seconds in all. Collective."""
-    run, once_s = _compression()
+    run, once_s = _compression(group.payload_device)
     return _disturbance(run, _times(lasts_s, once_s), group, timeout_s, together=False)
 
 
-def _compression() -> tuple[Callable[[], None], float]:
-    """Returns a function that compresses a tensor of noise, and the seconds of one call."""
+def _compression(device: torch.device) -> tuple[Callable[[], None], float]:
+    """Returns a function that compresses a tensor of noise on the device, and the seconds of one call."""
     compressor = ErrorFeedback(BlockInt(8))
     spec = FlatSpec((Segment("beside", 0, KERNEL_NUMEL),), ((KERNEL_NUMEL,),), torch.float32)
-    values = torch.randn(KERNEL_NUMEL, generator=torch.Generator().manual_seed(0))
+    values = torch.randn(KERNEL_NUMEL, generator=torch.Generator().manual_seed(0)).to(device)
     state = compressor.init(spec)
 
     def run() -> None:
         compressor.compress(values, state)
 
     run()
-    began_s = time.perf_counter()
-    for _ in range(KERNEL_RUNS):
-        run()
-    return run, (time.perf_counter() - began_s) / KERNEL_RUNS
+    return run, _seconds_of(run, KERNEL_RUNS, device) / KERNEL_RUNS
 
 
 def transfer_beside_kernels(group: Group, timeout_s: float) -> tuple[Interval | None, Interval | None]:
@@ -116,34 +123,39 @@ def transfer_beside_kernels(group: Group, timeout_s: float) -> tuple[Interval | 
     if group.size == 1:
         return None, None
     exchange, exchange_s = _all_reduce(group, EXCHANGE_S, timeout_s)
-    run, run_s = _compression()
+    device = group.payload_device
+    clock = streams.streams_of(device)
+    run, run_s = _compression(device)
     (run_s,) = highest_over(group, timeout_s)([run_s])
     times = _times(KERNELS_SHARE * exchange_s, run_s)
-
-    def compute_s() -> float:
-        began_s = time.perf_counter()
-        for _ in range(times):
-            run()
-        return time.perf_counter() - began_s
-
     figures = []
     for _ in range(EXCHANGE_RUNS):
         exchange_alone_s = exchange.seconds(group, timeout_s)
         barrier(group, timeout_s)
-        kernels_alone_s = compute_s()
+        kernels_alone_s = _seconds_of(run, times, device)
         barrier(group, timeout_s)
-        began_s = time.perf_counter()
+        began = clock.moment()
         pending = exchange.issue()
-        kernels_s = compute_s()
+        kernels_s = _seconds_of(run, times, device)
         pending.wait(timeout_s)
-        figures.append((exchange_alone_s, time.perf_counter() - began_s, kernels_alone_s, kernels_s))
-    mine = torch.tensor(figures, dtype=torch.float64)
-    of_ranks = torch.stack(list(group.all_gather(mine.flatten()).wait(timeout_s))).view(group.size, *mine.shape).numpy()
+        figures.append((exchange_alone_s, clock.moment().since(began), kernels_alone_s, kernels_s))
+    mine = torch.tensor(figures, dtype=torch.float64, device=group.device)
+    arrived = torch.stack(list(group.all_gather(mine.flatten()).wait(timeout_s)))
+    of_ranks = arrived.view(group.size, *mine.shape).cpu().numpy()
     exchange_alone, exchange_together, kernels_alone, kernels_together = np.moveaxis(of_ranks, 2, 0)
     return (
         fit_slowdown(exchange_alone, exchange_together, kernels_together),
         fit_slowdown(kernels_alone, kernels_together, kernels_together),
     )
+
+
+def _seconds_of(run: Callable[[], None], times: int, device: torch.device) -> float:
+    """Returns the seconds that the device takes for `times` calls of `run()`."""
+    clock = streams.streams_of(device)
+    began = clock.moment()
+    for _ in range(times):
+        run()
+    return clock.moment().since(began)
 
 
 def _times(lasts_s: float, once_s: float) -> int:
@@ -160,7 +172,5 @@ def _disturbance(run: Callable[[], None], times: int, group: Group, timeout_s: f
     seconds = []
     for _ in range(ALONE_RUNS):
         barrier(group, timeout_s)
-        began_s = time.perf_counter()
-        disturbance.do()
-        seconds.append(time.perf_counter() - began_s)
+        seconds.append(_seconds_of(disturbance.do, 1, group.payload_device))
     return replace(disturbance, alone_s=statistics.median(seconds))

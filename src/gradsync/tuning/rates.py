@@ -48,7 +48,8 @@ def measured_rates(group: Group, timeout_s: float) -> Rates:
             peers = {first[a]: [first[b]] for a, b in pairs} | {first[b]: [first[a]] for a, b in pairs}
             exchange = Exchange.of_messages(group, peers, nbytes)
             quickest_s = min(exchange.seconds(group, timeout_s) for _ in range(REPEATS))
-            parts = group.all_gather(torch.tensor([quickest_s], dtype=torch.float64)).wait(timeout_s)
+            mine = torch.tensor([quickest_s], dtype=torch.float64, device=group.device)
+            parts = group.all_gather(mine).wait(timeout_s)
             for a, b in pairs:
                 rates[a, b] = rates[b, a] = nbytes / max(float(parts[first[a]]), float(parts[first[b]]))
         if not len(first) > 1 or nbytes / np.median(rates[rates > 0]) > TOO_SHORT_S:

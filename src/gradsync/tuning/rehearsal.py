@@ -3,7 +3,7 @@
 Planners need the costs of a scheme's kernels on this machine. The time between two awaits of a scheme is that of the
 `Compute` steps between two `Transfer`s in `Scheme.steps`. So a few runs at different sizes give the cost of each kernel
 as the scheme calls it. In training other work between these calls displaces a kernel's data from a core's own caches;
-rehearsals overwrite these caches too.
+rehearsals overwrite these caches too. On an accelerator all this is timed by the device's own clock.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from ..comm import LocalGroup, drive_in_turns
 from ..costs.cluster import Placement
 from ..costs.steps import Compute, Step, Transfer
+from ..devices import streams
 from ..schemes.base import Scheme, State
 from ..schemes.compressed import Compressed
 from ..schemes.route import Route
@@ -27,7 +28,9 @@ from ..tensors.density import DensityProfile, profile_rows
 from ..tensors.sparse import SparseRows
 
 RANKS = 4
+CPU = torch.device("cpu")
 MOST_CACHED_BYTES = 4 << 20  # in the caches of one core: written before kernels are timed
+MOST_CACHED_ON_DEVICE_BYTES = 128 << 20  # in the caches of an accelerator
 REPEATS = 3
 DENSE_REPEATS = 5
 TABLES = ((200_000, 16, 6_000), (100_000, 64, 3_000), (2_000, 32, 100))  # rows, dim, touched
@@ -36,18 +39,19 @@ BUCKETS = ((1 << 18, 0.01), (1 << 18, 0.1), (1 << 14, 0.05))  # elements, densit
 Sample = tuple[tuple[Compute, ...], float]  # what one rank computed, and its seconds
 
 
-def rehearse(schemes: Sequence[Scheme[Any]]) -> list[Sample]:
+def rehearse(schemes: Sequence[Scheme[Any]], device: torch.device = CPU) -> list[Sample]:
     """Times each scheme on sparse embedding tables or sparse flat buckets of several sizes, and returns the samples."""
     samples: list[Sample] = []
     for scheme in schemes:
-        for inputs, specs, profile in _buckets() if scheme.traits.layout is Layout.FLAT else _tables():
+        flat = scheme.traits.layout is Layout.FLAT
+        for inputs, specs, profile in _buckets(device) if flat else _tables(device):
             fitting = scheme.planned_for([profile])
             computed = parts(fitting.steps(specs, (profile,), Placement.one_per_node(RANKS)))
             samples += _samples(computed, times_between_awaits_s(fitting, inputs))
     return samples
 
 
-def rehearse_dense(schemes: Sequence[Scheme[Any]], numel: int) -> list[Sample]:
+def rehearse_dense(schemes: Sequence[Scheme[Any]], numel: int, device: torch.device = CPU) -> list[Sample]:
     """Times schemes for flat buckets on one dense square matrix of about `numel` elements, and returns the samples.
 
     State, such as a compressor's residual, is passed from run to run as in the first steps of training.
@@ -62,7 +66,7 @@ def rehearse_dense(schemes: Sequence[Scheme[Any]], numel: int) -> list[Sample]:
         )
         (flat,) = bucket.specs
         ranks = _ranks(scheme)
-        inputs = [torch.randn(flat.numel, generator=generator) for _ in range(ranks)]
+        inputs = [torch.randn(flat.numel, generator=generator).to(device) for _ in range(ranks)]
         profile = DensityProfile(flat.numel, float(flat.numel))
         computed = parts(scheme.steps(bucket.specs, (profile,), Placement.one_per_node(ranks)))
         states = [scheme.init(bucket, group) for group in LocalGroup.world(ranks)]
@@ -86,21 +90,21 @@ def times_between_awaits_s(
 ) -> list[float]:
     """Times `scheme.synchronize`: returns seconds before its first await, between awaits, and after the last one.
 
-    Seconds are processor time, since other processes may use the cores while a job starts: the mean over the ranks, the
-    median over the repeats. One more run comes first and does not count.
+    On the CPU seconds are processor time, since other processes may use the cores while a job starts: the mean over the
+    ranks, the median over the repeats. One more run comes first and does not count.
 
     Args:
         inputs: the scheme's input on each rank: a flat bucket, which is copied, or tables.
         states: the scheme's state on each rank before the first run; None: empty ones.
     """
-    groups = LocalGroup.world(len(inputs))
+    groups, device = LocalGroup.world(len(inputs)), _device_of(inputs[0])
     states = [{} for _ in inputs] if states is None else states
     runs = []
     for _ in range(repeats + 1):
         copies = [x.clone() if isinstance(x, torch.Tensor) else x for x in inputs]  # flat buckets are overwritten
         each = zip(copies, states, groups, strict=True)
         coroutines = [scheme.synchronize(x, state, group, 1.0) for x, state, group in each]
-        ended, seconds = drive_in_turns(coroutines, _cache_filler())
+        ended, seconds = drive_in_turns(coroutines, _cache_filler(device), streams.streams_of(device).work_moment)
         states = [state for _, state in ended]
         runs.append(seconds)
     return [statistics.median(times) for times in zip(*runs[1:], strict=True)]
@@ -111,9 +115,16 @@ def _samples(computed: Sequence[tuple[Compute, ...]], seconds: Sequence[float]) 
     return [(part, s) for part, s in zip(computed, seconds, strict=True) if part]
 
 
-def _cache_filler() -> Callable[[], object]:
-    """Returns a function that overwrites memory as large as a core's caches, to displace other data from them."""
-    return torch.empty(MOST_CACHED_BYTES, dtype=torch.uint8).zero_
+def _device_of(x: Any) -> torch.device:
+    """Returns the device of a flat bucket, or of tables with their rows."""
+    device: torch.device = x.device if isinstance(x, torch.Tensor) else x[0].values.device
+    return device
+
+
+def _cache_filler(device: torch.device) -> Callable[[], object]:
+    """Returns a function that overwrites memory as large as the device's caches, to displace other data from them."""
+    nbytes = MOST_CACHED_BYTES if device.type == "cpu" else MOST_CACHED_ON_DEVICE_BYTES
+    return torch.empty(nbytes, dtype=torch.uint8, device=device).zero_
 
 
 def _ranks(scheme: Scheme[Any]) -> int:
@@ -124,24 +135,25 @@ def _ranks(scheme: Scheme[Any]) -> int:
     return compressor.traits.made_for_ranks or min(compressor.traits.most_summands or RANKS, RANKS)
 
 
-def _tables() -> Iterator[tuple[list[Tables], tuple[TensorSpec, ...], DensityProfile]]:
+def _tables(device: torch.device) -> Iterator[tuple[list[Tables], tuple[TensorSpec, ...], DensityProfile]]:
     """Yields inputs of one row-sparse table each, with random rows on each rank; also its spec and density profile."""
     for num_rows, dim, touched in TABLES:
         generator = torch.Generator().manual_seed(num_rows + touched)
         lists = [torch.randint(num_rows, (touched,), generator=generator) for _ in range(RANKS)]
         inputs: list[Tables] = [
-            (SparseRows(rows, torch.randn(touched, dim, generator=generator), num_rows),) for rows in lists
+            (SparseRows(rows.to(device), torch.randn(touched, dim, generator=generator).to(device), num_rows),)
+            for rows in lists
         ]
         yield inputs, (TensorSpec((num_rows, dim), torch.float32),), profile_rows(lists, num_rows)
 
 
-def _buckets() -> Iterator[tuple[list[torch.Tensor], tuple[TensorSpec, ...], DensityProfile]]:
+def _buckets(device: torch.device) -> Iterator[tuple[list[torch.Tensor], tuple[TensorSpec, ...], DensityProfile]]:
     """Yields inputs of one flat bucket each, with random non-zeros on each rank; also its spec and density profile."""
     for numel, density in BUCKETS:
         generator = torch.Generator().manual_seed(numel)
         inputs = [
-            torch.randn(numel, generator=generator) * (torch.rand(numel, generator=generator) < density)
+            (torch.randn(numel, generator=generator) * (torch.rand(numel, generator=generator) < density)).to(device)
             for _ in range(RANKS)
         ]
-        profile = profile_rows([x.nonzero().flatten() for x in inputs], numel)
+        profile = profile_rows([x.cpu().nonzero().flatten() for x in inputs], numel)
         yield inputs, (TensorSpec((numel,), torch.float32),), profile

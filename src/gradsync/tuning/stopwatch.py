@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from ..devices.streams import Moment
 
 
 @dataclass(frozen=True)
@@ -10,7 +12,7 @@ class StepTimes:
     """Times of one training step on one rank: its parts, which add up to the time between two ends of an exchange.
 
     A step ends with its gradient exchange, so `optimizer_s` is the optimiser step after the exchange before. `began_s`
-    and `ended_s` are the clock times of backward.
+    and `ended_s` are the times of backward, since the exchange before.
     """
 
     forward_s: float
@@ -23,70 +25,94 @@ class StepTimes:
     ready_s: dict[str, float]  # by parameter, since the begin of backward
 
 
+@dataclass
+class StepMoments:
+    """The moments of one training step, from the end of an exchange to the end of the next; `times` reads them.
+
+    An accelerator gets to them later than the host: to read them at once would make the host wait.
+    """
+
+    resumed: Moment  # begin of the step
+    free: Moment  # when the optimiser, or a backward without exchange, had ended
+    backward_ended: Moment
+    exchanged: Moment
+    forward_began: Moment | None = None
+    backward_began: Moment | None = None
+    optimizers: list[tuple[Moment, Moment]] = field(default_factory=list)  # begin and end of each optimiser's step
+    ready: dict[str, Moment] = field(default_factory=dict)  # by parameter
+
+    def times(self) -> StepTimes:
+        """Returns the times of the step, in seconds; waits until the device has ended it."""
+
+        def at_s(moment: Moment) -> float:
+            return moment.since(self.resumed)
+
+        now_s, ended_s = at_s(self.exchanged), at_s(self.backward_ended)
+        began_s = ended_s if self.backward_began is None else at_s(self.backward_began)
+        forward_s = began_s - at_s(self.free if self.forward_began is None else self.forward_began)
+        optimizer_s = sum(at_s(ended) - max(at_s(began), 0.0) for began, ended in self.optimizers)
+        known_s = forward_s + optimizer_s + now_s - began_s
+        return StepTimes(
+            forward_s=forward_s,
+            backward_s=ended_s - began_s,
+            exchange_s=now_s - ended_s,
+            optimizer_s=optimizer_s,
+            other_s=max(now_s - known_s, 0.0),
+            began_s=began_s,
+            ended_s=ended_s,
+            ready_s={name: ready.since(self.resumed) - began_s for name, ready in self.ready.items()},
+        )
+
+
 class Stopwatch:
-    """Records the times of a training step's events, by a monotonic clock; `step_ended` returns them as `StepTimes`.
+    """Records the moments of a training step's events; `step_ended` returns them.
 
     Where gradients accumulate, a step has several forwards and backwards: only those whose gradients are exchanged
-    count as such, and the time of the rest is part of `other_s`.
+    count as such, and the time of the rest is part of `StepTimes.other_s`.
     """
 
     def __init__(self) -> None:
-        self.resume(0.0)
+        self._step: StepMoments
+        self._optimizers: list[Moment] = []  # begins of the optimisers at work, one inside the other
 
-    def resume(self, now_s: float) -> None:
+    def resume(self, now: Moment) -> None:
         """Begins the next step now; the time since the last step ended is not counted in any step."""
-        self._resumed_s = self._free_s = now_s
-        self._forward_s: float | None = None
-        self._backward_s: float | None = None
-        self._ended_s = now_s
-        self._optimizer_s = 0.0
-        self._optimizers: list[float] = []  # begins of the optimisers at work, one inside the other
-        self._ready_s: dict[str, float] = {}
+        self._step = StepMoments(now, now, now, now)
+        self._optimizers = []
 
-    def forward_began(self, now_s: float) -> None:
-        if self._forward_s is None:
-            self._forward_s = now_s
+    def forward_began(self, now: Moment) -> None:
+        if self._step.forward_began is None:
+            self._step.forward_began = now
 
-    def backward_began(self, now_s: float) -> None:
-        self._backward_s = now_s
+    def backward_began(self, now: Moment) -> None:
+        self._step.backward_began = now
 
-    def backward_returned(self, now_s: float) -> None:
+    def backward_returned(self, now: Moment) -> None:
         """Records that a call of backward returned; its gradients may or may not have been exchanged."""
-        self._forward_s = self._backward_s = None
-        self._free_s = now_s
+        self._step.forward_began = self._step.backward_began = None
+        self._step.free = now
 
-    def began(self, now_s: float) -> None:
+    def began(self, now: Moment) -> None:
         """Records the first ready gradient of an exchange: backward begins now unless `backward_began` was called."""
-        if self._backward_s is None:
-            self._backward_s = now_s
+        if self._step.backward_began is None:
+            self._step.backward_began = now
 
-    def ready(self, name: str, now_s: float) -> None:
-        self._ready_s[name] = now_s
+    def ready(self, name: str, now: Moment) -> None:
+        self._step.ready[name] = now
 
-    def backward_ended(self, now_s: float) -> None:
-        self._ended_s = now_s
+    def backward_ended(self, now: Moment) -> None:
+        self._step.backward_ended = now
 
-    def optimizer_began(self, now_s: float) -> None:
-        self._optimizers.append(now_s)
+    def optimizer_began(self, now: Moment) -> None:
+        self._optimizers.append(now)
 
-    def optimizer_ended(self, now_s: float) -> None:
-        began_s = self._optimizers.pop() if self._optimizers else now_s
+    def optimizer_ended(self, now: Moment) -> None:
+        began = self._optimizers.pop() if self._optimizers else now
         if not self._optimizers:
-            self._optimizer_s += now_s - max(began_s, self._resumed_s)
-            self._free_s = now_s
+            self._step.optimizers.append((began, now))
+            self._step.free = now
 
-    def step_ended(self, now_s: float) -> StepTimes:
-        """Records the end of the gradient exchange, and returns the times of the step, which ends with it."""
-        began_s = self._ended_s if self._backward_s is None else self._backward_s
-        forward_s = began_s - (self._free_s if self._forward_s is None else self._forward_s)
-        known_s = forward_s + self._optimizer_s + now_s - began_s
-        return StepTimes(
-            forward_s=forward_s,
-            backward_s=self._ended_s - began_s,
-            exchange_s=now_s - self._ended_s,
-            optimizer_s=self._optimizer_s,
-            other_s=max(now_s - self._resumed_s - known_s, 0.0),
-            began_s=began_s,
-            ended_s=self._ended_s,
-            ready_s={name: ready_s - began_s for name, ready_s in self._ready_s.items()},
-        )
+    def step_ended(self, now: Moment) -> StepMoments:
+        """Records the end of the gradient exchange, and returns the moments of the step, which ends with it."""
+        self._step.exchanged = now
+        return self._step

@@ -21,7 +21,7 @@ from ...schemes import Scheme
 from ...tensors.bucket import Bucket, Layout, Segment
 from ...tensors.density import DensityProfile, joined
 from ..default.compressing import LATE
-from .job import Job, Slowdown
+from .job import Job
 
 ROUNDS = 4  # iterations until ready times and exchanges, which delay each other, have settled
 
@@ -64,7 +64,7 @@ def predict_steps(plan: Plan, job: Job, steps: Mapping[str, Sequence[Step]]) -> 
         reached_s = {at_s: _stretched(at_s, exchange, delays, job) for at_s in {*job.ready_s.values(), job.backward_s}}
         backward_s = reached_s[job.backward_s]
         ready_s = {bucket: reached_s[at_s] for bucket, at_s in own_s.items()}
-        lasting = partial(_lasting, job.slowdown, backward_s, *_when_busy(exchange))
+        lasting = partial(_lasting, job, backward_s, *_when_busy(exchange, job))
         network = job.network
         exchange = forecast(plan.order, steps, ready_s, network.cost, network.placement, lasting, backward_s=backward_s)
     backward_s = _stretched(job.backward_s, exchange, _delays_of(exchange, own_s, reached_s), job)
@@ -108,7 +108,7 @@ def _stretched(at_s: float, exchange: Sequence[Task], delays: Sequence[tuple[flo
     if not slowdown.matters:
         return at_s + delayed_s
     links = [task for task in exchange if task.stream == "link"]
-    kernels = [task for task in exchange if task.stream in ("kernel", OFFLOAD)]
+    kernels = [task for task in exchange if task.stream in _beside_backward(job)]
     lost_by_link, lost_by_kernel = 1 - 1 / slowdown.backward_by_transfer, 1 - 1 / slowdown.backward_by_kernel
     for _ in range(ROUNDS):
         by_link, by_kernel = covered_s(links, 0.0, reached_s), covered_s(kernels, 0.0, reached_s)
@@ -140,22 +140,28 @@ class _Busy:
         return place % 2 == 1, self.edges_s[place] if place < len(self.edges_s) else inf
 
 
-def _when_busy(exchange: Sequence[Task]) -> tuple[_Busy, _Busy]:
+def _beside_backward(job: Job) -> tuple[str, ...]:
+    """Returns the streams of computations that slow backward and transfers down: those of the same processor."""
+    return ("kernel",) if job.network.cost.host is not None else ("kernel", OFFLOAD)
+
+
+def _when_busy(exchange: Sequence[Task], job: Job) -> tuple[_Busy, _Busy]:
     """Returns the times at which the link is busy, and at which threads other than backward's compute."""
     return (
         _Busy.of(task for task in exchange if task.stream == "link"),
-        _Busy.of(task for task in exchange if task.stream in ("kernel", OFFLOAD)),
+        _Busy.of(task for task in exchange if task.stream in _beside_backward(job)),
     )
 
 
 def _lasting(
-    slowdown: Slowdown, backward_s: float, link: _Busy, kernels: _Busy, stream: str, began_s: float, seconds: float
+    job: Job, backward_s: float, link: _Busy, kernels: _Busy, stream: str, began_s: float, seconds: float
 ) -> float:
     """Returns how long work of `seconds` takes from `began_s` on, slowed by backward and the rest of the exchange.
 
-    Work on backward's own thread is not slowed.
+    Work on backward's own thread is not slowed, nor work that is offloaded to another processor.
     """
-    if stream == COMPUTE:
+    slowdown = job.slowdown
+    if stream not in ("link", *_beside_backward(job)):
         return seconds
     if stream == "link":
         by_backward, by_other, other = slowdown.transfer_by_backward, slowdown.transfer_by_kernel, kernels

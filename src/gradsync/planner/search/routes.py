@@ -5,8 +5,9 @@ another leaf on every resource. Each leaf is priced by its own steps, at several
 resources cost the same, or one of them costs more, as if other parts kept it busy. Then the leaf that saves most beside
 the schemes present is kept, one after another, up to `MOST_ROUTES`. Dominated leaves never are.
 
-The search has one resource for the communication thread and the thread for offloaded work, a core other than
-backward's. So a route with all its work on "offload" equals the scheme with the same leaf, which is kept instead.
+On the CPU the search has one resource for the communication thread and the thread for offloaded work, a core other than
+backward's. So a route with all its work on "offload" equals the scheme with the same leaf, which is kept instead. On an
+accelerator the scheme computes there, and what is offloaded on the host.
 
 Reference: ByteComp, EuroSys 2023.
 """
@@ -14,7 +15,8 @@ Reference: ByteComp, EuroSys 2023.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
+from dataclasses import replace
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ from numpy.typing import NDArray
 from ...compressors import Compressor, SparseMessage
 from ...costs.steps import OFFLOAD, Compute, Step
 from ...schemes import LeafConstraints, Route, Scheme, compressions, routes
+from ...schemes.tree import RouteTask
 from ...tensors.bucket import TensorSpec
 from ..default.compressing import LATE
 from ..default.network import Network
@@ -123,6 +126,11 @@ def _weighed(seconds: Array) -> Array:
     return weighed
 
 
+def _on(device: str, task: RouteTask) -> RouteTask:
+    """Returns the task on the device, if it computes."""
+    return replace(task, choice=device) if task.kind.is_local else task
+
+
 class _Pricing:
     """Computes the seconds that schemes keep each resource busy, for buckets of several sizes."""
 
@@ -145,12 +153,36 @@ class _Pricing:
         The routes are sequences of collectives and coding tasks that differ only in the devices of coding. If one of
         their kernels was not measured, nothing is yielded.
         """
+        moved: Array | None = None
+        worked: dict[str, Array] = {}  # by device: seconds of each work, (bucket sizes, works)
+        for route in variants:
+            devices = [task.choice for task in route.leaf if task.kind.is_local]
+            for device in {*devices} - worked.keys():
+                found = self._apart(route, device)
+                if found is None:
+                    return
+                moved, worked[device] = found
+            assert moved is not None
+            total = moved.copy()
+            for place, device in enumerate(devices):
+                resource = Resource.OFFLOAD if device == OFFLOAD else Resource.COMPUTE
+                total[:, resource] += worked[device][:, place]
+            yield route, total
+
+    def _apart(self, route: Route, device: str) -> tuple[Array, Array] | None:
+        """Returns the seconds of a route with all its work on `device`; None if one of its kernels was not measured.
+
+        Returns:
+            the seconds of resources without the work that is awaited, (bucket sizes, resources) float64, and those of
+                this work, (bucket sizes, works) float64.
+        """
+        route = Route.of(tuple(map(partial(_on, device), route.leaf)), route.compressor, route.ranks_per_node)
         moved = np.zeros((len(self._specs), len(Resource)))
         worked: list[list[float]] = []
         for row, spec in zip(moved, self._specs, strict=True):
-            steps = self._steps(variants[0], spec)
+            steps = self._steps(route, spec)
             if self._network.cost.unmeasured(steps):
-                return
+                return None
             worked.append([])
             for step in steps:
                 resource, seconds = self._priced(step)
@@ -158,12 +190,7 @@ class _Pricing:
                     worked[-1].append(seconds)
                 else:
                     row[resource] += seconds
-        for route in variants:
-            devices = [task.choice for task in route.leaf if task.kind.is_local]
-            total = moved.copy()
-            for device, each in zip(devices, np.array(worked).T, strict=True):
-                total[:, Resource.OFFLOAD if device == OFFLOAD else Resource.COMPUTE] += each
-            yield route, total
+        return moved, np.array(worked)
 
     def _steps(self, scheme: Scheme[Any], spec: TensorSpec) -> tuple[Step, ...]:
         return scheme.steps((spec,), (), self._network.placement, LATE)

@@ -1,0 +1,52 @@
+"""Copies between an accelerator and the host, for computations that are offloaded to the host's cores.
+
+On the CPU there is nothing to copy: each function returns the tensor that it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import streams
+
+
+def is_apart(device: torch.device) -> bool:
+    """Whether tensors on the device must be copied before the host's kernels can read them."""
+    return device.type != "cpu"
+
+
+def fetch(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the tensors, contiguous ones of any shapes and dtypes on one device, on the host.
+
+    Copies run behind what this thread's current stream was given so far, and the thread waits for them.
+    """
+    if not tensors or not is_apart(tensors[0].device):
+        return list(tensors)
+    found = []
+    for tensor in tensors:
+        arriving = _pinned(tensor)
+        arriving.copy_(tensor, non_blocking=True)
+        found.append(arriving)
+    streams.settle(tensors[0].device)
+    return found
+
+
+def room_for(out: Tensor) -> Tensor:
+    """Returns memory of the host with the shape and dtype of `out`, for a result that `send` copies to `out`."""
+    return _pinned(out) if is_apart(out.device) else out
+
+
+def send(result: Tensor, out: Tensor) -> None:
+    """Copies a tensor of the host to `out`, of the same shape and dtype, on this thread's current stream.
+
+    The thread does not wait where the result is in memory of `room_for`.
+    """
+    if result is not out:
+        out.copy_(result, non_blocking=True)
+
+
+def _pinned(like: Tensor) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
