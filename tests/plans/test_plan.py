@@ -110,6 +110,16 @@ def test_a_plan_of_the_documented_form_is_read() -> None:
     assert (plan.world, plan.buckets) == (2, ())
 
 
+def test_a_plan_made_for_one_kind_of_device_is_refused_on_another() -> None:
+    plan = make().model_copy(update={"device": "cuda"})
+    assert Plan.from_json(plan.to_json()) == plan and plan.digest != make().digest
+    plan.check(SPECS, 4)
+    plan.check(SPECS, 4, "cuda")
+    make().check(SPECS, 4, "cuda")
+    with pytest.raises(ValueError, match="measurements on 'cuda', the parameters are on 'cpu': measure and plan there"):
+        plan.check(SPECS, 4, "cpu")
+
+
 def test_the_digest_is_the_same_in_every_process() -> None:
     plan = Plan(world=2, model="m", order=(("0", "all_reduce"),), buckets=())
     canonical = '{"buckets":[],"model":"m","order":[["0","all_reduce"]],"version":1,"world":2}'

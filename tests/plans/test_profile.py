@@ -16,7 +16,7 @@ from gradsync.costs.cost_model import KernelCost
 from gradsync.costs.steps import Compute
 from gradsync.planner import default_plans
 from gradsync.planner.default.network import Network
-from gradsync.plans.profile import Interval, Profile, Span, describe_profile
+from gradsync.plans.profile import HostEstimate, Interval, Profile, Span, describe_profile
 from gradsync.tensors.bucket import TensorSpec
 from tests.profiles import READY_S, ROWS, SPECS, make_profile
 
@@ -39,6 +39,18 @@ def test_json_round_trip_keeps_everything(tmp_path: Path) -> None:
     loaded = Profile.load(tmp_path / "profile.json")
     assert loaded == profile and loaded.digest == profile.digest
     assert loaded.to_json() == profile.to_json()
+
+
+def test_costs_of_the_host_are_kept_and_go_to_cost_models() -> None:
+    known = make_profile().kernels
+    host = HostEstimate(fetch=known["sum_rows"], send=known["sum_rows"], kernels=known)
+    profile = make_profile(device="cuda", card="a card", host=host)
+    assert Profile.from_json(profile.to_json()) == profile
+    cost = profile.cost_model().host
+    assert cost is not None and cost.kernels == make_profile().cost_model().kernels
+    assert make_profile().cost_model().host is None
+    words = "\n".join(describe_profile(profile))
+    assert "a card" in words and "copies to the device" in words and "the host's kernels" in words
 
 
 def test_json_has_a_parameter_a_line() -> None:

@@ -480,7 +480,13 @@ def state_of_another_job() -> None:
     saved = handle.state_dict()
     handle.detach()
     profile = Profile.from_json(saved["planned"]["profile"])
-    others = ({"torch": "2.0"}, {"device": "cuda"}, {"nodes": (7, 8)}, {"world": 3, "nodes": (0, 1, 2)})
+    others = (
+        {"torch": "2.0"},
+        {"device": "cuda"},
+        {"card": "a card"},
+        {"nodes": (7, 8)},
+        {"world": 3, "nodes": (0, 1, 2)},
+    )
     handle = gradsync.attach(model, plan=AutoPlanner(**quick), timeout=20)
     first = handle.plan
     for other in others:

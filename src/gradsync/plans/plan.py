@@ -10,7 +10,7 @@ from enum import StrEnum
 from itertools import groupby
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, field_validator, model_serializer
 
 from ..compressors.expressions import to_expression
 from ..costs.steps import FINISH
@@ -71,9 +71,9 @@ class Plan(Document):
     """The plan of a job: buckets with their schemes, and the order in which all ranks issue the buckets' collectives.
 
     Attributes:
-        device: the type of device on which the job was measured that the plan is for, as "cuda"; None: of any.
         world: the number of ranks.
         model: the digest of the parameters' names, shapes and dtypes.
+        device: the type of device that the plan's measurements were made on, as "cuda"; None: it is for any.
         order: (bucket id, stage), one entry a turn; a stage is one collective of the bucket's scheme, mostly. After its
             last stage a bucket may have a turn `FINISH`, for the computation after the last collective; without it this
             is done when all turns are over.
@@ -84,11 +84,17 @@ class Plan(Document):
     by_lines = ("buckets",)
 
     version: int = 1
-    device: str | None = None
     world: Ranks
     model: str
+    device: str | None = None
     order: tuple[tuple[str, str], ...]
     buckets: tuple[BucketPlan, ...]
+
+    @model_serializer(mode="wrap")
+    def _plain(self, dumped: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leaves `device` out of the JSON, and so of the digest, of a plan for any device."""
+        data: dict[str, Any] = dumped(self)
+        return data if self.device is not None else {name: value for name, value in data.items() if name != "device"}
 
     @classmethod
     def make(
