@@ -535,7 +535,8 @@ class _Watch(TorchDispatchMode):
 # Operations whose result's shape, or value on the host, follows from the data.
 HOST_READS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_consecutive", "bincount", "equal")
 BY_INDEX = ("index", "index_put", "index_put_")  # with a mask as index the shape follows from the data
-# Methods that read a tensor's memory, which no dispatch mode sees on the CPU.
+# Methods that read a tensor's memory, which no dispatch mode sees on the CPU; and torch.tensor(..., device=...) copies
+# from memory of the host, and waits for all that its stream was given.
 READERS = ("tolist", "item", "numpy", "cpu", "__array__", "__dlpack__", "__bool__", "__float__", "__int__", "__index__")
 
 
@@ -547,8 +548,9 @@ class _Meter(TorchFunctionMode):
         self._model = model
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(function, "__name__", "") in READERS:
-            self._model.note_host_read(function.__name__)
+        name = getattr(function, "__name__", "")
+        if name in READERS or (name == "tensor" and (kwargs or {}).get("device") is not None):
+            self._model.note_host_read(name)
             with self._model.unmetered():
                 return function(*args, **(kwargs or {}))
         return function(*args, **(kwargs or {}))

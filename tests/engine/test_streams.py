@@ -197,6 +197,7 @@ def read_on(model: StreamModel, name: str | None, read: Callable[[Tensor], objec
         lambda x: x[x > 0],
         lambda x: torch.equal(x, x.clone()),
         lambda x: x.index_put_((x > 0,), x.new_zeros(())),
+        lambda x: torch.tensor([1], device=x.device),
     ],
 )
 def test_each_way_to_wait_for_the_device_is_noted(name: str | None, read: Callable[[Tensor], object]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from gradsync.plans.profile import Profile
 from tests.gpu import work
 from tests.world import Ranks
 
@@ -32,6 +33,15 @@ def test_two_ranks_on_one_card_train_as_ddp_does(world: World, card: str, name: 
 def test_so_they_do_by_every_frontend(world: World, card: str, frontend: str) -> None:
     for off, _, _ in world(2).run(work.beside_ddp, card, "all_reduce", frontend, limit_s=110):
         assert off == 0.0
+
+
+def test_a_job_on_the_card_is_measured_and_planned(world: World, card: str) -> None:
+    (text, settled, first), (other, _, second) = world(2).run(work.planned, card, limit_s=110)
+    assert settled and text == other and first == second
+    profile = Profile.from_json(text)
+    assert profile.device == card.partition(":")[0]
+    if profile.device != "cpu":
+        assert profile.card and profile.host is not None and profile.host.kernels.keys() >= {"scale"}
 
 
 def test_operations_run_on_nccl(world: World, card: str) -> None:

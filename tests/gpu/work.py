@@ -25,9 +25,11 @@ from gradsync.schemes import (
     CompressedAllGather,
     CompressedTwoWay,
     PowerSGD,
+    Route,
     Scheme,
 )
 from gradsync.tensors.bucket import TensorSpec
+from gradsync.tuning.auto import AutoPlanner
 
 STEPS, ROWS, WIDTH = 5, 4096, 128
 EXACT: dict[str, Scheme[Any]] = {"all_reduce": AllReduce()}
@@ -37,6 +39,7 @@ LOSSY: dict[str, Scheme[Any]] = {
     "two-way": CompressedTwoWay(ErrorFeedback(TopK(0.1))),
     "powersgd": PowerSGD(4),
     "chunks": CoarseGrained(chunk=256, ratio=0.3),
+    "offload": Route(("compress@offload", "all_gather", "decompress@offload"), ErrorFeedback(BlockInt())),
 }
 TABLES: dict[str, Scheme[Any]] = {"agsparse": AGSparse(), "balanced": BalancedParallelism()}
 
@@ -92,6 +95,24 @@ def beside_ddp(device: str, name: str, frontend: str) -> tuple[float, float, lis
     ours = stepped(model, device, rank)
     off = max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
     return off, max(float(b.abs().max()) for b in theirs), [float(each.double().sum()) for each in ours]
+
+
+def planned(device: str) -> tuple[str, bool, list[float]]:
+    """Trains under plan="auto"; returns the profile, whether the plan has settled, and sums that ranks must share."""
+    torch.manual_seed(0)
+    model = Net(sparse=True).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = gradsync.attach(model, plan=AutoPlanner(steps=4, warmup=3), timeout=30)
+    draws = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(200):
+        optimizer.zero_grad()
+        model(torch.randint(0, ROWS, (32, 4), generator=draws).to(device)).square().mean().backward()
+        optimizer.step()
+        if handle.settled:
+            break
+    profile = handle.profile
+    assert profile is not None
+    return profile.to_json(), handle.settled, [float(each.detach().double().sum()) for each in model.parameters()]
 
 
 def group_alone(device: str) -> TorchGroup:

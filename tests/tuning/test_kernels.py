@@ -17,7 +17,15 @@ from gradsync.costs.cost_model import KernelCost
 from gradsync.costs.steps import Compute
 from gradsync.schemes import AGSparse, AllReduce, CompressedTwoWay, PowerSGD, Scheme, ways
 from gradsync.tuning import kernels as rehearsed
-from gradsync.tuning.kernels import CANDIDATES, FEWEST_SIZES, NUMELS, flat_schemes, kernel_costs, measured_kernels
+from gradsync.tuning.kernels import (
+    CANDIDATES,
+    CPU,
+    FEWEST_SIZES,
+    NUMELS,
+    flat_schemes,
+    kernel_costs,
+    measured_kernels,
+)
 from gradsync.tuning.rehearsal import Sample, rehearse_dense
 
 NO_PLANS = patch.object(rehearsed, "planned_schemes", lambda placement: ())
@@ -47,7 +55,7 @@ def test_compressors_made_for_other_ranks_are_rehearsed_among_as_many(compressor
 def test_sizes_grow_until_the_budget_is_spent() -> None:
     asked: list[int] = []
 
-    def rehearse(schemes: object, numel: int) -> list[Sample]:
+    def rehearse(schemes: object, numel: int, device: object) -> list[Sample]:
         asked.append(numel)
         return [((Compute("compress", 4.0 * numel),), 1e-4 + numel * 1e-9)]
 
@@ -68,7 +76,7 @@ def test_the_slowest_rank_counts() -> None:
             return [1.0 * slower] * len(mine)
 
         dense = [((Compute("cast", 4.0 * numel),), 1e-4) for numel in NUMELS]
-        with NO_PLANS, patch.object(rehearsed, "rehearse_dense", lambda schemes, numel: list(dense)):
+        with NO_PLANS, patch.object(rehearsed, "rehearse_dense", lambda schemes, numel, device: list(dense)):
             found = measured_kernels((Cast("bfloat16"),), Placement.one_per_node(2), highest)
         return found["cast"].call_s.value
 
@@ -85,7 +93,7 @@ def test_the_slowest_rank_counts_and_all_ranks_know_the_same() -> None:
     def rank(group: LocalGroup) -> dict[str, KernelCost]:
         return kernel_costs((group.rank,), highest_over(group, 5.0))
 
-    with patch.object(rehearsed, "_rehearsed", lambda schemes: each[schemes[0]]):
+    with patch.object(rehearsed, "_rehearsed", lambda schemes, device: each[schemes[0]]):
         first, second = run_local(2, rank)
     assert first == second and first["pack"].knee_bytes == 0.0
     assert (first["pack"].call_s, first["pack"].byte_s) == (pytest.approx(1e-4), pytest.approx(3e-9))
@@ -94,7 +102,7 @@ def test_the_slowest_rank_counts_and_all_ranks_know_the_same() -> None:
 def test_ranks_that_share_cores_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     parts: list[Sample] = [((Compute("pack", 1e6, calls=calls),), 1e-3 * calls + 1e-2) for calls in (1, 2, 3)]
 
-    def rehearse(schemes: object) -> list[Sample]:
+    def rehearse(schemes: object, device: object) -> list[Sample]:
         time.sleep(0.2)  # another rank has the core
         ends_s = time.thread_time() + 0.1
         while time.thread_time() < ends_s:
@@ -102,7 +110,7 @@ def test_ranks_that_share_cores_take_longer(monkeypatch: pytest.MonkeyPatch) -> 
         return parts
 
     monkeypatch.setattr(rehearsed, "rehearse", rehearse)
-    stretched = rehearsed._rehearsed.__wrapped__(())
+    stretched = rehearsed._rehearsed.__wrapped__((), CPU)
     assert [computed for computed, _ in stretched] == [computed for computed, _ in parts]
     factors = [longer / alone for (_, longer), (_, alone) in zip(stretched, parts, strict=True)]
     assert factors[0] > 2.5 and factors == pytest.approx([factors[0]] * 3)

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import gradsync
+from gradsync.comm import Group
 from gradsync.planner import default_plan
+from gradsync.planner.search.ways import Constraints
+from gradsync.plans.plan import Plan
 from gradsync.plans.profile import Profile, Span
+from gradsync.schemes import AGSparse, AllReduce, HalfPrecision, State, register
+from gradsync.tensors.density import ParameterProfile
+from gradsync.tuning.auto import AutoPlanner
 from gradsync.tuning.measurement import measure
 from tests.quick import quickly
 from tests.stream_model import BYTE_S, CALL_S, LINK_BYTE_S, MESSAGE_S, on_a_pretended_accelerator
@@ -19,6 +26,18 @@ from tests.world import Ranks
 
 World = Callable[[int], Ranks]
 PAUSE_S = 0.02  # of the host, in each forward
+MOST_STEPS = 150
+LONG = 1 << 20  # elements that a tardy scheme's device works on
+
+
+@register
+@dataclass(frozen=True)
+class Tardy(AllReduce):
+    """All-reduce behind work of the device that the host hardly notices."""
+
+    async def synchronize(self, x: Tensor, state: State, group: Group, scale: float) -> tuple[Tensor, State]:
+        torch.zeros(LONG).add_(1.0)
+        return await super().synchronize(x, state, group, scale)
 
 
 class Net(nn.Module):
@@ -74,3 +93,48 @@ def test_a_job_is_measured_by_the_clock_of_its_device(world: World) -> None:
     all_reduce = link.collectives[next(iter(link.collectives))].points
     assert all(point.seconds.value >= MESSAGE_S for point in all_reduce)
     assert 0 < profile.kernels["scale"].byte_s.value < 20 * BYTE_S
+    assert profile.host is not None and profile.host.fetch.call_s.value + profile.host.fetch.byte_s.value > 0
+    assert profile.host.kernels.keys() == profile.kernels.keys()
+
+
+def planned() -> tuple[str, list[float]]:
+    with on_a_pretended_accelerator(), quickly():
+        training = Training(AutoPlanner(Constraints(lossy=(HalfPrecision(),)), steps=2, warmup=2))
+        for _ in range(MOST_STEPS):
+            training.step()
+            if training.handle.settled:
+                break
+        assert training.handle.settled
+        profile, plan = training.handle.profile, training.handle.plan
+        sums = [float(parameter.detach().double().sum()) for parameter in training.net.parameters()]
+        training.handle.detach()
+    assert profile is not None
+    return plan.digest, sums
+
+
+def test_plans_are_searched_and_tried_there(world: World) -> None:
+    (plan, sums), (other, others) = world(2).run(planned, limit_s=110)
+    assert plan == other and sums == others
+
+
+def ended_by_a_trial() -> str:
+    """Returns the scheme of the plan that stays, of two of which the first one takes the device longer."""
+
+    def two(profiles: Sequence[ParameterProfile], world_size: int) -> list[Plan]:
+        specs = {p.name: p.tensor for p in profiles}
+        table, *dense = specs
+        return [Plan.make(specs, world_size, [(dense, s), ([table], AGSparse())]) for s in (Tardy(), HalfPrecision())]
+
+    with on_a_pretended_accelerator(), quickly():
+        training = Training(two)
+        for _ in range(MOST_STEPS):
+            training.step()
+            if training.handle.settled:
+                break
+        kept = training.handle.plan.buckets[0].scheme.name
+        training.handle.detach()
+    return kept
+
+
+def test_a_trial_counts_the_device_s_time(world: World) -> None:
+    assert world(2).run(ended_by_a_trial) == ["half_precision"] * 2

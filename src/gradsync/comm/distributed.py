@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..costs.cluster import Placement
+from ..devices import host
 from ..tensors import allocator as memory
 from . import communicators
 from .errors import GroupError
@@ -208,7 +209,7 @@ class TorchGroup(Group):
         # Backends want both ends to name the same length: the lengths travel first, as bounds may be far above them.
         messages = swapped(outgoing, bound)
         sent = [len(messages[peer]) if peer in messages else 0 for peer in range(self.size)]
-        ahead = torch.tensor([nbytes for nbytes in sent if nbytes], dtype=torch.int64, device=device)
+        ahead = host.numbers([nbytes for nbytes in sent if nbytes], device, torch.int64)
         ones = [int(peer in origins) for peer in range(self.size)]
         lengths = self._all_to_all(ahead, [int(nbytes > 0) for nbytes in sent], ones)
         parts = [messages[peer] for peer in sorted(messages)]

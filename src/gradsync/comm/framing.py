@@ -35,7 +35,7 @@ def with_lengths(messages: Sequence[Tensor], bounds: Sequence[int], peers: Itera
                 f"{bound}, the bound that all members know"
             )
     for message in messages:
-        message[:LENGTH_BYTES].copy_(torch.tensor([len(message)]).view(torch.uint8))
+        message[:LENGTH_BYTES].copy_(torch.tensor([len(message)]).view(torch.uint8), non_blocking=True)
     return list(messages)
 
 

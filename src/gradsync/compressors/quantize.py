@@ -394,7 +394,7 @@ def find_clipped_scales(
     norms = torch.empty_like(scales)
     kernels.block_scales(x, sections, Grid(1, block=block, scale="norm"), norms, residual=residual)
     counts = [torch.full((run.blocks,), float(run.length)) for run in runs(sections, Grid(1, block=block))]
-    roots = torch.cat([torch.empty(0), *counts]).sqrt().to(scales.device)
+    roots = torch.cat([torch.empty(0), *counts]).sqrt().to(scales.device, non_blocking=True)
     torch.minimum(scales, norms * clip / roots, out=scales)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..devices import host
 from ..inputs.settings import PositiveInt, Ratio
 from ..tensors import allocator as memory
 from ..tensors.bucket import FlatSpec
@@ -142,10 +143,8 @@ class RandomK(Sparsifier):
     def _decoded(self, values: Tensor, spec: FlatSpec) -> Tensor:
         if not self.scaled:
             return values
-        kept = torch.tensor([self.kept(n) for n in spec.lengths], device=values.device)
-        factors = torch.tensor(
-            [n / max(1, self.kept(n)) for n in spec.lengths], dtype=torch.float64, device=values.device
-        )
+        kept = host.numbers([self.kept(n) for n in spec.lengths], values.device)
+        factors = host.numbers([n / max(1, self.kept(n)) for n in spec.lengths], values.device, torch.float64)
         wide = values.to(kernels.accumulation_dtype(values.dtype))
         each = factors.to(wide.dtype).repeat_interleave(kept, output_size=len(values))  # else the host reads the size
         return (wide * each).to(values.dtype)

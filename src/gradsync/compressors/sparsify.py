@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..devices import streams
+from ..devices import host, streams
 from ..inputs.settings import PositiveInt, Ratio
 from ..kernels import Sections
 from ..tensors import allocator as memory
@@ -216,11 +216,11 @@ class BlockTopK(Sparsifier):
     def _elements_of(self, blocks: Tensor, spec: FlatSpec) -> Tensor:
         """Returns the indices of all elements of these blocks, 1-D int32 or int64; `blocks`, (kept,), ascend."""
         number, device = blocks.long(), blocks.device
-        first_block = torch.tensor([0, *accumulate(self._blocks(spec))][:-1], device=device)
-        first_element = torch.tensor([0, *accumulate(spec.lengths)][:-1], device=device)
+        first_block = host.numbers([0, *accumulate(self._blocks(spec))][:-1], device)
+        first_element = host.numbers([0, *accumulate(spec.lengths)][:-1], device)
         section = torch.searchsorted(first_block, number, right=True) - 1
         skipped = (number - first_block[section]) * self.block  # elements of the tensor
-        lengths = (torch.tensor(spec.lengths, device=device)[section] - skipped).clamp_(max=self.block)
+        lengths = (host.numbers(spec.lengths, device)[section] - skipped).clamp_(max=self.block)
         shift = first_element[section] + skipped - (lengths.cumsum(0) - lengths)
         shifts = shift.repeat_interleave(lengths)
         return (shifts + torch.arange(len(shifts), device=device)).to(index_dtype(spec.numel))

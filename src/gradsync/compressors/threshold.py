@@ -13,6 +13,7 @@ from annotated_types import Interval
 from torch import Tensor
 
 from .. import kernels
+from ..devices import host
 from ..inputs.settings import Ratio
 from ..tensors import allocator as memory
 from ..tensors.bucket import FlatSpec
@@ -184,7 +185,7 @@ class GaussianK(Thresholded):
                 deviation = torch.linalg.vector_norm(centred, dim=1) / length**0.5
                 thresholds[places] = mean[:, 0].abs() + quantile * deviation
         thresholds.nan_to_num_(nan=0.0)  # so the largest elements are sent: NaN and infinity
-        wanted = torch.tensor([share_of(self.ratio, length) for length in spec.lengths], device=x.device)
+        wanted = host.numbers([share_of(self.ratio, length) for length in spec.lengths], x.device)
         counts = torch.empty_like(wanted)
         for _ in range(MOST_CORRECTIONS):
             kernels.count_above(x, thresholds, counts, sections=spec.sections)

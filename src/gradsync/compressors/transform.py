@@ -14,7 +14,7 @@ from annotated_types import Interval
 from torch import Tensor
 
 from .. import kernels
-from ..devices import streams
+from ..devices import host, streams
 from ..inputs.settings import PositiveFloat, PositiveInt
 from ..kernels import Grid, Sections
 from ..tensors import allocator as memory
@@ -100,7 +100,7 @@ class THC(Compressor[Summand]):
             kernels.block_scales(self._rotated(x, state), chunks, Grid(1), most)
         else:
             kernels.block_scales(x, chunks, Grid(1, scale="norm"), most)
-            sizes = torch.tensor(chunks.lengths, device=x.device)
+            sizes = host.numbers(chunks.lengths, x.device)
             most *= (self.clip / sizes.sqrt()).clamp(max=1)
         return most
 

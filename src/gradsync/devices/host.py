@@ -1,4 +1,4 @@
-"""Copies between an accelerator and the host, for computations that are offloaded to the host's cores.
+"""Copies between an accelerator and the host: of numbers that the host knows, and for computations offloaded to it.
 
 On the CPU there is nothing to copy: each function returns the tensor that it is given.
 """
@@ -16,6 +16,14 @@ from . import streams
 def is_apart(device: torch.device) -> bool:
     """Whether tensors on the device must be copied before the host's kernels can read them."""
     return device.type != "cpu"
+
+
+def numbers(values: Sequence[float], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Returns numbers that the host knows on the device, (values,); the host does not wait for the device.
+
+    Submitted to this thread's current stream. `dtype`: None for that of `torch.tensor`.
+    """
+    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)  # pageable: staged before this returns
 
 
 def fetch(tensors: Sequence[Tensor]) -> list[Tensor]:

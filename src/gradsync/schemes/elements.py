@@ -15,6 +15,7 @@ from ..comm import LENGTH_BYTES, Group
 from ..compressors.expressions import register
 from ..costs.cluster import Placement
 from ..costs.steps import Compute, Pattern, Step, Transfer
+from ..devices import host
 from ..inputs.settings import NonNegativeInt
 from ..tensors.bucket import Layout, TensorSpec
 from ..tensors.density import DensityProfile
@@ -139,7 +140,7 @@ class BalancedElements(Scheme[Tensor]):
     async def _push(self, x: Tensor, form: PartFormat, group: Group) -> list[PartMessage]:
         """Sends each owner its elements; returns all messages to this rank, [] if all-reduce may move no more bytes."""
         flat, mine = TensorSpec.of(x), kernels.partition_elements(x, group.size, self.seed)
-        told, messages = torch.tensor(mine.counts, device=x.device), list[Tensor]()
+        told, messages = host.numbers(mine.counts, x.device), list[Tensor]()
         if self.capacity:
             counts, messages = await self._push_at_once(mine, told, flat, form, group)
         else:
@@ -187,7 +188,7 @@ class BalancedElements(Scheme[Tensor]):
             if max(unions) <= room:
                 return [form.part(part[Sums.head :], union) for part, union in zip(arrived, unions, strict=True)]
         else:
-            count = torch.tensor([sums.count], device=sums.message.device)
+            count = host.numbers([sums.count], sums.message.device)
             unions = [int(union) for union in await group.all_gather(count)]
         body = sums.message[Sums.head :]
         messages = await group.all_gather(body, [int(form.nbytes(union)) for union in unions])
@@ -313,7 +314,7 @@ class Sums:
 
     def write_count(self) -> None:
         """Writes `count` into the message, behind its first `LENGTH_BYTES` bytes, which are for its length."""
-        self.message[LENGTH_BYTES : self.head].copy_(torch.tensor([self.count]).view(torch.uint8))
+        self.message[LENGTH_BYTES : self.head].copy_(torch.tensor([self.count]).view(torch.uint8), non_blocking=True)
 
 
 def join_parts(totals: Sequence[PartMessage], seed: int, x: Tensor) -> Tensor:

@@ -312,7 +312,7 @@ class _Space:
         sizes = [int(form.nbytes(table.nnz)) for form, table in zip(forms, tables, strict=True)]
         head = LENGTH_BYTES + COUNT_BYTES * len(counts)
         packed = tables[0].values.new_empty(head + sum(sizes), dtype=torch.uint8)
-        packed[LENGTH_BYTES:head].copy_(torch.tensor(counts).view(torch.uint8))
+        packed[LENGTH_BYTES:head].copy_(torch.tensor(counts).view(torch.uint8), non_blocking=True)
         for form, table, room in zip(forms, tables, torch.split(packed[head:], sizes), strict=True):
             form.part(room, table.nnz).put(table.indices, table.values)
         return packed

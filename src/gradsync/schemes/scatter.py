@@ -120,7 +120,7 @@ class SparseReduceScatter(Partitioned[Tensor, OwnedRange]):
 def _message(count: int, form: PartFormat, like: Tensor) -> Tensor:
     """Returns a uint8 message with room for `count` elements; writes the count, but not the length, into it."""
     message = like.new_empty(HEAD_BYTES + int(form.nbytes(count)), dtype=torch.uint8)
-    message[LENGTH_BYTES:HEAD_BYTES].copy_(torch.tensor([count]).view(torch.uint8))
+    message[LENGTH_BYTES:HEAD_BYTES].copy_(torch.tensor([count]).view(torch.uint8), non_blocking=True)
     return message
 
 

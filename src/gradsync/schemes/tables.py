@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..devices import host
 from ..tensors.bucket import TensorSpec
 from ..tensors.density import DensityProfile
 from ..tensors.sparse import SparseRows
@@ -95,7 +96,7 @@ class OwnRows:
             else:
                 unions.append(kernels.unite_rows([table.indices], table.num_rows))
                 header.append(unions[-1].count if table.present else ABSENT)
-        return cls(tuple(unions), torch.tensor(header, dtype=torch.int64, device=tables[0].values.device))
+        return cls(tuple(unions), host.numbers(header, tables[0].values.device, torch.int64))
 
 
 @dataclass(frozen=True)

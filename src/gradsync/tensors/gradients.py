@@ -218,7 +218,7 @@ class RowGradients:
 
     def take(self, *, check_finite: bool, marks: StepMarks = NO_MARKS) -> tuple[SparseRows, ...]:
         self._check_finite = check_finite
-        self.flags.copy_(torch.tensor(marks.flags()))
+        self.flags.copy_(torch.tensor(marks.flags()), non_blocking=True)
         dense = {name: g for name, (g, _) in self._brought.items() if g.layout is torch.strided}
         self._taken = {name: (gradient.data_ptr(), gradient._version) for name, gradient in dense.items()}
         return tuple(self._table(name) for name in self.bucket.names)

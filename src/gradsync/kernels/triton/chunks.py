@@ -76,7 +76,7 @@ def take_chunks(
     if short := len(x) % chunk:
         payload.detach()[len(payload) - (chunk - short) :] = 0  # in case it is the last chunk's
     lengths, groups = blocks_of((len(x),), chunk)
-    factors = torch.tensor([scale, 1 / scale], dtype=residual.dtype, device=device)
+    factors = on(device, torch.tensor([scale, 1 / scale], dtype=residual.dtype))
     tables = [on(device, table) for table in groups]
     most = torch.finfo(payload.dtype).max if payload.dtype in NARROW else 0.0
     constants = {"MOST": most, "FROM": kind_of("x", x), "TO": kind_of("payload", payload), "BLOCK": GROUP}

@@ -406,7 +406,7 @@ def dequantize(
     tensors = [tensor for part in parts for tensor in part]
     device = device_of(out=out, parts=tensors)
     found = _runs(sections.lengths, sections.starts, grid, device)
-    factor = torch.tensor([scale], dtype=accumulation_dtype(out.dtype)).to(device, non_blocking=True)
+    factor = on(device, torch.tensor([scale], dtype=accumulation_dtype(out.dtype)))
     parts_table = on(device, addresses(tensors))
     arguments = parts_table, len(parts), found.table, len(found.table), bits_of(out), factor
     launch(_decode, found.programs, device, *arguments, **_decoding(out, grid), COLUMNS=_COLUMNS, TILE=found.tile)

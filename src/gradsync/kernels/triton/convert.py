@@ -46,7 +46,7 @@ def _narrow(
 def narrow(x: Tensor, out: Tensor, *, scale: float = 1.0) -> None:
     check_narrow(x, out)
     device = device_of(x=x, out=out)
-    factor = torch.tensor([scale], dtype=x.dtype, device=device)  # in the type of x: as torch multiplies
+    factor = on(device, torch.tensor([scale], dtype=x.dtype))  # in the type of x: as torch multiplies
     constants = {"MOST": torch.finfo(out.dtype).max, "KIND": kind_of("out", out), "BLOCK": BLOCK}
     launch(_narrow, blocks(len(x)), device, x.detach(), bits_of(out), len(x), factor, **constants)
 
@@ -86,7 +86,7 @@ def sum_parts(parts: Sequence[Tensor], out: Tensor, *, scale: float = 1.0) -> No
     if not parts:
         out.detach().zero_()
         return
-    factor = torch.tensor([scale], dtype=dtype, device=device)  # in the type of the sum: as torch multiplies
+    factor = on(device, torch.tensor([scale], dtype=dtype))  # in the type of the sum: as torch multiplies
     constants = {"FROM": kind_of("parts", parts[0]), "TO": kind_of("out", out), "POINTEE": pointee(parts[0])}
     arguments = on(device, addresses(parts)), len(parts), len(out), factor, bits_of(out)
     launch(_sum_parts, blocks(len(out)), device, *arguments, **constants, BLOCK=BLOCK)

@@ -142,7 +142,7 @@ def hadamard(x: Tensor, sections: Sections, out: Tensor, *, chunk: int, inverse:
     memory = bits_of(x), bits_of(out)
     for bits, rows in by_size.items():
         together, count = max(1, _MIN_PIECE >> bits), len(rows) // 3
-        scale = torch.tensor([rotation_scale(bits)], dtype=wide).to(device, non_blocking=True)
+        scale = on(device, torch.tensor([rotation_scale(bits)], dtype=wide))
         constants = {"BITS": bits, "CHUNKS": together, "INVERSE": int(inverse), **kinds}
         table = on(device, rows)
         launch(_rotate, blocks(count, together), device, memory[0], table, count, scale, memory[1], **constants)

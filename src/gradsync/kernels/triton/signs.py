@@ -173,6 +173,6 @@ def unpack_signs(
     )  # one row for each part and sign
     begins, counts, runs = (on(device, table) for table in groups)
     table = on(device, addresses([words for words, _ in parts]))
-    number = torch.tensor(factor, dtype=accumulation_dtype(out.dtype)).to(device)
+    number = on(device, torch.tensor(factor, dtype=accumulation_dtype(out.dtype)))
     arguments = begins, counts, runs, table, len(parts), levels, len(lengths), number, bits_of(out)
     launch(_sum_levels, len(begins), device, *arguments, KIND=kind_of("out", out), BLOCK=GROUP)
