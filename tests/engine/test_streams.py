@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 from gradsync import kernels
 from gradsync.comm import GroupError, LocalGroup, Work, run_local
 from gradsync.compressors import ErrorFeedback, TopK
+from gradsync.compressors.transform import cosines
 from gradsync.costs.cluster import Placement
 from gradsync.costs.steps import OFFLOAD
 from gradsync.engine.engine import Engine
@@ -33,6 +35,7 @@ from gradsync.schemes import (
     Route,
     Scheme,
 )
+from gradsync.schemes.hash_lists import forget, owned_by_hash
 from gradsync.tensors.bucket import Layout, TensorSpec
 from tests.compressors.family import MEMBERS as COMPRESSORS
 from tests.schemes.contract import name_of
@@ -205,21 +208,6 @@ def test_each_way_to_wait_for_the_device_is_noted(name: str | None, read: Callab
     assert found and {stream for stream, _ in found} == {name or "thread"}
 
 
-# Without the event that is recorded in this function, or the objects that it keeps, which scheme runs wrong, and how.
-FEW_GATHERED = CompressedAllGather(FEW)
-MUTATIONS: dict[str, tuple[Scheme[Any] | None, bool]] = {
-    "Synchronization.mark_ready": (FEW_GATHERED, False),
-    "Synchronization.advance": (FEW_GATHERED, False),
-    "Synchronization._resume": (FEW_GATHERED, True),
-    "Synchronization._prepare": (ROUTES["offload and offload"], False),
-    "Engine.aside": (FEW_GATHERED, False),
-    "Work.follow": (ROUTES["compute and compute"], False),
-    "Work.run": (ROUTES["offload and offload"], False),
-    "Work.run keeps": (None, False),
-    "fetch": (ROUTES["offload and offload"], False),
-}
-
-
 def work_whose_input_goes(model: StreamModel) -> None:
     """Runs work on another stream than that of its input, of which nobody else holds anything when the work is done."""
     engine = ModelStreams(model)
@@ -232,21 +220,59 @@ def work_whose_input_goes(model: StreamModel) -> None:
         torch.ones(4)
 
 
+def read_from_a_cache(made: Callable[[], Tensor], model: StreamModel) -> None:
+    """Reads a tensor on another stream than that on which it is made, once for all."""
+    cosines.cache_clear()
+    forget()
+    with model.installed():
+        with model.on(("communication",)):
+            tensor = made()
+        with model.on(("thread",)):
+            tensor.sum()
+
+
+# Without the event that is recorded in this function, or the objects that it keeps, which scheme runs wrong, and how.
+CPU = torch.device("cpu")
+FEW_GATHERED = CompressedAllGather(FEW)
+HERE, AWAY = ROUTES["compute and compute"], ROUTES["offload and offload"]
+MUTATIONS: dict[str, tuple[Scheme[Any] | Callable[[StreamModel], None], bool]] = {
+    "Synchronization.mark_ready": (FEW_GATHERED, False),
+    "Synchronization._run_turns waits": (FEW_GATHERED, False),
+    "Synchronization.advance": (FEW_GATHERED, False),
+    "Synchronization.wait waits": (FEW_GATHERED, False),
+    "Synchronization._resume": (FEW_GATHERED, True),
+    "Synchronization.wait_for waits": (FEW_GATHERED, True),
+    "Synchronization._prepare": (AWAY, False),
+    "Synchronization._prepare waits": (AWAY, False),
+    "Engine.aside": (FEW_GATHERED, False),
+    "Engine.aside.<locals>.run waits": (FEW_GATHERED, False),
+    "Work.follow": (HERE, False),
+    "Work.run waits": (HERE, False),
+    "Work.run": (AWAY, False),
+    "Work._result_of waits": (AWAY, False),
+    "Work.run keeps": (work_whose_input_goes, False),
+    "fetch settles": (AWAY, False),
+    "cosines settles": (partial(read_from_a_cache, lambda: cosines(8, torch.float32, CPU)), False),
+    "owned_by_hash settles": (partial(read_from_a_cache, lambda: owned_by_hash(64, 2, 0, CPU)[0]), False),
+}
+
+
 @pytest.mark.parametrize("without", MUTATIONS)
 def test_each_event_is_needed(without: str) -> None:
     scheme, collects = MUTATIONS[without]
     with pytest.raises((UnorderedAccessError, GroupError), match="without an event"):
         for _ in range(20):  # threads happen to run in some order
             model = StreamModel(without)
-            if scheme is None:
-                work_whose_input_goes(model)
+            if callable(scheme):
+                scheme(model)
             else:
                 train(scheme, model, Placement.one_per_node(2), collects=collects)
             assert model.left_out
 
 
-def test_input_that_is_kept_is_not_lent_out_anew() -> None:
-    work_whose_input_goes(StreamModel())
+@pytest.mark.parametrize("function", [scheme for scheme, _ in MUTATIONS.values() if callable(scheme)])
+def test_nothing_of_these_is_unordered_with_its_event(function: Callable[[StreamModel], None]) -> None:
+    function(StreamModel())
 
 
 def test_the_page_names_the_events_that_are_needed() -> None:
