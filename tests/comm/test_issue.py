@@ -27,6 +27,7 @@ from gradsync.comm import (
 from gradsync.comm.group import place_of_wait
 from gradsync.comm.issue import CancelledStepError
 from gradsync.costs.timeline import covered_s
+from tests.comm.steps import tasks_of
 
 WAIT_S = 20.0
 ORDER = [("0", "push"), ("1", "push"), ("0", "pull"), ("2", "push"), ("1", "pull"), ("2", "pull")]
@@ -218,15 +219,16 @@ def test_tasks_tell_link_and_kernel_times_in_order() -> None:
         await completed(None)
 
     running = finish(synchronize, [("0", "push"), ("0", "pull")])
-    assert [(task.name, task.stream) for task in running.tasks] == [
+    assert [(task.name, task.stream) for task in tasks_of(running)] == [
         ("0:push", "kernel"),
         ("0:push", "link"),
         ("0:pull", "kernel"),
         ("0:pull", "link"),
         ("0:finish", "kernel"),
     ]
-    assert all(0 <= task.start_s <= task.end_s for task in running.tasks)
-    assert 0 <= covered_s(running.tasks, 0.0, running.tasks[-1].end_s) <= running.tasks[-1].end_s
+    assert all(0 <= task.start_s <= task.end_s for task in tasks_of(running))
+    ended_s = tasks_of(running)[-1].end_s
+    assert 0 <= covered_s(tasks_of(running), 0.0, ended_s) <= ended_s
 
 
 def test_gradients_are_off_whoever_issues() -> None:
@@ -305,6 +307,6 @@ def test_operations_in_flight_carry_the_bytes_that_the_ledger_counts() -> None:
     recording[1].all_gather(torch.zeros(3))
     recording[1].all_gather(torch.zeros(5))
     running = finish(gather, [("3", "gather"), ("5", "gather")])
-    links = {task.name: task.nbytes for task in running.tasks if task.stream == "link"}
+    links = {task.name: task.nbytes for task in tasks_of(running) if task.stream == "link"}
     assert links == {"3:gather": 12.0, "5:gather": 20.0}
     assert sum(links.values()) == recording[0].ledger.sent_bytes

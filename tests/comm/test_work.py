@@ -13,6 +13,7 @@ import torch
 
 from gradsync.comm import GroupError, JobThread, Pending, Synchronization, Work, WorkGivenUpError, drive
 from gradsync.comm.issue import CancelledStepError
+from tests.comm.steps import tasks_of
 
 WAIT_S = 20.0
 
@@ -80,7 +81,7 @@ def test_a_prepared_bucket_s_work_is_under_way_while_an_earlier_bucket_is_on_its
         step.mark_ready("1")
         step.wait()
     assert step.results["1"] == "test-offload"
-    tasks = {(task.name, task.stream): task for task in step.tasks}
+    tasks = {(task.name, task.stream): task for task in tasks_of(step)}
     flight, work = tasks["0:push", "link"], tasks["1:compress", "offload"]
     assert flight.start_s <= work.end_s and work.start_s <= flight.end_s, "they overlap"
 
@@ -101,7 +102,7 @@ def test_no_work_is_begun_before_the_end_is_waited_for_where_nothing_is_early(de
         assert not begun
         step.wait()
     assert begun == ["1", "0"] and step.results.keys() == {"0", "1"}
-    assert {task.name for task in step.tasks if task.stream == device} == {"0:compress", "1:compress"}
+    assert {task.name for task in tasks_of(step) if task.stream == device} == {"0:compress", "1:compress"}
 
 
 def test_turns_of_other_buckets_go_on_while_work_is_offloaded() -> None:
@@ -148,7 +149,7 @@ def test_work_for_backward_s_thread_is_done_there_when_the_bucket_is_ready_comes
         assert "second of 1" not in where
         step.wait()
     assert where == dict.fromkeys(("first of 0", "second of 0", "first of 1", "second of 1"), here())
-    tasks = {task.name for task in step.tasks if task.stream == "compute"}
+    tasks = {task.name for task in tasks_of(step) if task.stream == "compute"}
     assert tasks == {"0:first of 0", "0:decompress", "1:first of 1", "1:decompress"}
 
 

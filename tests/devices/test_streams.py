@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from typing import Any
 
@@ -36,8 +37,8 @@ class FakeStream:
 
 
 class FakeEvent:
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, enable_timing: bool = False) -> None:
+        self.device, self.is_timed = device, enable_timing
         self.recorded: Any = None
         self.waits: list[Any] = []
         self.has_passed = False  # when somebody has waited for it
@@ -53,6 +54,10 @@ class FakeEvent:
 
     def synchronize(self) -> None:
         self.has_passed = True
+
+    def elapsed_time(self, later: FakeEvent) -> float:
+        assert self.is_timed and later.is_timed and self.has_passed and later.has_passed
+        return 250.0
 
 
 @pytest.fixture
@@ -119,6 +124,25 @@ def test_events_are_between_the_streams_that_are_current(default: FakeStream) ->
         event.wait()
         inside: Any = torch.accelerator.current_stream(CARD)
     assert event._event.recorded is default and event._event.waits == [inside]
+
+
+def test_moments_are_noted_by_the_device_and_waited_for_where_times_are_asked_for(default: FakeStream) -> None:
+    ours = streams_of(CARD)
+    first: Any = ours.moment()
+    with ours.on(COMMUNICATION):
+        second: Any = ours.work_moment()
+        assert second._event.recorded is torch.accelerator.current_stream(CARD)
+    assert first._event.recorded is default and not second.has_passed
+    assert second.since(first) == 0.25
+    assert first.has_passed and second.has_passed
+
+
+def test_moments_of_the_cpu_are_the_host_s_clock_or_the_thread_s() -> None:
+    ours = streams_of(torch.device("cpu"))
+    slept, worked = ours.moment(), ours.work_moment()
+    time.sleep(0.02)
+    assert slept.has_passed and ours.moment().since(slept) >= 0.02
+    assert 0 <= ours.work_moment().since(worked) < 0.02
 
 
 def test_a_copy_to_the_host_is_waited_for_where_its_values_are_asked_for(

@@ -82,7 +82,7 @@ def chosen(slower: float) -> tuple[str, bool, float]:
             together_optimizer.step()
             if not seen or seen[-1] is not handle.plan.what:
                 seen.append(handle.plan.what)
-        assert handle.settled and seen[:2] == [What.GRADIENT, What.PARAMETER]
+        assert handle.settled and seen[:2] == [What.GRADIENT, What.PARAMETER], (handle.settled, seen)
         with gradsync.consensus(model):
             mine, theirs = (torch.cat([p.detach().reshape(-1) for p in m.parameters()]) for m in (model, twin))
             apart = float((mine - theirs).abs().max())

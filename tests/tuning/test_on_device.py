@@ -32,7 +32,7 @@ LONG = 1 << 20  # elements that a tardy scheme's device works on
 
 @register
 @dataclass(frozen=True)
-class Tardy(AllReduce):
+class SlowOnDevice(AllReduce):
     """All-reduce behind work of the device that the host hardly notices."""
 
     async def synchronize(self, x: Tensor, state: State, group: Group, scale: float) -> tuple[Tensor, State]:
@@ -123,7 +123,9 @@ def ended_by_a_trial() -> str:
     def two(profiles: Sequence[ParameterProfile], world_size: int) -> list[Plan]:
         specs = {p.name: p.tensor for p in profiles}
         table, *dense = specs
-        return [Plan.make(specs, world_size, [(dense, s), ([table], AGSparse())]) for s in (Tardy(), HalfPrecision())]
+        return [
+            Plan.make(specs, world_size, [(dense, s), ([table], AGSparse())]) for s in (SlowOnDevice(), HalfPrecision())
+        ]
 
     with on_a_pretended_accelerator(), quickly():
         training = Training(two)

@@ -73,11 +73,12 @@ def plan(
 ) -> None:
     """Find a plan for a measured job: which gradients to merge, which to compress, and how to exchange them."""
     with plain_errors():
-        job = _job(profile, cluster)
+        measured = _profile(profile, cluster)
+        job = _job(measured, cluster)
         leaves = _leaves(most_compressions, without, flat_only)
         constraints = _constraints(job, allow, exact, matrices_only, most_error, most_delay, most_delay_frozen, leaves)
         found = searched(job, constraints)
-        found.plan.save(out)
+        found.plan.measured_on(measured.device).save(out)
         _print(describe(explained(found.plan, job, found.ways)))
         gap = found.certificate().gap
     model = "the search's model with halved latencies" if found.hiding else "the search's model"
@@ -101,17 +102,21 @@ def explain(
 ) -> None:
     """Explain a plan: the best other schemes for each bucket, and whether plain DDP is as fast."""
     with plain_errors():
-        job = _job(profile, cluster)
+        job = _job(_profile(profile, cluster), cluster)
         leaves = _leaves(most_compressions, without, flat_only)
         constraints = _constraints(job, allow, exact, matrices_only, most_error, most_delay, most_delay_frozen, leaves)
         _print(describe(explained(Plan.load(plan), job, ways_of(job, constraints))))
 
 
-def _job(profile: Path, cluster: Path | None) -> Job:
+def _profile(profile: Path, cluster: Path | None) -> Profile:
     for path in (profile, cluster):
         if path is not None and not path.exists():
             raise ValueError(f"there is no file {path}; `gradsync measure -- train.py` writes a profile")
-    return Job.of(Profile.load(profile), None if cluster is None else Cluster.load(cluster))
+    return Profile.load(profile)
+
+
+def _job(measured: Profile, cluster: Path | None) -> Job:
+    return Job.of(measured, None if cluster is None else Cluster.load(cluster))
 
 
 def _leaves(most_compressions: int | None, without: Sequence[str] | None, flat_only: bool) -> LeafConstraints | None:

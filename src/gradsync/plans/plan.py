@@ -128,6 +128,10 @@ class Plan(Document):
         """The kind of tensors that buckets synchronise; `check` allows only one kind. Without buckets, gradients."""
         return self.buckets[0].what if self.buckets else What.GRADIENT
 
+    def measured_on(self, device: str) -> Plan:
+        """Returns the same plan, which says that it follows from measurements on this type of device, as "cuda"."""
+        return self.model_copy(update={"device": device})
+
     def check(self, specs: Mapping[str, TensorSpec], world: int, device: str | None = None) -> None:
         """Checks that the plan fits a model's parameters, the number of ranks and the type of their device, if given.
 

@@ -171,7 +171,7 @@ class AutoPlanner:
         why_none, plans = json.loads(texts[0])
         if self.must_plan and not plans:
             raise RuntimeError(f"no plan was found: {why_none or 'the search returned none'}")
-        found = [Plan.from_json(text) for text in plans]
+        found = [Plan.from_json(text).measured_on(profile.device) for text in plans]
         # A plan that was proposed before stays unless another one is clearly faster.
         present = [engine.plan] if engine in self._profiles or not found else []
         self._profiles[engine] = profile

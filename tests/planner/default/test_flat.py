@@ -209,7 +209,7 @@ def test_elements_that_outgrow_their_room_across_nodes_get_more() -> None:
 def test_what_is_computed_inside_nodes_is_measured_where_plans_may_need_it(
     placement: Placement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "kernel_costs", lambda schemes, _: {s.name: KernelCost(0.0, 1e-9) for s in schemes})
+    monkeypatch.setattr(kernels, "kernel_costs", lambda schemes, *_: {s.name: KernelCost(0.0, 1e-9) for s in schemes})
 
     def rank_main(group: LocalGroup) -> set[str]:
         for each in (group, group.within_node(), group.across_nodes()):

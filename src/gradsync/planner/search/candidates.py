@@ -72,7 +72,7 @@ def _searched(job: Job, ways: Sequence[Way]) -> Searched:
     cut = formulation.in_pieces(max(SMALLEST_PIECE_BYTES, sum(formulation.problem.nbytes) / MOST_PIECES))
     if cut.problem.size != formulation.problem.size:
         best = _better(best, _solved(job, ways, cut, best.hiding), job)
-    return replace(best, plan=merged(best.plan, job, ways).model_copy(update={"device": job.device}))
+    return replace(best, plan=merged(best.plan, job, ways))
 
 
 def _better(usual: Searched, other: Searched, job: Job) -> Searched:

@@ -53,7 +53,6 @@ class Job:
     slowdown: Slowdown = NO_SLOWDOWN
     beside_s: float = 0.0  # seconds of a step without backward and exchange: forward, optimiser, data
     errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by parameter, by `errors.name_of`
-    device: str | None = None  # the type of device that was measured
 
     def __post_init__(self) -> None:
         unknown = [p.name for p in self.profiles if p.name not in self.ready_s]
@@ -88,7 +87,6 @@ class Job:
             slowdown=Slowdown.of(profile.overlap),
             beside_s=profile.parts.beside.median_s,
             errors={p.name: p.errors for p in profile.parameters},
-            device=profile.device,
         )
 
     def with_hidden_latencies(self) -> Job:
