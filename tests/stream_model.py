@@ -37,10 +37,10 @@ from torch.utils._pytree import tree_leaves
 from gradsync import kernels
 from gradsync.comm import Group, LocalGroup, Pending, StreamGroup
 from gradsync.comm.backends import GROUP_OF_BACKEND
-from gradsync.costs.steps import OFFLOAD
 from gradsync.devices import host, streams
 from gradsync.devices.streams import Event, HostCopy, Moment, StreamName, Streams, _Here
 from gradsync.schemes import Route
+from gradsync.schemes.transit import is_on_host
 from gradsync.schemes.tree import Kind
 from gradsync.tuning import rehearsal
 
@@ -159,7 +159,8 @@ class StreamModel:
 
         def made(route: Route, bucket: Any, group: Any) -> Any:
             state = init(route, bucket, group)
-            offloaded = [task.choice == OFFLOAD for task in route.leaf if task.kind is Kind.COMP]
+            compressing = [task for task in route.leaf if task.kind is Kind.COMP]
+            offloaded = [is_on_host(task, route.compressor_at(number)) for number, task in enumerate(compressing)]
             for (_, parts), away in zip(list(state.items())[1:], offloaded, strict=False):
                 for part in parts if away else ():
                     for tensor in part.elements.values():
@@ -177,12 +178,13 @@ class StreamModel:
         """Returns where an operation on these tensors is computed, and notes that memory of no place is there too."""
         with self._lock:
             found = [self._of(tensor) for tensor in tensors]
+            places = {memory.place for memory in found}
             if getattr(self._here, "copying", False):
-                self.order_behind({self.host: self._clocks.get(self.host, {}).get(self.host, 0)})
                 where = "device"
+            elif {"host", "device"} <= places:
+                raise UnorderedAccessError("memory of the host meets the device's in one operation, without an event")
             else:
-                places = {memory.place for memory in found}
-                where = "host" if "host" in places else max(places, default="")
+                where = max(places, default="")  # "host" before "device" before ""
             for memory in found:
                 if not memory.place and where == "host":  # the thread made it, whatever its current stream was
                     memory.written, memory.read = None, {}
@@ -242,23 +244,35 @@ class StreamModel:
             return
         self.host_waits_until(self.free_s())
         with self._lock:
-            self._settled = merged(self._settled, self.snapshot())
+            if getattr(self._here, "copying", False):
+                self.learn(self.snapshot())
+            else:  # what is cached: whoever finds it there comes behind this thread
+                self._settled = merged(self._settled, self.snapshot())
 
     def snapshot(self) -> Clock:
-        """Returns how far the current stream is, and the thread itself, which whoever hears of this has waited for."""
+        """Returns how far the current stream is, behind all that this thread has waited for."""
         with self._lock:
-            return merged(self._clocks.setdefault(self.current, {}), self._clocks.get(self.host, {}))
+            self._clocks[self.current] = merged(self._clocks.get(self.current, {}), self.known)
+            return dict(self._clocks[self.current])
+
+    @property
+    def known(self) -> Clock:
+        """How far this thread knows all streams to be: those that it has waited for, and its own work."""
+        return self._clocks.get(self.host, {})
 
     def order_behind(self, clock: Clock) -> None:
         """Orders what the current stream does from now on behind this point of other streams."""
         with self._lock:
             self._clocks[self.current] = merged(self._clocks.get(self.current, {}), clock)
-            on_hosts = {stream: number for stream, number in clock.items() if stream[0] == "host"}
-            self._clocks[self.host] = merged(self._clocks.get(self.host, {}), on_hosts)
+
+    def learn(self, known: Clock) -> None:
+        """Lets this thread know what another one knew when it told it something."""
+        with self._lock:
+            self._clocks[self.host] = merged(self.known, known)
 
     def read(self, tensor: Tensor, what: str) -> None:
         with self._lock:
-            memory, clock = self._of(tensor), self._clocks.setdefault(self.current, {})
+            memory, clock = self._of(tensor), self.snapshot()
             if not memory.watched:
                 return
             self._require_order(memory.written, clock, f"{what} reads what", "wrote")
@@ -266,7 +280,7 @@ class StreamModel:
 
     def write(self, tensor: Tensor, what: str) -> None:
         with self._lock:
-            memory, clock = self._of(tensor), self._clocks.setdefault(self.current, {})
+            memory, clock = self._of(tensor), self.snapshot()
             if not memory.watched:
                 return
             for use in list(memory.uses()):
@@ -277,7 +291,7 @@ class StreamModel:
         """Records a new tensor, in memory of the current stream that may have been another tensor's."""
         with self._lock:
             stream = self.current
-            clock = self._clocks.setdefault(stream, {})
+            clock = self.snapshot()
             for memory in self._freed.pop(stream, []):
                 for use in memory.uses() if memory.watched else ():
                     self._require_order(use, clock, f"{what} may take memory that was freed, which", "used")
@@ -366,24 +380,29 @@ class ModelCopy(_Here):
 class ModelEvent:
     def __init__(self, model: StreamModel, clock: Clock, at_s: float) -> None:
         self._model, self._clock, self._at_s = model, clock, at_s
+        self._known = dict(model.known)
 
     def wait(self) -> None:
         if self._model.without == f"{_caller()} waits":
             self._model.left_out += 1
             return
         self._model.order_behind(self._clock)
+        self._model.learn(self._known)  # threads hand events on
         self._model.idle_until(self._at_s)
 
 
 class ModelMoment:
-    """A time by the clock of the pretended device."""
+    """A time by the clock of the pretended device, which gets there once somebody has looked."""
 
     def __init__(self, model: StreamModel, at_s: float) -> None:
         self._model, self._at_s = model, at_s
+        self._looked = False
 
     @property
     def has_passed(self) -> bool:
-        return self._model.has_passed(self._at_s)
+        passed = self._looked or self._model.has_passed(self._at_s)
+        self._looked = True
+        return passed
 
     def since(self, earlier: ModelMoment) -> float:
         self._model.host_waits_until(max(self._at_s, earlier._at_s))

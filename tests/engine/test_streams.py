@@ -17,10 +17,11 @@ from torch import Tensor
 
 from gradsync import kernels
 from gradsync.comm import GroupError, LocalGroup, Work, run_local
-from gradsync.compressors import ErrorFeedback, TopK
+from gradsync.compressors import ErrorFeedback, SharedBlockInt, TopK
 from gradsync.compressors.transform import cosines
 from gradsync.costs.cluster import Placement
 from gradsync.costs.steps import OFFLOAD
+from gradsync.devices import host
 from gradsync.engine.engine import Engine
 from gradsync.engine.guard import Verification
 from gradsync.plans.plan import Plan
@@ -118,6 +119,13 @@ ROUTES = {
     for first in ("compute", "offload")
     for last in ("compute", "offload")
 }
+AGREEING = {
+    f"agreeing, {first} and {last}": Route(
+        (f"compress@{first}", "all_reduce", f"decompress@{last}"), ErrorFeedback(SharedBlockInt(2))
+    )
+    for first in ("compute", "offload")
+    for last in ("compute", "offload")
+}
 LOSSY: dict[str, Scheme[Any]] = {
     **{name: CompressedAllGather(member.compressor) for name, member in COMPRESSORS.items()},
     "two-way": CompressedTwoWay(FEW),
@@ -125,6 +133,7 @@ LOSSY: dict[str, Scheme[Any]] = {
     "late chunks": CoarseGrained(chunk=16, ratio=0.3),
     "exact chunks": CoarseGrained(chunk=16, ratio=0.3, choice="exact", scoring="relative", momentum=0.9),
     **ROUTES,
+    **AGREEING,
 }
 
 
@@ -268,6 +277,16 @@ def test_each_event_is_needed(without: str) -> None:
             else:
                 train(scheme, model, Placement.one_per_node(2), collects=collects)
             assert model.left_out
+
+
+def test_memory_of_the_host_and_of_the_device_meet_only_in_copies() -> None:
+    model = StreamModel()
+    with model.installed(), model.on(("offload",)):
+        device = torch.ones(4) * 2
+        (there,) = host.fetch([device])
+        host.send(there * 2, device)
+        with pytest.raises(UnorderedAccessError, match="the host meets the device's"):
+            device.add_(there)
 
 
 @pytest.mark.parametrize("function", [scheme for scheme, _ in MUTATIONS.values() if callable(scheme)])

@@ -483,7 +483,6 @@ def state_of_another_job() -> None:
     others = (
         {"torch": "2.0"},
         {"device": "cuda"},
-        {"card": "a card"},
         {"nodes": (7, 8)},
         {"world": 3, "nodes": (0, 1, 2)},
     )

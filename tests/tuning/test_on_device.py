@@ -93,8 +93,7 @@ def test_a_job_is_measured_by_the_clock_of_its_device(world: World) -> None:
     all_reduce = link.collectives[next(iter(link.collectives))].points
     assert all(point.seconds.value >= MESSAGE_S for point in all_reduce)
     assert 0 < profile.kernels["scale"].byte_s.value < 20 * BYTE_S
-    assert profile.host is not None and profile.host.fetch.call_s.value + profile.host.fetch.byte_s.value > 0
-    assert profile.host.kernels.keys() == profile.kernels.keys()
+    assert profile.host is not None and profile.host.kernels.keys() == set()  # no compressor was a candidate
 
 
 def planned() -> tuple[str, list[float]]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..costs.cluster import Placement
 from ..costs.transport import DIRECT_BYTES, RingOrDirect, Transport
+from ..devices.streams import Moment
 
 T = TypeVar("T")
 
@@ -203,6 +204,13 @@ class Group(ABC):
     @abstractmethod
     def broadcast(self, buffer: Tensor) -> Pending[Tensor]:
         """Overwrites `buffer`, 1-D, with member 0's buffer, which has the same shape and dtype, and returns it."""
+
+    def reach(self, moment: Moment, timeout_s: float) -> None:  # noqa: B027  waiting for an operation is enough
+        """Waits until the device has got to a moment behind this group's operations, which have been waited for.
+
+        Raises:
+            GroupError: where one of them does not end; only in groups whose operations run on streams.
+        """
 
     @abstractmethod
     def barrier(self, what: str, timeout_s: float, *, detail: str = "") -> None:

@@ -20,8 +20,9 @@ the work when it next calls `do_work` or `wait`, and until then turns that need 
 the thread that calls `mark_ready`.
 
 On an accelerator all of a scheme's code runs on the communication stream, whichever thread issues it, and `COMPUTE`
-on the stream of backward. No thread waits for the device: a bucket's first turn waits for the event recorded when its
-gradients were complete, `wait` and `wait_for` make the stream of the caller wait for the results.
+on the stream of backward; the host computes what is offloaded. No thread but that for offloaded work waits for the
+device: a bucket's first turn waits for the event recorded when its gradients were complete, `wait` and `wait_for` make
+the stream of the caller wait for the results.
 
 `torch.profiler` shows `gradsync::bucket 0 push`, the bucket's work at that turn, and `gradsync::bucket 0 wait for
 push`, the wait for its operation. The profiler records the communication thread only with `profile_all_threads`.
@@ -33,9 +34,8 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.profiler import record_function
@@ -107,8 +107,7 @@ def _until_operation(coroutine: Coroutine[Any, Any, Any], value: Any) -> Pending
     return pending
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """A piece of a step's work between two moments, of which `task` makes times."""
 
     name: str
@@ -323,7 +322,7 @@ class Synchronization:
             work.give_up()
 
     def _resume(self, bucket: str, stage: str) -> None:
-        value = None
+        value, resumed = None, None
         current = stage
         try:
             if bucket in self._pending:
@@ -336,20 +335,22 @@ class Synchronization:
                         Span(f"{bucket}:{current}", operation.device, operation.began, operation.finished)
                     )
                 else:
-                    self._record(f"{bucket}:{current}", "link", issued, operation.sent_bytes)
+                    resumed = self._streams.moment()
+                    self.spans.append(Span(f"{bucket}:{current}", "link", issued, resumed, operation.sent_bytes))
                 current = stage
-            resumed = self._streams.moment()
+            resumed = resumed or self._streams.moment()
             try:
                 with record_function(f"gradsync::bucket {bucket} {stage}"):
                     operation = self._coroutines[bucket].send(value)
             except StopIteration as done:
-                self._record(f"{bucket}:{FINISH}", "kernel", resumed)
+                self.spans.append(Span(f"{bucket}:{FINISH}", "kernel", resumed, self._streams.moment()))
                 self._synchronized[bucket] = self._streams.record()
                 self.results[bucket] = done.value
                 self._tell_progress()
                 return
-            self._record(f"{bucket}:{stage}", "kernel", resumed)
-            self._pending[bucket] = (operation, stage, self._streams.moment())
+            issued = self._streams.moment()
+            self.spans.append(Span(f"{bucket}:{stage}", "kernel", resumed, issued))
+            self._pending[bucket] = (operation, stage, issued)
             if isinstance(operation, Work) and not self._hand_over(operation) and operation.device == COMPUTE:
                 self.due.append(operation)
         except GroupError as error:
@@ -357,9 +358,6 @@ class Synchronization:
         except Exception as error:
             error.add_note(f"while synchronising {self._where(bucket, current)}")
             raise
-
-    def _record(self, name: str, stream: str, began: Moment, nbytes: float = 0.0) -> None:
-        self.spans.append(Span(name, stream, began, self._streams.moment(), nbytes))
 
 
 def _failed(error: BaseException) -> Work[Any]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..costs.transport import Pattern, Transport
+from ..devices.streams import Moment
 from .group import Group, Pending
 
 T = TypeVar("T")
@@ -69,6 +70,13 @@ class RecordingGroup(Group):
     @property
     def device(self) -> torch.device:
         return self.inner.device
+
+    @property
+    def payload_device(self) -> torch.device:
+        return self.inner.payload_device
+
+    def reach(self, moment: Moment, timeout_s: float) -> None:
+        self.inner.reach(moment, timeout_s)
 
     def subgroup(self, places: tuple[int, ...]) -> Group:
         """Returns the group of the members at indices `places`, which records sent bytes in this group's `ledger`."""

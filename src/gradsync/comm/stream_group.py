@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -12,14 +13,16 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from ..costs.steps import Pattern
+from ..devices.streams import Moment
 from .distributed import TorchGroup
 from .errors import GroupError
 from .group import Pending, place_of_wait
 from .links import Exchange
-from .monitor import Monitor
+from .monitor import LOOK_S, Monitor
 
 T = TypeVar("T")
 
+POLL_S = 1e-4  # between two looks at a device
 GRACE_S = 30.0  # from our timeout to the backend's, whose watchdog ends the process
 
 
@@ -60,6 +63,14 @@ class StreamGroup(TorchGroup):
         self._require_none_late()
         work.wait()  # makes the current stream wait, not the host
         self._monitor.watch(work, self._whereabouts, number, place_of_wait())
+
+    def reach(self, moment: Moment, timeout_s: float) -> None:
+        began_s = time.monotonic()
+        while not moment.has_passed:
+            self._require_none_late()
+            if time.monotonic() - began_s > timeout_s + LOOK_S:
+                raise GroupError(f"the device did not get to the end of {place_of_wait()} within {timeout_s:.0f} s")
+            time.sleep(POLL_S)
 
     def _require_none_late(self) -> None:
         if error := self._monitor.error:

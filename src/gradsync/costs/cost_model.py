@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .cluster import Link, Placement
-from .steps import OFFLOAD, Compute, Step, Traffic, Transfer, busiest
+from .steps import Compute, Step, Traffic, Transfer, busiest
 from .transport import DEFAULT_TRANSPORT, RingOrDirect, Transport
 
 MOST_KNOWN = 100_000  # transfers whose price a cost model remembers
@@ -46,7 +46,7 @@ class HostCost:
     def copies_s(self, work: Compute) -> float:
         """Returns the seconds of copies to the host and back."""
         copies = ((self.fetch, work.fetched_bytes), (self.send, work.sent_bytes))
-        return sum(cost.seconds(nbytes, 1) for cost, nbytes in copies if nbytes)
+        return sum(cost.seconds(nbytes, work.calls) for cost, nbytes in copies if nbytes)
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class CostModel:
         return list(dict.fromkeys(step.kernel for step in computed if step.kernel not in self._kernels_for(step)))
 
     def _kernels_for(self, work: Compute) -> Mapping[str, KernelCost]:
-        return self.host.kernels if self.host is not None and work.device == OFFLOAD else self.kernels
+        return self.host.kernels if self.host is not None and work.is_copied else self.kernels
 
     def total_s(self, steps: Iterable[Step], placement: Placement | None = None) -> float:
         """Returns the seconds of all steps one after the other, nothing overlapping."""

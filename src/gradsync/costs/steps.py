@@ -35,6 +35,11 @@ class Compute:
     fetched_bytes: float = 0.0
     sent_bytes: float = 0.0
 
+    @property
+    def is_copied(self) -> bool:
+        """Whether the host computes this for gradients that are on an accelerator."""
+        return self.fetched_bytes > 0 or self.sent_bytes > 0
+
 
 @dataclass(frozen=True)
 class Transfer:

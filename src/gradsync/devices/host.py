@@ -19,7 +19,7 @@ def is_apart(device: torch.device) -> bool:
 
 
 def numbers(values: Sequence[float], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns numbers that the host knows on the device, (values,); the host does not wait for the device.
+    """Copies numbers of the host to the device, and returns them, (values,); the host does not wait for the device.
 
     Submitted to this thread's current stream. `dtype`: None for that of `torch.tensor`.
     """
@@ -54,6 +54,16 @@ def send(result: Tensor, out: Tensor) -> None:
     """
     if result is not out:
         out.copy_(result, non_blocking=True)
+
+
+def sent(made: Tensor, device: torch.device) -> Tensor:
+    """Returns a tensor of the host, 1-D, on the device, by way of memory that the thread need not wait for."""
+    if not is_apart(device):
+        return made
+    staged, out = _pinned(made), torch.empty(made.shape, dtype=made.dtype, device=device)
+    staged.copy_(made)
+    send(staged, out)
+    return out
 
 
 def _pinned(like: Tensor) -> Tensor:

@@ -18,8 +18,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -183,13 +182,14 @@ class _AcceleratorEvent:
         self._event.wait(torch.accelerator.current_stream(self._device))
 
 
-@dataclass(frozen=True)
-class HostMoment:
+class HostMoment(NamedTuple):
     """A time by a clock of the host, `at_s` in seconds: the CPU has run what it was given when a call returns."""
 
     at_s: float
 
-    has_passed = True
+    @property
+    def has_passed(self) -> bool:
+        return True
 
     def since(self, earlier: HostMoment) -> float:
         return self.at_s - earlier.at_s

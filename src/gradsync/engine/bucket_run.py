@@ -320,7 +320,7 @@ class BucketRuns:
 
     @property
     def offload(self) -> bool:
-        """Whether some scheme runs computations (`Work`) on another core, for which a thread is needed."""
+        """Whether some scheme offloads computations (`Work`), to another core or the host: this needs a thread."""
         return any(run.scheme.traits.offloads for run in self)
 
     @property

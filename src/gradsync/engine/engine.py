@@ -569,6 +569,7 @@ class Engine:
         self.step = saved.step
         if resumption is not None:
             self._controller.resume(self, resumption)
+            self._times.read()  # of steps that keep the old buckets
             self.plan, self.bucket_runs = self._controller.plan, runs
             self._announce()
         what = "state that is the same on all ranks"
@@ -594,13 +595,16 @@ class Engine:
         if self._closed:
             return self._final_statistics
         self._times.read()
+        return self._statistics()
+
+    def _statistics(self) -> list[BucketStatistics]:
         return [run.statistics(self._observer.profiles) for run in self.bucket_runs]
 
     def timeline(self) -> list[Task]:
         """Returns the tasks of the last step, each on one of five streams.
 
-        Streams are "compute" (backward, and schemes' work on the thread of backward), "offload" (work on another core),
-        "kernel" (other work), "link" (operations in flight) and "wait".
+        Streams are "compute" (backward, and schemes' work on the thread of backward), "offload" (work on another core
+        or the host), "kernel" (other work), "link" (operations in flight) and "wait".
         """
         self._times.read()
         return list(self._times.timeline)
@@ -628,7 +632,7 @@ class Engine:
         if self._closed:
             return
         self.abandon("gradsync was detached in the middle of a step")
-        self._final_statistics = self.statistics()
+        self._final_statistics = self._statistics()  # without what a device that hangs has not ended
         self._controller.close(self)
         self._closed = True
         self._thread.stop()

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from ..comm import Group
 from ..costs.cost_model import CostModel
-from ..devices.inventory import name_of
 from ..devices.streams import Moment
 from ..plans.plan import Plan, What
 from ..plans.profile import Profile
@@ -278,9 +277,8 @@ class PlanController:
             return str(error)
         if profile.nodes != self._group.placement.nodes:
             return f"its ranks were on the nodes {profile.nodes}, these are on {self._group.placement.nodes}"
-        measured, here = (profile.device, profile.card), (self._device.type, name_of(self._device))
-        if measured != here:
-            return f"it was measured on {' '.join(measured).strip()}, gradients are on {' '.join(here).strip()}"
+        if profile.device != self._device.type:
+            return f"it was measured on {profile.device}, gradients are on {self._device.type}"
         return ""
 
     def _observe(self, runs: BucketRuns) -> None:

@@ -8,6 +8,7 @@ import inspect
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from types import ModuleType
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar, cast
 
 import torch
@@ -123,12 +124,16 @@ def active() -> str:
     """
     if _requested != "auto":
         return _requested
+    return "reference" if _native() is None else "native"
+
+
+def _native() -> ModuleType | None:
+    """Returns the native kernels; None, with one word in the log, if they are not built."""
     try:
-        native.load()
+        return native.load()
     except ImportError as error:
         _log_fallback_once(error)
-        return "reference"
-    return "native"
+        return None
 
 
 def pick(kernel: str, tensors: Sequence[Tensor], entries: int = 0) -> Callable[..., Any]:
@@ -139,9 +144,14 @@ def pick(kernel: str, tensors: Sequence[Tensor], entries: int = 0) -> Callable[.
         tensors: the kernel's tensors, in any shapes and dtypes.
         entries: the number of rows or elements that the native version would make a bitmap of.
     """
-    if _requested == "triton" or (_requested == "auto" and device.supports(tensors)):
+    requested = _requested
+    if requested == "triton" and device.is_present() and all(tensor.is_cpu for tensor in tensors):
+        requested = "auto"  # what is offloaded to the host, which Triton cannot read
+    if requested == "triton" or (requested == "auto" and device.supports(tensors)):
         return _on_device(kernel)
-    if active() == "reference" or (_requested == "auto" and not native.supports(tensors, entries)):
+    if requested == "reference" or (requested == "auto" and not native.supports(tensors, entries)):
+        return KERNELS[kernel].reference
+    if requested == "auto" and _native() is None:
         return KERNELS[kernel].reference
     return version("cpu", kernel)
 

@@ -28,6 +28,12 @@ def load() -> ModuleType:
         ) from error
 
 
+@functools.cache
+def is_present() -> bool:
+    """Whether this machine has an accelerator; else Triton's kernels run in its interpreter, on the CPU."""
+    return torch.accelerator.is_available()
+
+
 def supports(tensors: Sequence[Tensor]) -> bool:
     """Whether all tensors, in any shapes, are on CUDA in dtypes and layouts of the Triton kernels; False for none."""
     for t in tensors:

@@ -39,12 +39,12 @@ class Traits:
             least show whether the sum is zero. By default true for exact schemes.
         depends_on_shapes: `steps` depend on the shapes of a bucket's tensors, not on its size alone.
         prepares: `synchronize` first awaits `Work`, which begins when the bucket is complete and has no stage.
-        offloads: some of the scheme's `Work` runs on another core.
+        offloads: some of the scheme's `Work` runs on another core, or on the host of an accelerator.
         shows_infinity: a flat result is not finite if a rank's gradients, or next state, are not. Exact schemes without
             state need not set it.
         freezes: optimisers change weights and their own state only in the ranges of `CompressorState.arrived`.
         waits_for_device: on an accelerator the thread that issues operations waits for its stream, because the host
-            reads numbers that follow from data, such as sizes of messages.
+            reads numbers that follow from data, such as sizes of messages, or computes what is offloaded.
     """
 
     layout: Layout

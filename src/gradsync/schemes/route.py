@@ -26,7 +26,7 @@ from .base import Scheme, State, Traits
 from .compressed import parted
 from .legs import Held, Leg, legs_of
 from .parcels import dtype_of, plain, point_name, room_nbytes, spec_of
-from .transit import WHOLE, Transit
+from .transit import WHOLE, Transit, is_on_host
 from .tree import DEVICES, WITH_SUMS, Kind, Leaf, LeafConstraints, RouteTask, Scope, compressions, is_flat, words_of
 
 
@@ -97,14 +97,14 @@ class Route(Scheme[Tensor]):
     @cached_property
     def traits(self) -> Traits:
         leaf = self.leaf
-        offloads = any(task.choice == OFFLOAD for task in leaf)
         return Traits(
             Layout.FLAT,
             lossy=self.compressor is not None,
             carries_flags=True,
             prepares=leaf[0].kind is Kind.COMP and not self.compressor_at(0).traits.agrees,
-            offloads=offloads,
-            waits_for_device=offloads or (self.compressor is not None and self.compressor.traits.waits_for_device),
+            offloads=any(task.choice == OFFLOAD for task in leaf),
+            waits_for_device=self.compressor is not None
+            and (self.compressor.traits.waits_for_device or any(is_on_host(task, self.compressor) for task in leaf)),
         )
 
     @property
@@ -300,7 +300,7 @@ class Route(Scheme[Tensor]):
                 if not following.idle:
                     yield self._agreement(leg, following, whole, size)
             payloads = sum(compressor.nbytes(spec, step) for spec in specs)
-            yield _work(task, compressor.kernel("compress"), len(specs), read=dense_nbytes, written=payloads)
+            yield _work(task, compressor, "compress", len(specs), read=dense_nbytes, written=payloads)
             return
         if task.kind is Kind.DECOMP:
             compressor, keep_fp32 = self.compressor_at(leg.point), self.keeps_fp32_at(leg.point)
@@ -308,7 +308,7 @@ class Route(Scheme[Tensor]):
             payloads = leg.bundle * sum(compressor.nbytes(spec, step) for spec in specs)
             dense_nbytes = first.numel * dtype_of(whole, leg.keep_fp32_after).itemsize
             calls = leg.bundle * len(specs)
-            yield _work(task, compressor.kernel("decompress"), calls, read=payloads, written=dense_nbytes)
+            yield _work(task, compressor, "decompress", calls, read=payloads, written=dense_nbytes)
             return
         if task.kind is Kind.COMM and leg.scales:
             yield Compute("scale", 2.0 * whole.nbytes)
@@ -403,10 +403,10 @@ def _leaf_of(words: tuple[str, ...]) -> Leaf:
     return WITH_SUMS.parse(words)
 
 
-def _work(task: RouteTask, kernel: str, calls: int, *, read: int, written: int) -> Compute:
-    """Returns the computation of a task that reads and writes so many bytes; offloaded work copies them too."""
-    copied = (float(read), float(written)) if task.choice == OFFLOAD else (0.0, 0.0)
-    return Compute(kernel, float(read + written), task.choice, calls, True, *copied)
+def _work(task: RouteTask, compressor: Compressor[Any], kernel: str, calls: int, *, read: int, written: int) -> Compute:
+    """Returns the computation of a task that reads and writes so many bytes; work on the host copies them too."""
+    copied = (float(read), float(written)) if is_on_host(task, compressor) else (0.0, 0.0)
+    return Compute(compressor.kernel(kernel), float(read + written), task.choice, calls, True, *copied)
 
 
 def _stage(leg: Leg) -> str:

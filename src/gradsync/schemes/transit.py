@@ -25,11 +25,19 @@ from .base import State
 from .compressed import payload_of
 from .legs import Held, Leg, Piece, pieces_of_member
 from .parcels import dtype_of, plain, point_name, room_nbytes, spec_of, starts_of
-from .tree import Kind
+from .tree import Kind, RouteTask
 
 T = TypeVar("T")
 R = TypeVar("R")
 WHOLE = "whole"  # the state's key of the bucket's spec and step; compressors' states are of pieces only
+
+
+def is_on_host(task: RouteTask, compressor: Compressor[Any]) -> bool:
+    """Whether a coding task of gradients on an accelerator is computed on the host.
+
+    Compressors whose ranks must agree on something read the gradient, and their state, before that on the device.
+    """
+    return task.choice == OFFLOAD and not compressor.traits.agrees
 
 
 class RouteMethods(Protocol):
@@ -91,9 +99,9 @@ class Transit:
             self.template, _ = compressor.compress(nothing, fresh)
             return
         kept: Any = self.state[point]
-        dense, *agreed = self._to_work(leg, [self.dense, *self.agreed])
+        (dense,) = self._to_work(leg, [self.dense])
         if self.agreed:
-            kept = [replace(part, agreed=each) for part, each in zip(kept, agreed, strict=True)]
+            kept = [replace(part, agreed=agreed) for part, agreed in zip(kept, self.agreed, strict=True)]
             self.agreed = []
         lengths = [stop - start for start, stop in held.pieces]
         made = [compressor.compress(x, part) for x, part in zip(dense.split(lengths), kept, strict=True)]
@@ -113,7 +121,7 @@ class Transit:
         assert before is not None and self.template is not None
         scale = _counterweight(self.template, leg.added) * (self.scale if leg.scales else 1.0)
         lengths = [stop - start for start, stop in before.pieces]
-        result = host.room_for(out) if leg.task.choice == OFFLOAD else out
+        result = host.room_for(out) if is_on_host(leg.task, compressor) else out
         arrived = iter(self._to_work(leg, [payload.data for bundle in self.bundles for payload in bundle]))
         for room, bundle in zip(result.split(lengths), self.bundles, strict=True):
             compressor.sum_into(room, [replace(payload, data=next(arrived)) for payload in bundle], scale)
@@ -122,15 +130,13 @@ class Transit:
 
     def _to_work(self, leg: Leg, tensors: list[Tensor]) -> list[Tensor]:
         """Returns the tensors where the task's kernels read them: those of offloaded work on the host."""
-        return host.fetch(tensors) if leg.task.choice == OFFLOAD else tensors
+        return host.fetch(tensors) if is_on_host(leg.task, self.route.compressor_at(leg.point)) else tensors
 
     def _back(self, leg: Leg, made: Tensor) -> Tensor:
         """Returns a tensor that the task has made, on the device of the gradients."""
-        if leg.task.choice != OFFLOAD or not host.is_apart(self.x.device):
+        if not is_on_host(leg.task, self.route.compressor_at(leg.point)):
             return made
-        out = memory.empty(made.numel(), made.dtype, self.x.device)
-        host.send(made, out)
-        return out
+        return host.sent(made, self.x.device)
 
     def agree(self, leg: Leg, following: Leg) -> Pending[None]:
         """Starts to share the numbers of `Compressor.observe` among the ranks of the all-reduce `following`.

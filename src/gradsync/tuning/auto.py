@@ -53,9 +53,10 @@ class AutoPlanner:
     """The planner for `plan="auto"`. Its plans are exact unless `constraints` allow lossy compressors or schemes.
 
     It measures each attached model during its own steps, one model after the other; links and kernels take up to ten
-    seconds in one of the steps. It keeps the default plan, and measures nothing, in a group of one rank, while some
-    rank runs `measure` or a recorder, and under `torch.use_deterministic_algorithms`, since timing decides on plans. If
-    the search finds no plan, the present plan stays, and a warning says why.
+    seconds in one of the steps, fifteen where gradients are on an accelerator. It keeps the default plan, and measures
+    nothing, in a group of one rank, while some rank runs `measure` or a recorder, and under
+    `torch.use_deterministic_algorithms`, since timing decides on plans. If the search finds no plan, the present plan
+    stays, and a warning says why.
 
     Args:
         constraints: the lossy compressors and schemes that plans may use; None: none, plans are exact.

@@ -44,7 +44,7 @@ from .rehearsal import Sample, rehearse, rehearse_dense
 BUDGET_S = 4.0  # for the dense buckets; the size that exceeds the budget is still finished
 FEWEST_SIZES = 3  # rehearsed whatever they take
 NUMELS = (1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20)  # of dense buckets
-DEVICE_NUMELS = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)  # the same, where a call costs more than bytes
+DEVICE_NUMELS = (1 << 12, 1 << 20, 1 << 24, 1 << 16, 1 << 22, 1 << 18)  # the same, where a call costs more than bytes
 COPIED_NUMELS = (1 << 10, 1 << 16, 1 << 20, 1 << 22)  # of copies between an accelerator and the host
 COPIES = 5
 FETCH, SEND = "fetch", "send"
@@ -76,28 +76,46 @@ def measured_kernels(
     dense = [AllReduce(), ReduceScatter(), *flat_schemes(candidates), *_adding(candidates)]
 
     def rehearsal() -> list[Sample]:
-        samples = rehearse(planned_schemes(placement), device)
-        began_s = time.perf_counter()
-        for number, numel in enumerate(NUMELS if device.type == "cpu" else DEVICE_NUMELS, start=1):
-            samples += rehearse_dense(dense, numel, device)
-            if highest([time.perf_counter() - began_s])[0] > budget_s and number >= FEWEST_SIZES:
-                break
-        return samples
+        return rehearse(planned_schemes(placement), device) + _rehearsed_dense(dense, highest, device, budget_s)
 
     return _fitted(_on_shared_cores(rehearsal, device), highest)
 
 
+def _rehearsed_dense(
+    dense: Sequence[Scheme[Any]], highest: Highest, device: torch.device, budget_s: float
+) -> list[Sample]:
+    """Times schemes on dense buckets of several sizes, as far as the budget allows; `highest` is collective."""
+    samples: list[Sample] = []
+    if device.type != "cpu":
+        rehearse_dense(dense, NUMELS[0], device)  # compiles kernels
+    began_s = time.perf_counter()
+    for number, numel in enumerate(NUMELS if device.type == "cpu" else DEVICE_NUMELS, start=1):
+        samples += rehearse_dense(dense, numel, device)
+        if highest([time.perf_counter() - began_s])[0] > budget_s and number >= FEWEST_SIZES:
+            break
+    return samples
+
+
 def measured_host(
-    candidates: Sequence[SchemeOrCompressor], placement: Placement, highest: Highest, device: torch.device
+    candidates: Sequence[SchemeOrCompressor], highest: Highest, device: torch.device, budget_s: float = BUDGET_S
 ) -> HostEstimate | None:
-    """Measures copies between the device and the host, and the host's kernels; None on the CPU. Collective."""
+    """Measures copies between the device and the host, and the host's kernels; None on the CPU. Collective.
+
+    The kernels are those of the compressors among `candidates`, with one thread of torch, as offloaded work has.
+    """
     if not host.is_apart(device):
         return None
-    samples = [sample for numel in COPIED_NUMELS for sample in _copies(numel, device)]
-    copies = _fitted(samples, highest)
-    return HostEstimate(
-        fetch=copies[FETCH], send=copies[SEND], kernels=measured_kernels(candidates, placement, highest, CPU)
-    )
+    copies = _fitted([sample for numel in COPIED_NUMELS for sample in _copies(numel, device)], highest)
+    schemes = flat_schemes([candidate for candidate in candidates if isinstance(candidate, Compressor)])
+    threads, kernels = torch.get_num_threads(), {}
+    torch.set_num_threads(1)
+    try:
+        if schemes:
+            samples = _on_shared_cores(lambda: _rehearsed_dense(schemes, highest, CPU, budget_s), CPU)
+            kernels = _fitted(samples, highest)
+    finally:
+        torch.set_num_threads(threads)
+    return HostEstimate(fetch=copies[FETCH], send=copies[SEND], kernels=kernels)
 
 
 def _copies(numel: int, device: torch.device) -> Iterator[Sample]:

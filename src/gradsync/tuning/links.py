@@ -15,6 +15,7 @@ from .fitting import fit_links, median_of
 
 BUDGET_S = 6.0  # for all exchanges together; the smallest sizes may exceed the budget, 4 MiB fit in at 200 Mbit/s
 SIZES = (1 << 10, 16 << 10, 128 << 10, 1 << 20, 4 << 20)  # bytes that a member sends
+DEVICE_SIZES = (32 << 20, 128 << 20)  # beyond these, between accelerators
 FEWEST_SIZES = 3  # timed however slow links are, so that latency and rate can be told apart
 REPEATS = (3, 21)  # the fewest and the most
 SHARE_OF_A_SIZE = 1 / 3  # of the time left, for the repeats of one size beyond the fewest
@@ -65,7 +66,8 @@ def measured_points(
     """
     points: list[LinkPoint] = []
     fewest, most = REPEATS
-    sizes: list[tuple[int, Sequence[int]]] = [(nbytes, (group.size // 2,)) for nbytes in SIZES]
+    larger = () if group.payload_device.type == "cpu" else DEVICE_SIZES
+    sizes: list[tuple[int, Sequence[int]]] = [(nbytes, (group.size // 2,)) for nbytes in (*SIZES, *larger)]
     if pattern is Pattern.MESSAGES and group.size > 2:
         sizes[:0] = [(nbytes, range(1, group.size)) for nbytes in SIZES[:FEWEST_SIZES]]
     left_s, before = share_s, (0, 0.0)

@@ -249,7 +249,7 @@ class Measurement(StepListener):
             highest = highest_over(group, engine.timeout_s)
             self._links = measured_links(group, engine.timeout_s, self._links_budget_s)
             self._kernels = measured_kernels(self._candidates, group.placement, highest, group.payload_device)
-            self._host = measured_host(self._candidates, group.placement, highest, group.payload_device)
+            self._host = measured_host(self._candidates, highest, group.payload_device)
             self._exchange = transfer_beside_kernels(group, engine.timeout_s)
             (backward_s,) = highest([statistics.median(step.times().backward_s for step in self._steps_seen[1:])])
             if group.size > 1:

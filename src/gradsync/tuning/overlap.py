@@ -23,8 +23,10 @@ from .stopwatch import StepMoments
 
 PROBE_BYTES = 1 << 20  # of the transfer by which the length of others is chosen
 TRANSFER_BYTES = (64 << 10, 4 << 20)  # of one transfer beside backward, the fewest and the most
+DEVICE_TRANSFER_BYTES = (4 << 20, 256 << 20)  # between accelerators
 MOST_ASIDE_S = 2.0  # that several transfers or computations beside one backward may take
 KERNEL_NUMEL = 1 << 16  # of the tensor that is compressed beside backward
+DEVICE_KERNEL_NUMEL = 1 << 22  # on an accelerator, where a call costs as much as many bytes
 KERNEL_RUNS = 20  # by which the length of a compression is told
 ALONE_RUNS = 3  # of a disturbance without a backward
 EXCHANGE_S = 0.03  # that a transfer with kernels beside it is to take, if `TRANSFER_BYTES` allow
@@ -81,7 +83,7 @@ def transfers(group: Group, lasts_s: float, timeout_s: float) -> Disturbance:
 def _all_reduce(group: Group, lasts_s: float, timeout_s: float) -> tuple[Exchange, float]:
     """Returns an all-reduce that takes about `lasts_s` seconds, and the seconds measured for it. Collective.
 
-    Its size is between the two numbers of `TRANSFER_BYTES`, so it may take less or more.
+    Its size is between two bounds, `TRANSFER_BYTES` on the CPU, so it may take less or more.
     """
     highest = highest_over(group, timeout_s)
 
@@ -89,7 +91,7 @@ def _all_reduce(group: Group, lasts_s: float, timeout_s: float) -> tuple[Exchang
         exchange = Exchange.of(group, Pattern.ALL_REDUCE, nbytes)
         return statistics.median(highest([exchange.seconds(group, timeout_s) for _ in range(4)])[1:])
 
-    fewest, most = TRANSFER_BYTES
+    fewest, most = TRANSFER_BYTES if group.payload_device.type == "cpu" else DEVICE_TRANSFER_BYTES
     nbytes = min(max(int(PROBE_BYTES * lasts_s / once_s(PROBE_BYTES)), fewest), most)
     return Exchange.of(group, Pattern.ALL_REDUCE, nbytes), once_s(nbytes)
 
@@ -102,10 +104,10 @@ def computation(group: Group, lasts_s: float, timeout_s: float) -> Disturbance:
 
 def _compression(device: torch.device) -> tuple[Callable[[], None], float]:
     """Returns a function that compresses a tensor of noise on the device, and the seconds of one call."""
-    compressor = ErrorFeedback(BlockInt(8))
-    spec = FlatSpec((Segment("beside", 0, KERNEL_NUMEL),), ((KERNEL_NUMEL,),), torch.float32)
-    values = torch.randn(KERNEL_NUMEL, generator=torch.Generator().manual_seed(0)).to(device)
-    state = compressor.init(spec)
+    compressor, numel = ErrorFeedback(BlockInt(8)), KERNEL_NUMEL if device.type == "cpu" else DEVICE_KERNEL_NUMEL
+    spec = FlatSpec((Segment("beside", 0, numel),), ((numel,),), torch.float32)
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(device)
+    _, state = compressor.compress(values, compressor.init(spec))  # a residual that is where the values are
 
     def run() -> None:
         compressor.compress(values, state)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...costs.steps import COMPUTE, FINISH, OFFLOAD, Compute, Step, Transfer
+from ...costs.steps import COMPUTE, FINISH, Compute, Step, Transfer
 from ...costs.timeline import Task
 from ...plans.plan import Plan
 from ...schemes import Scheme
@@ -270,7 +270,7 @@ def resource_of(step: Step, network: Network) -> Resource:
     """Returns the machine model's resource that serves a step: backward's core, another core, or a kind of link."""
     if isinstance(step, Compute):
         if network.cost.host is not None:  # backward's device does all that is not offloaded to the host
-            return Resource.OFFLOAD if step.device == OFFLOAD else Resource.COMPUTE
+            return Resource.OFFLOAD if step.is_copied else Resource.COMPUTE
         # The communication thread does what is not awaited, on another core.
         return Resource.COMPUTE if step.awaited and step.device == COMPUTE else Resource.OFFLOAD
     nodes = network.placement.nodes

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from ...compressors import Compressor, SparseMessage
 from ...costs.steps import OFFLOAD, Compute, Step
 from ...schemes import LeafConstraints, Route, Scheme, compressions, routes
-from ...schemes.tree import RouteTask
+from ...schemes.tree import DEVICES, RouteTask
 from ...tensors.bucket import TensorSpec
 from ..default.compressing import LATE
 from ..default.network import Network
@@ -150,26 +150,32 @@ class _Pricing:
     def of_variants(self, variants: Sequence[Route]) -> Iterator[tuple[Route, Array]]:
         """Yields each route with the seconds that it keeps resources busy, (bucket sizes, resources) float64.
 
-        The routes are sequences of collectives and coding tasks that differ only in the devices of coding. If one of
-        their kernels was not measured, nothing is yielded.
+        The routes are sequences of collectives and coding tasks that differ only in the devices of coding. Those with a
+        kernel that was not measured are left out.
         """
         moved: Array | None = None
         worked: dict[str, Array] = {}  # by device: seconds of each work, (bucket sizes, works)
+        unmeasured: set[str] = set()
         for route in variants:
             devices = [task.choice for task in route.leaf if task.kind.is_local]
-            for device in {*devices} - worked.keys():
-                found = self._apart(route, device)
+            for device in {*devices} - worked.keys() - unmeasured:
+                found = self._alone(route, device)
                 if found is None:
-                    return
-                moved, worked[device] = found
-            assert moved is not None
+                    unmeasured.add(device)
+                else:
+                    moved, worked[device] = found
+                if self._network.cost.host is None:  # the same work takes as long on another core
+                    worked |= dict.fromkeys(DEVICES, worked[device]) if found is not None else {}
+                    unmeasured |= set(DEVICES) if found is None else set()
+            if moved is None or not unmeasured.isdisjoint(devices):
+                continue
             total = moved.copy()
             for place, device in enumerate(devices):
                 resource = Resource.OFFLOAD if device == OFFLOAD else Resource.COMPUTE
                 total[:, resource] += worked[device][:, place]
             yield route, total
 
-    def _apart(self, route: Route, device: str) -> tuple[Array, Array] | None:
+    def _alone(self, route: Route, device: str) -> tuple[Array, Array] | None:
         """Returns the seconds of a route with all its work on `device`; None if one of its kernels was not measured.
 
         Returns:
