@@ -17,6 +17,7 @@ from gradsync.comm import GroupError, StreamGroup, TorchGroup
 from gradsync.comm.group import waiting_at
 from gradsync.comm.monitor import LOOK_S, Monitor
 from gradsync.comm.stream_group import GRACE_S
+from gradsync.costs.cluster import Placement
 from tests.world import Ranks
 
 World = Callable[[int], Ranks]
@@ -149,3 +150,29 @@ def test_where_no_rank_is_to_blame_none_is_named() -> None:
         monitor.watch(Mock(is_completed=lambda: False), whereabouts, 0, PLACE)
         assert monitor._state.ended.wait(10)
     whereabouts.announce_failure.assert_called_once_with(f"{PLACE}: every rank waits", ())
+
+
+def links_of_a_hierarchy() -> list[tuple[float | None, float, float | None]]:
+    group = StreamGroup(timeout_s=20.0, placement=Placement.regular(2, 2))
+    found = [(g.alpha_s, g.stage_s, g.bytes_per_s) for g in (group, group.within_node(), group.across_nodes())]
+    group.close()
+    return found
+
+
+def test_links_are_measured_alike_on_all_ranks_inside_and_across_nodes(world: World) -> None:
+    first, *others = world(4).run(links_of_a_hierarchy)
+    assert all(found == first for found in others)
+    assert all(alpha_s is not None and bytes_per_s for alpha_s, _, bytes_per_s in first)
+
+
+def wait_for_a_device_that_hangs() -> str:
+    group = StreamGroup(timeout_s=5.0)
+    with pytest.raises(GroupError) as caught, waiting_at(lambda: PLACE):
+        group.reach(SimpleNamespace(has_passed=False), 0.1)  # type: ignore[arg-type]
+    group.close()
+    return str(caught.value)
+
+
+def test_a_device_that_does_not_get_to_a_moment_is_not_waited_for_for_ever(world: World) -> None:
+    for said in world(2).run(wait_for_a_device_that_hangs):
+        assert PLACE in said and "within 0 s" in said

@@ -74,7 +74,7 @@ def test_offloaded_work_takes_its_copies_and_the_host_s_kernels() -> None:
     assert cost.seconds(replace(here, device=OFFLOAD, fetched_bytes=40.0, sent_bytes=10.0)) == pytest.approx(
         50.0 + (1 + 4) + (2 + 0.1)
     )
-    assert cost.unmeasured([Compute("only here", 1.0, OFFLOAD)]) == ["only here"]
+    assert cost.unmeasured([Compute("only here", 1.0, OFFLOAD, fetched_bytes=1.0)]) == ["only here"]
     assert CostModel.of(asdict(cost)) == cost
 
 
