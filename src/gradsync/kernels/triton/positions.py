@@ -126,7 +126,7 @@ def rank_of_place(
 
 @triton.jit
 def bytes_at(address: tl.tensor, at: tl.tensor, width: tl.tensor, inside: tl.tensor, MOST: tl.constexpr) -> tl.tensor:
-    """Returns entries of an array at an address as int64: unsigned integers of `width` bytes, of which MOST is none."""
+    """Returns entries of an array at an address as int64: unsigned integers of `width` bytes, at most MOST."""
     byte = tl.arange(0, MOST)[None, :]
     places = address.to(tl.pointer_type(tl.uint8)) + (at * width)[:, None] + byte
     found = tl.load(places, mask=inside[:, None] & (byte < width), other=0)
