@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from itertools import cycle
 from types import ModuleType
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from gradsync.kernels import PackedPositions, packed_nbytes, reference
 from tests.kernels.native import DTYPES, assert_same_bits, cpu, native, special_values
-from tests.kernels.on_device import every
+from tests.kernels.on_device import TRITON, every, needs_triton
 from tests.kernels.shapes import random_indices
 
 BITS = (1, 8, 16, 32, 64)
@@ -228,3 +229,127 @@ def test_buffers_that_do_not_fit_positions_are_refused(kernels) -> None:
         kernels.partition_elements(x, 0, 0)
     with pytest.raises(TypeError, match="x must be"):
         kernels.partition_elements(x.int(), 1, 0)
+
+
+def clustered(lengths: list[int], size: int) -> Tensor:
+    """Returns a tensor whose blocks of 256 begin with so many elements that are not zero, and end with zeros."""
+    x = torch.zeros(-(-size // 256), 256)
+    for block, length in enumerate(lengths):
+        x[block, :length] = torch.arange(1.0, length + 1)
+    return x.flatten()[:size]
+
+
+# Full and nearly full blocks of 256 between others, for counts of one byte; more blocks than are scanned together.
+PATTERNS = {
+    "nothing": torch.zeros(0),
+    "one": torch.ones(1),
+    "zeros": torch.tensor([0.0, -0.0]).repeat(400),
+    "sparse": sparse(5 * 600 + 2, 0.01, torch.float32),
+    "dense": sparse(5 * 600 + 2, 0.3, torch.float32),
+    "all": sparse(5 * 513, 1.0, torch.float32),
+    "clusters": clustered([256, 255, 0, 256, 256, 7, 255, 254, 256], 2300),
+    "few far apart": sparse(300_000, 0.0005, torch.float32),
+    "clusters far apart": torch.cat([torch.zeros(290_000 // 256 * 256), clustered([255, 256, 255] + [256] * 31, 8704)]),
+}
+
+
+@needs_triton
+@pytest.mark.parametrize("name", PATTERNS)
+def test_messages_on_a_device_are_the_definitions_and_join_to_the_tensor(name: str) -> None:
+    x = PATTERNS[name]
+    for n in (5, 1) if len(x) < 1000 else (5,) if len(x) < 10_000 else (1,):
+        for bits in (BITS, (8, 1, 16, 64, 32)) if n > 1 else ((8,),):
+            made = [partitioned(kernels, x, n, bits) for kernels in (TRITON, reference)]
+            assert_same_parts(made[0][0], made[1][0])
+            for mine, theirs in zip(made[0][1], made[1][1], strict=True):
+                assert_same_bits(mine, theirs)
+        whole = torch.full((len(x) + 16,), 77.0)
+        TRITON.join_elements(*made[1], 3, whole[: len(x)])
+        assert_same_bits(whole[: len(x)], torch.where(x == 0, torch.zeros_like(x), x))
+        assert (whole[len(x) :] == 77).all()
+
+
+@needs_triton
+@pytest.mark.parametrize(("n", "size", "dtype"), list(zip((2, 16, 17, 40), (1100, 16, 600, 39), DTYPES, strict=True)))
+def test_any_number_of_owners_gets_its_elements_from_a_device(n: int, size: int, dtype: torch.dtype) -> None:
+    """One owner more than a tile has columns, or more owners than elements; elements begin at an odd place."""
+    x = torch.cat([torch.ones(1, dtype=dtype), sparse(size, 0.5, dtype)])[1:]
+    made = [partitioned(kernels, x, n, (8, 16)) for kernels in (TRITON, reference)]
+    assert_same_parts(made[0][0], made[1][0])
+    for mine, theirs in zip(made[0][1], made[1][1], strict=True):
+        assert_same_bits(mine, theirs)
+    out = torch.full_like(x, 77)
+    TRITON.join_elements(*made[1], 3, out)
+    assert_same_bits(out, torch.where(x == 0, torch.zeros_like(x), x))
+
+
+@needs_triton
+def test_the_most_owners_are_counted_on_a_device_as_by_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles have as many columns as Triton allows: the interpreter takes the smaller ones one after the other."""
+    home = importlib.import_module("gradsync.kernels.triton.parts")
+    monkeypatch.setattr(home, "_COLUMNS", 1 << 12)
+    monkeypatch.setattr(home, "_TILE", 1 << 20)
+    x, n = sparse(100_000, 0.01, torch.float16), 1 << 16
+    assert TRITON.partition_elements(x, n, 3).counts == reference.partition_elements(x, n, 3).counts
+
+
+@needs_triton
+@pytest.mark.parametrize("name", PATTERNS)
+def test_sums_on_a_device_are_those_of_the_definition(name: str) -> None:
+    x = PATTERNS[name]
+    tensors = [x, x.flip(0), sparse(len(x), 0.02, torch.float32)] if len(x) < 10_000 else [x, x.roll(1000)]
+    for dtype, bits in zip(DTYPES, (8, 16, 1, 64), strict=True) if len(x) < 1000 else ((torch.float32, 8),):
+        split = [partitioned(reference, t.to(dtype), 1, (b,)) for t, b in zip(tensors, (8, 1, 16), strict=False)]
+        parts, values = [part for (part,), _ in split], [value for _, (value,) in split]
+        outs = []
+        for kernels in (TRITON, reference):
+            union = kernels.unite_elements(parts, len(x))
+            outs.append((room_for(union.count, len(x), bits), torch.full((union.count,), 77, dtype=dtype)))
+            union.sum(values, *outs[-1], scale=0.3)
+        assert_same_parts([outs[0][0]], [outs[1][0]])
+        assert_same_bits(outs[0][1], outs[1][1])
+
+
+def error_of(call, *arguments) -> str:
+    """Returns the message of the ValueError that the call raises, or nothing."""
+    try:
+        call(*arguments)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@needs_triton
+@pytest.mark.parametrize("bits", BITS)
+def test_damage_has_the_same_error_on_a_device(bits: int) -> None:
+    """Each byte of a short message takes some values that are wrong, and some that are not."""
+    size, n = 523, 2
+    x = sparse(size, 0.03, torch.float32)
+    parts, values = partitioned(reference, x, n, (bits,))
+    generator, found = torch.Generator().manual_seed(bits), set()
+    for trial in range(12):
+        packed = parts[trial % 2].packed.clone()
+        used = packed_nbytes(parts[trial % 2].count, -(-size // n), bits)
+        at = int(torch.randint(used, (1,), generator=generator)) if trial % 3 else trial // 3 % used
+        packed[at] = int(torch.randint(256, (1,), generator=generator)) if trial % 4 else packed[at] ^ 1 << trial % 8
+        damaged = list(parts)
+        damaged[trial % 2] = PackedPositions(packed, parts[trial % 2].count, bits)
+        outs = [torch.full((size,), 7.0) for _ in range(2)]
+        errors = [
+            error_of(kernels.join_elements, damaged, values, 3, out)
+            for kernels, out in zip((TRITON, reference), outs, strict=True)
+        ]
+        assert errors[0] == errors[1]
+        assert_same_bits(*outs)
+        errors = [error_of(kernels.unite_elements, damaged, -(-size // n)) for kernels in (TRITON, reference)]
+        assert errors[0] == errors[1]
+        found.add(bool(errors[0]))
+    assert True in found
+
+
+@needs_triton
+@pytest.mark.parametrize("name", [name for name, (part, _) in DAMAGED.items() if part.count < 20_000])
+def test_what_lies_is_refused_by_a_device(name: str) -> None:
+    part, size = DAMAGED[name]
+    error = error_of(reference.unite_elements, [part], size)
+    assert error_of(TRITON.unite_elements, [part], size) == error != ""

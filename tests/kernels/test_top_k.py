@@ -13,7 +13,7 @@ from torch import Tensor
 from gradsync import kernels
 from gradsync.kernels import Sections, accumulation_dtype, reference
 from tests.kernels.native import DTYPES, assert_same_bits, cpu, native, special_values
-from tests.kernels.on_device import every
+from tests.kernels.on_device import TRITON, every, needs_triton
 
 SAMPLED = 40_007  # more elements than are looked at before a threshold is guessed
 
@@ -235,7 +235,31 @@ def test_native_choice_by_sections_equals_the_definition(dtype: torch.dtype, thr
     assert counted[0].tolist() == counted[1].tolist()
 
 
-@pytest.mark.parametrize("kernels", [reference, cpu], ids=["reference", "native"])
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_choice_by_sections_on_a_device_equals_the_definition(dtype: torch.dtype) -> None:
+    """Sections of several blocks of 1024, and empty ones, of which some have more above than are wanted."""
+    lengths, counts = (0, 1, 700, 64, 0, 2500, 33, 1024, 0), (0, 1, 70, 64, 0, 400, 33, 500, 0)
+    x = torch.randn(sum(lengths), generator=torch.Generator().manual_seed(3)).to(dtype)
+    x[:7], x[2000:2400] = special_values(dtype), 1.0
+    wide, sections = accumulation_dtype(dtype), Sections(lengths)
+    bounds = torch.tensor([0.0, 1.0, 0.1, 0.2, 0.0, 0.5, -1.0, float("nan"), 0.0], dtype=wide)
+    for fed, sent in ((True, torch.bfloat16), (False, dtype)):
+        results = []
+        for kernel in (TRITON, reference):
+            outs = outputs(x, sum(counts), sent)
+            given = {"residual": x.to(wide).flip(0), "next_residual": outs[2]} if fed else {}
+            count = kernel.select_above(x, bounds, *outs[:2], sections=sections, counts=counts, **given)
+            results.append([outs[0][:count], outs[1][:count], outs[2]])
+        for got, expected in zip(*results, strict=True):
+            assert_same_bits(got, expected)
+    counted = [torch.zeros(len(lengths)).long() for _ in range(2)]
+    for kernel, out in zip((TRITON, reference), counted, strict=True):
+        kernel.count_above(x, bounds, out, sections=sections)
+    assert counted[0].tolist() == counted[1].tolist()
+
+
+@every
 def test_above_a_threshold_is_what_is_not_within_it_and_of_too_many_the_largest(kernels) -> None:
     x = torch.tensor([1.0, -2.0, 0.0, float("nan"), 2.0, -3.0, float("inf"), 0.5])
     for threshold, most, expected in (

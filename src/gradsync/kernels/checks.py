@@ -261,6 +261,13 @@ def check_packed(positions: PackedPositions, size: int) -> None:
         raise ValueError(f"packed must be of {nbytes} bytes, got {describe(packed)}")
 
 
+def check_room(positions: PackedPositions, count: int, size: int) -> None:
+    """Raises unless `positions` are a buffer for `count` positions in [0, size), and `packed` is of their size."""
+    check_packed(positions, size)
+    if positions.count != count:
+        raise ValueError(f"positions must have room for {count}, got room for {positions.count}")
+
+
 def check_message(name: str, message: Tensor, count: int, size: int, bits: int) -> None:
     """Raises unless `message`, from `encode_offsets`, is uint8 of the shape (offsets_nbytes(count, size, bits),)."""
     check_dtype(name, message, torch.uint8)

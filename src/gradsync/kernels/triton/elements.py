@@ -40,16 +40,22 @@ def _set_bits(indices: tl.tensor, count: tl.tensor, words: tl.tensor, BLOCK: tl.
 
 
 @triton.jit
-def _count_set(words: tl.tensor, num_words: tl.tensor, counts: tl.tensor, BLOCK: tl.constexpr) -> None:
-    """One program stores the number of set bits in one block of words: sums over pairs of bits, then fours, bytes."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(words + at, mask=at < num_words, other=0).to(tl.uint32, bitcast=True)
+def ones_in(words: tl.tensor) -> tl.tensor:
+    """Returns the number of set bits of each int32 word, as int32: sums over pairs of bits, then fours, then bytes."""
+    x = words.to(tl.uint32, bitcast=True)
     x = x - ((x >> 1) & 0x55555555)
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
     x = (x + (x >> 4)) & 0x0F0F0F0F
     x = x + (x >> 8)
-    x = (x + (x >> 16)) & 0x3F
-    tl.store(counts + tl.program_id(0), tl.sum(x.to(tl.int32), 0))
+    return ((x + (x >> 16)) & 0x3F).to(tl.int32)
+
+
+@triton.jit
+def _count_set(words: tl.tensor, num_words: tl.tensor, counts: tl.tensor, BLOCK: tl.constexpr) -> None:
+    """One program stores the number of set bits in one block of words."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    word = tl.load(words + at, mask=at < num_words, other=0)
+    tl.store(counts + tl.program_id(0), tl.sum(ones_in(word), 0))
 
 
 @triton.jit
@@ -99,27 +105,40 @@ def _last(ends: Tensor) -> int:
     return int(ends[-1]) if len(ends) else 0
 
 
+def set_bits(indices: Tensor, words: Tensor) -> None:
+    """Sets the bits of `words`, (n,) int32, at `indices`, (nnz,) int64 or int32, and clears all others."""
+    arguments = indices, len(indices), words.zero_()
+    launch(_set_bits, blocks(len(indices)), words.device, *arguments, BLOCK=BLOCK)
+
+
+def write_set(words: Tensor, ends: Tensor, block: int, out: Tensor) -> None:
+    """Writes the positions of the set bits of `words`, (n,) int32, to `out`, (count,) int64 or int32.
+
+    `ends`: how many there are up to the end of each block of `block` bits, (blocks,) int64.
+    """
+    launch(_positions_of_set, len(ends), words.device, words, len(words), ends, out, BLOCK=block)
+
+
 def encode_bitmap(indices: Tensor, size: int, out: Tensor) -> None:
     check_size("size", size)
     check_indices("indices", indices)
     check_words("out", out)
     check_shape("out", out, -(-size // WORD_BITS))
-    device = device_of(indices=indices, out=out)
+    device_of(indices=indices, out=out)
     faults: list[int] = faults_of(indices, size).tolist()
     refuse(faults, "encode_bitmap", indices, size, "size", ascending=False, strictly=False)
-    words = out.zero_().view(torch.int32)
-    launch(_set_bits, blocks(len(indices)), device, indices, len(indices), words, BLOCK=BLOCK)
+    set_bits(indices, out.view(torch.int32))
 
 
 def decode_bitmap(words: Tensor, out: Tensor) -> None:
     check_words("words", words)
-    device = common_device([words, out])
+    common_device([words, out])
     check_contiguous("words", words)
     halves = words.view(torch.int32)
     ends = _ends(_count_set, halves, _DECODED_BITS // 32)
     check_index_out("out", out, _last(ends), len(words) * WORD_BITS)
     check_contiguous("out", out)
-    launch(_positions_of_set, len(ends), device, halves, len(halves), ends, out, BLOCK=_DECODED_BITS)
+    write_set(halves, ends, _DECODED_BITS, out)
 
 
 def count_bits(words: Tensor) -> int:

@@ -1,5 +1,8 @@
 """Selection of the k elements of largest magnitude, in Triton: a radix select in which the host never waits.
 
+Elements above a threshold are counted in each block of each section by one launch, and written by another: a section
+that has more of them than are wanted is selected from as by `top_k`. The host waits once, for the counts.
+
 Magnitudes are compared as integers, digit by digit from the upper end: a histogram of the next digit, over the elements
 that begin with the digits found so far, says which digit the k-th largest has. The number of passes is fixed, so the
 host needs no result. Elements are written as in `elements`: a first pass counts those selected in each block, and the
@@ -15,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradsync.kernels.checks import Sections
-from gradsync.kernels.reference.largest import SelectionArguments, rounded_to
+from gradsync.kernels.checks import Sections, check_dtype, check_flat, check_floating, check_shape, section_lengths
+from gradsync.kernels.reference.largest import SelectionArguments, check_thresholds, rounded_to
 from gradsync.kernels.triton.boundary import (
     BLOCK,
     bits_of,
@@ -25,6 +28,9 @@ from gradsync.kernels.triton.boundary import (
     launch,
     on,
 )
+from gradsync.kernels.triton.ordered import place_after
+from gradsync.kernels.triton.positions import before_each
+from gradsync.kernels.triton.rows import kind_of, widened
 
 _DIGIT_BITS = 8  # a pass over the elements for each; `_count_digits` and `_find_digit` have 2^8 counts
 _COUNTED = 4096  # elements of one program's histogram: it ends in an atomic sum for each count
@@ -111,6 +117,69 @@ def _take_largest(
     tl.store(values + place, bits, mask=taken != 0)
 
 
+@triton.jit
+def elements_above(
+    x: tl.tensor,
+    thresholds: tl.tensor,
+    sections: tl.tensor,
+    num_sections: tl.tensor,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Returns this program's section, (1,), the indices and bits of its elements, and 1 for those above the threshold.
+
+    `sections`: the first program of each section, and of none; then the first element of each section, and of none.
+    """
+    program = tl.zeros([1], tl.int64) + tl.program_id(0)
+    section = place_after(sections, num_sections, program) - 1
+    start, stop = tl.load(sections + num_sections + 1 + section), tl.load(sections + num_sections + 2 + section)
+    at = start + (program - tl.load(sections + section)) * BLOCK + tl.arange(0, BLOCK)
+    bits = tl.load(x + at, mask=at < stop, other=0)
+    within = tl.abs(widened(bits, KIND)) <= tl.load(thresholds + section)
+    return section, at, bits, ((at < stop) & (within == 0)).to(tl.int32)
+
+
+@triton.jit
+def _count_above(
+    x: tl.tensor,
+    thresholds: tl.tensor,
+    sections: tl.tensor,
+    num_sections: tl.tensor,
+    counts: tl.tensor,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program stores how many elements of one block of a section are above its threshold."""
+    _, _, _, above = elements_above(x, thresholds, sections, num_sections, KIND, BLOCK)
+    tl.store(counts + tl.program_id(0), tl.sum(above, 0))
+
+
+@triton.jit
+def _take_above(
+    x: tl.tensor,
+    thresholds: tl.tensor,
+    sections: tl.tensor,
+    num_sections: tl.tensor,
+    begins: tl.tensor,
+    places: tl.tensor,
+    indices: tl.tensor,
+    values: tl.tensor,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program writes the elements of one block that are above the threshold of its section, and their indices.
+
+    It writes to a range of its own: from its section's place in the outputs on (none if it is negative), behind the
+    elements of the section's blocks before it. `begins`: how many elements are above before each block.
+    """
+    section, at, bits, above = elements_above(x, thresholds, sections, num_sections, KIND, BLOCK)
+    before = tl.load(begins + tl.program_id(0)) - tl.load(begins + tl.load(sections + section))
+    place = tl.load(places + section)
+    kept = (above != 0) & (place >= 0)
+    tl.store(indices + place + before + tl.cumsum(above, 0) - 1, at, mask=kept)
+    tl.store(values + place + before + tl.cumsum(above, 0) - 1, bits, mask=kept)
+
+
 def _bound(bits: Tensor, k: int) -> Tensor:
     """Returns the k-th largest magnitude, and how many elements of this magnitude are among the k: (2,) int64.
 
@@ -156,14 +225,92 @@ def top_k(
     arguments = SelectionArguments.of(x, indices, values, sections, counts, residual, next_residual)
     device_of(x=x, indices=indices, values=values, residual=residual, next_residual=next_residual)
     p = arguments.elements()
-    exact = values if values.dtype == p.dtype else torch.empty(len(values), dtype=p.dtype, device=p.device)
+    exact = _exact(arguments, p)
     taken = 0
     for offset, part, count in arguments.parts(p):
-        chosen = slice(taken, taken + count)
-        _write_largest(part, indices[chosen], exact[chosen])
-        indices[chosen] += offset
+        _take_largest_of(part, offset, indices[taken : taken + count], exact[taken : taken + count])
         taken += count
-    if exact is not values:
+    _round(arguments, exact, taken)
+
+
+@torch.no_grad()
+def select_above(
+    x: Tensor,
+    thresholds: Tensor,
+    indices: Tensor,
+    values: Tensor,
+    *,
+    sections: Sections | None = None,
+    counts: Sequence[int] | None = None,
+    residual: Tensor | None = None,
+    next_residual: Tensor | None = None,
+) -> int:
+    # Counts in all sections at once, then writes; torch operations add and write the residuals.
+    arguments = SelectionArguments.of(x, indices, values, sections, counts, residual, next_residual)
+    check_thresholds(x, thresholds, len(arguments.lengths))
+    given = {"x": x, "thresholds": thresholds, "indices": indices, "values": values}
+    device = device_of(**given, residual=residual, next_residual=next_residual)
+    p = arguments.elements()
+    exact = _exact(arguments, p)
+    bounds, begins, found = _above(p, thresholds, arguments.lengths)
+    places, crowded, taken = [], [], 0
+    for (offset, part, most), number in zip(arguments.parts(p), found.tolist(), strict=True):
+        places.append(taken if number <= most else -1)
+        if number > most:
+            crowded.append((part, offset, slice(taken, taken + most)))
+        taken += min(number, most)
+    tables = bits_of(p), thresholds, bounds, len(found), begins, on(device, places)
+    constants = {"KIND": kind_of("x", p), "BLOCK": BLOCK}
+    launch(_take_above, len(begins) - 1, device, *tables, indices, bits_of(exact), **constants)
+    for part, offset, chosen in crowded:
+        _take_largest_of(part, offset, indices[chosen], exact[chosen])
+    _round(arguments, exact, taken)
+    return taken
+
+
+@torch.no_grad()
+def count_above(x: Tensor, thresholds: Tensor, counts: Tensor, *, sections: Sections | None = None) -> None:
+    check_floating("x", x)
+    check_flat("x", x)
+    lengths = section_lengths(x, sections)
+    check_thresholds(x, thresholds, len(lengths))
+    check_dtype("counts", counts, torch.int64)
+    check_shape("counts", counts, len(lengths))
+    device_of(x=x, thresholds=thresholds, counts=counts)
+    counts.copy_(_above(x, thresholds, lengths)[-1])
+
+
+def _above(p: Tensor, thresholds: Tensor, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the table of sections for `_take_above`, its `begins`, and how many elements each section has above.
+
+    `p`: (numel,); `thresholds`: (sections,), as the last result, int64; `lengths`: elements of each section.
+    """
+    table = torch.tensor([[blocks(length) for length in lengths], lengths], dtype=torch.int64)
+    first = torch.nn.functional.pad(table.cumsum(1), (1, 0))
+    bounds = on(p.device, first)
+    counts = torch.empty(int(first[0, -1]), dtype=torch.int32, device=p.device)
+    arguments = bits_of(p), thresholds, bounds, len(lengths), counts
+    launch(_count_above, len(counts), p.device, *arguments, KIND=kind_of("x", p), BLOCK=BLOCK)
+    begins = before_each(counts)
+    return bounds, begins, begins[bounds[0]].diff()
+
+
+def _exact(arguments: SelectionArguments, p: Tensor) -> Tensor:
+    """Returns the output for values, (k,), or, if they are of another dtype than `p`, (numel,), one of p's dtype."""
+    values = arguments.values
+    return values if values.dtype == p.dtype else torch.empty(len(values), dtype=p.dtype, device=p.device)
+
+
+def _take_largest_of(part: Tensor, offset: int, indices: Tensor, values: Tensor) -> None:
+    """Writes the k largest of a section's elements, (length,), to (k,) outputs, and their indices plus `offset`."""
+    _write_largest(part, indices, values)
+    indices += offset
+
+
+def _round(arguments: SelectionArguments, exact: Tensor, count: int) -> None:
+    """Rounds the first `count` values, (k,), to the dtype of the outputs, and writes what remains to the residual."""
+    values, exact = arguments.values[:count], exact[:count]
+    if values.dtype != exact.dtype:
         rounded_to(values, exact)
-    if next_residual is not None:
-        next_residual[indices.long()] = exact - values.to(exact.dtype)
+    if arguments.next_residual is not None:
+        arguments.next_residual[arguments.indices[:count].long()] = exact - values.to(exact.dtype)

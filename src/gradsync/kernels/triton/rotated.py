@@ -11,7 +11,6 @@ from torch import Tensor
 
 from gradsync.kernels.checks import (
     INT32_INDICES,
-    check_ascending,
     check_index_out,
     check_indices,
     check_owner,
@@ -20,22 +19,17 @@ from gradsync.kernels.checks import (
     check_range,
     check_rotated_size,
 )
-from gradsync.kernels.reference import rotated as reference
-from gradsync.kernels.reference.rotated import check_owned, rotation_key
+from gradsync.kernels.reference.rotated import rotation_key
 from gradsync.kernels.triton.boundary import (
     BLOCK,
-    addresses,
-    bits_of,
     blocks,
     check_contiguous,
     common_device,
     device_of,
     launch,
-    on,
-    pointee,
 )
 from gradsync.kernels.triton.dealing import OwnerPartition, narrow_owners
-from gradsync.kernels.triton.ordered import FAULTS, faults_of, refuse
+from gradsync.kernels.triton.ordered import faults_of, refuse
 
 
 @triton.jit
@@ -50,7 +44,8 @@ def rotation(q: tl.tensor, n: tl.tensor, key: tl.tensor) -> tl.tensor:
 @triton.jit
 def element_of(owner: tl.tensor, q: tl.tensor, n: tl.tensor, key: tl.tensor) -> tl.tensor:
     """Returns the index, int64, in the whole tensor of the element at position q among one owner's elements."""
-    return n * q + (owner + n - rotation(q, n, key)) % n
+    turned = owner - rotation(q, n, key)
+    return n * q + tl.where(turned < 0, turned + n, turned)
 
 
 @triton.jit(do_not_specialize=["key"])
@@ -80,55 +75,6 @@ def _rotated_indices(
     tl.store(out + at, element_of(owner, q, n, key), mask=at < count)
 
 
-@triton.jit(do_not_specialize=["key"])
-def _find_joint_faults(
-    positions: tl.tensor,
-    counts: tl.tensor,
-    n: tl.tensor,
-    key: tl.tensor,
-    size: tl.tensor,
-    faults: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:
-    """One program checks range and order of one block of an owner's positions; all store the same 1 for a fault."""
-    owner = tl.program_id(0) % n
-    count = tl.load(counts + owner)
-    at = (tl.program_id(0) // n).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    entries = tl.load(positions + owner).to(tl.pointer_type(tl.int32))
-    q = tl.load(entries + at, mask=inside, other=0).to(tl.int64)
-    before = tl.load(entries + at - 1, mask=inside & (at > 0), other=0).to(tl.int64)
-    element = element_of(owner, q, n, key)
-    tl.store(faults, 1, mask=tl.max((inside & ((q < 0) | (element >= size))).to(tl.int32), 0) > 0)
-    tl.store(faults + 1, 1, mask=tl.max((inside & (at > 0) & (q < before)).to(tl.int32), 0) > 0)
-
-
-@triton.jit(do_not_specialize=["key"])
-def _join(
-    positions: tl.tensor,
-    values: tl.tensor,
-    counts: tl.tensor,
-    n: tl.tensor,
-    key: tl.tensor,
-    out: tl.tensor,
-    VALUE: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """One program copies one block of an owner's values to `out`, each to the index that its position stands for.
-
-    Position q is that of the owner's q-th element; `element_of` gives its index. No two programs write the same one, as
-    owner and position determine it, and of neighbours with equal positions only the last one is written.
-    """
-    owner = tl.program_id(0) % n
-    count = tl.load(counts + owner)
-    at = (tl.program_id(0) // n).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    entries = tl.load(positions + owner).to(tl.pointer_type(tl.int32))
-    q = tl.load(entries + at, mask=at < count, other=0).to(tl.int64)
-    after = tl.load(entries + at + 1, mask=at + 1 < count, other=-1).to(tl.int64)
-    value = tl.load(tl.load(values + owner).to(tl.pointer_type(VALUE)) + at, mask=at < count, other=0)
-    tl.store(out + element_of(owner, q, n, key), value, mask=(at < count) & (q != after))
-
-
 class RotatedPartition(OwnerPartition):
     def __init__(self, indices: Tensor, size: int, n: int, seed: int) -> None:
         check_owners(n)
@@ -149,39 +95,6 @@ class RotatedPartition(OwnerPartition):
 
 
 partition_rotated = RotatedPartition
-
-
-def join_rotated(positions: Sequence[Tensor], values: Sequence[Tensor], seed: int, out: Tensor) -> None:
-    """Writes all owners' values to `out`, (size,), 0 elsewhere, as `reference.rotated.join_rotated`.
-
-    The value with position q goes to element q among those of its owner (a rank), which the seed determines.
-    """
-    n = check_owned(positions, values, out)
-    device = device_of(out=out, positions=positions, values=values)
-    counts = [len(position) for position in positions]
-    tables = [on(device, table) for table in (addresses(positions), addresses(values), counts)]
-    programs, key = n * blocks(max(counts)), rotation_key(seed)
-    faults = tables[0].new_zeros(FAULTS)
-    launch(_find_joint_faults, programs, device, tables[0], tables[2], n, key, len(out), faults, BLOCK=BLOCK)
-    if any(faults.tolist()):
-        _refuse_join(positions, seed, len(out))
-    out.detach().zero_()
-    arguments = *tables, n, key, bits_of(out)
-    launch(_join, programs, device, *arguments, VALUE=pointee(out), BLOCK=BLOCK)
-
-
-def _refuse_join(positions: Sequence[Tensor], seed: int, size: int) -> None:
-    """Raises ValueError for the first owner (rank) with a position that is out of range or less than the one before.
-
-    Position q is that of the owner's q-th element, whose index in the whole tensor `rotated_index` finds by the seed.
-    Position and index must be in [0, size).
-    """
-    for owner, position in enumerate(positions):
-        check_range("join_rotated", position, size, "size", owner)
-        check_ascending("join_rotated", "positions", position)
-        elements = position.long()
-        reference.rotated_index(owner, position, len(positions), seed, elements)
-        check_range("join_rotated", elements, size, "size", owner)
 
 
 def rotated_index(owner: int, positions: Tensor, n: int, seed: int, out: Tensor) -> None:
