@@ -22,7 +22,7 @@ class Later:
 
     def since(self, earlier: Any) -> float:
         self.asked = True
-        return self.at_s - earlier.at_s
+        return self.at_s - float(earlier)
 
 
 def step(began_s: float) -> Step:

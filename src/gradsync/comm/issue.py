@@ -338,7 +338,8 @@ class Synchronization:
                     resumed = self._streams.moment()
                     self.spans.append(Span(f"{bucket}:{current}", "link", issued, resumed, operation.sent_bytes))
                 current = stage
-            resumed = resumed or self._streams.moment()
+            if resumed is None:
+                resumed = self._streams.moment()
             try:
                 with record_function(f"gradsync::bucket {bucket} {stage}"):
                     operation = self._coroutines[bucket].send(value)

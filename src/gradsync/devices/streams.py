@@ -18,7 +18,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -182,17 +182,13 @@ class _AcceleratorEvent:
         self._event.wait(torch.accelerator.current_stream(self._device))
 
 
-class HostMoment(NamedTuple):
-    """A time by a clock of the host, `at_s` in seconds: the CPU has run what it was given when a call returns."""
+class HostMoment(float):
+    """A time by a clock of the host, in seconds: the CPU has run what it was given when a call returns."""
 
-    at_s: float
-
-    @property
-    def has_passed(self) -> bool:
-        return True
+    has_passed = True
 
     def since(self, earlier: HostMoment) -> float:
-        return self.at_s - earlier.at_s
+        return self - earlier
 
 
 class _AcceleratorMoment:

@@ -240,7 +240,8 @@ class Engine:
         for run in self.bucket_runs.of(name):
             if run.bucket.id in self._collected:
                 continue
-            self._collecting = self._collecting or self._streams.moment()
+            if self._collecting is None:
+                self._collecting = self._streams.moment()
             try:
                 running.wait_for(run.bucket.id)
             except BaseException as error:
@@ -257,7 +258,7 @@ class Engine:
         """
         running = self._require_step()
         assert not self.missing()
-        backward_ended = self._collecting or self._streams.moment()
+        backward_ended = self._streams.moment() if self._collecting is None else self._collecting
         if (listener := active()) is not None:
             listener.backward_ended(self)
         try:
