@@ -101,12 +101,12 @@ def measured_host(
 ) -> HostEstimate | None:
     """Measures copies between the device and the host, and the host's kernels; None on the CPU. Collective.
 
-    The kernels are those of the compressors among `candidates`, with one thread of torch, as offloaded work has.
+    The kernels are those of the candidates' compressors, with one thread of torch, as offloaded work has.
     """
     if not host.is_apart(device):
         return None
     copies = _fitted([sample for numel in COPIED_NUMELS for sample in _copies(numel, device)], highest)
-    schemes = flat_schemes([candidate for candidate in candidates if isinstance(candidate, Compressor)])
+    schemes = flat_schemes(_compressors_of(candidates))
     threads, kernels = torch.get_num_threads(), {}
     torch.set_num_threads(1)
     try:
@@ -166,6 +166,12 @@ def flat_schemes(candidates: Sequence[SchemeOrCompressor]) -> list[Scheme[Any]]:
         else:
             raise ValueError(f"candidates must be compressors, or schemes of flat buckets, got {candidate!r}")
     return schemes
+
+
+def _compressors_of(candidates: Sequence[SchemeOrCompressor]) -> list[Compressor[Any]]:
+    """Returns the compressors among the candidates and those of their schemes, each once."""
+    found = [each if isinstance(each, Compressor) else getattr(each, "compressor", None) for each in candidates]
+    return [each for each in dict.fromkeys(found) if isinstance(each, Compressor)]
 
 
 def _adding(candidates: Sequence[SchemeOrCompressor]) -> list[Route]:
