@@ -10,6 +10,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from gradsync.devices.inventory import accelerators
 from gradsync.kernels.native import DTYPES
 
 
@@ -31,7 +32,7 @@ def load() -> ModuleType:
 @functools.cache
 def is_present() -> bool:
     """Whether this machine has an accelerator; else Triton's kernels run in its interpreter, on the CPU."""
-    return torch.accelerator.is_available()
+    return bool(accelerators())
 
 
 def supports(tensors: Sequence[Tensor]) -> bool:
