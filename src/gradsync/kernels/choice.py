@@ -149,11 +149,9 @@ def pick(kernel: str, tensors: Sequence[Tensor], entries: int = 0) -> Callable[.
         requested = "auto"  # what is offloaded to the host, which Triton cannot read
     if requested == "triton" or (requested == "auto" and device.supports(tensors)):
         return _on_device(kernel)
-    if requested == "reference" or (requested == "auto" and not native.supports(tensors, entries)):
-        return KERNELS[kernel].reference
-    if requested == "auto" and _native() is None:
-        return KERNELS[kernel].reference
-    return version("cpu", kernel)
+    if requested == "auto" and (_native() is None or not native.supports(tensors, entries)):
+        requested = "reference"
+    return KERNELS[kernel].reference if requested == "reference" else version("cpu", kernel)
 
 
 @functools.cache
