@@ -34,6 +34,15 @@ def not_built(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     device.load.cache_clear()
 
 
+@needs_triton
+def test_what_the_host_of_a_card_computes_does_not_go_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = [torch.ones(2)]
+    with kernels.use("triton"):
+        assert choice.pick("narrow", here) is choice.version("triton", "narrow"), "in the interpreter"
+        monkeypatch.setattr(device, "is_present", lambda: True)
+        assert choice.pick("narrow", here) is choice.version("cpu", "narrow")
+
+
 def test_auto_is_native_where_it_is_built() -> None:
     assert kernels.active() == "native"
 
