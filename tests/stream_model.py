@@ -32,7 +32,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from gradsync import kernels
 from gradsync.comm import Group, LocalGroup, Pending, StreamGroup
@@ -528,28 +527,29 @@ class _Watch(TorchDispatchMode):
         is_view = any(alias is not None and not alias.is_write for alias in returned)
         if is_view:
             return function(*args, **kwargs)
-        place = self._model.place_of(_dense((args, kwargs)))
+        names = (each.name for each in schema.arguments)
+        given = {name: _dense(value) for name, value in (*zip(names, args, strict=False), *kwargs.items())}
+        place = self._model.place_of([tensor for tensors in given.values() for tensor in tensors])
         with self._model.on(self._model.host if place == "host" else None):
-            return self._noted(function, args, kwargs, what, place)
+            return self._noted(schema, given, lambda: function(*args, **kwargs), what, place)
 
-    def _noted(self, function: Any, args: Any, kwargs: Any, what: str, place: str) -> Any:
+    def _noted(self, schema: Any, given: dict[str, list[Tensor]], run: Any, what: str, place: str) -> Any:
         """Runs an operation, and notes what it reads, writes and makes on the thread's current stream."""
-        arguments = function._schema.arguments
-        given = dict(zip((each.name for each in arguments), args, strict=False)) | kwargs
-        written = {each.name for each in arguments if each.alias_info and each.alias_info.is_write}
-        for name, value in given.items():
-            if name not in written:
-                for tensor in _dense(value):
-                    self._model.read(tensor, what)
+        written = {each.name for each in schema.arguments if each.alias_info and each.alias_info.is_write}
+        for name, tensors in given.items():
+            for tensor in tensors if name not in written else ():
+                self._model.read(tensor, what)
         for name in sorted(written & given.keys()):
-            for tensor in _dense(given[name]):
+            for tensor in given[name]:
                 self._model.write(tensor, what)
-        result = function(*args, **kwargs)
+        old = [tensor for tensors in given.values() for tensor in tensors]
+        result = run()
+        made = _dense(result)
         if place != "host":
-            self._model.took(CALL_S + BYTE_S * sum(tensor.nbytes for tensor in _dense((args, kwargs, result))))
-        old = {tensor.untyped_storage()._cdata for tensor in _dense((args, kwargs))}
-        for tensor in _dense(result):
-            if tensor.untyped_storage()._cdata not in old:
+            self._model.took(CALL_S + BYTE_S * sum(tensor.nbytes for tensor in (*old, *made)))
+        storages = {tensor.untyped_storage()._cdata for tensor in old}
+        for tensor in made:
+            if tensor.untyped_storage()._cdata not in storages:
                 self._model.made(tensor, what, place)
         return result
 
@@ -580,11 +580,16 @@ class _Meter(TorchFunctionMode):
 
 def _dense(value: Any) -> list[Tensor]:
     """Returns the tensors with memory in an argument, in lists too; for a sparse one, its indices and values."""
-    found: list[Tensor] = []
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, Tensor) and leaf.device.type == "cpu":
-            found += [leaf] if leaf.layout is torch.strided else [leaf._indices(), leaf._values()]
-    return [tensor for tensor in found if tensor.untyped_storage().nbytes()]
+    if isinstance(value, Tensor):
+        if value.device.type != "cpu":
+            return []
+        parts = [value] if value.layout is torch.strided else [value._indices(), value._values()]
+        return [part for part in parts if part.untyped_storage().nbytes()]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return []
+    return [tensor for each in value for tensor in _dense(each)]
 
 
 def _place() -> str:
