@@ -90,15 +90,13 @@ CASES = [
     *(("attach", name, What.PARAMETER, False) for name in ("exact", "compressed")),
     ("attach", "exact", What.EARLY_PARAMETER, False),
 ]
-# What the thread of backward reads from the device: the guard at times, averages digests of what is under way.
-AT_TIMES = {What.GRADIENT: ("guard.py",), What.PARAMETER: ("stamp.py",), What.EARLY_PARAMETER: ("stamp.py",)}
+AT_TIMES = "guard.py"  # in which the thread of backward reads from the device
 
 
 @pytest.mark.parametrize(("frontend", "name", "what", "sparse"), CASES, ids=str)
 def test_all_accesses_are_ordered_by_events(world: World, frontend: str, name: str, what: What, sparse: bool) -> None:
     for reads in world(2).run(train, frontend, name, what, sparse):
-        backward = {read for stream, read in reads if stream == "thread"}
-        assert not {read for read in backward if not any(at in read for at in AT_TIMES[what])}
+        assert not {read for stream, read in reads if stream == "thread" and AT_TIMES not in read}
 
 
 # Without the event that is recorded in this function, the loop of which case reads or writes too early.
@@ -148,3 +146,66 @@ def test_each_event_is_needed(world: World, without: str) -> None:
     with pytest.raises(AssertionError, match="without an event"):
         for _ in range(5):  # memory is lent out anew before it may be only as threads happen to run
             world(2).run(train, *NEEDED[without], without)
+
+
+def written(what: What) -> tuple[str, bool]:
+    """Writes to a weight while it is averaged; returns the error of the step after, and whether the write was kept."""
+    torch.manual_seed(0)
+    with on_a_pretended_accelerator() as model:
+        net = Net(sparse=False)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        handle = gradsync.attach(net, plan=plan_of(net, SCHEMES["exact"], what), timeout=20, optimizer=optimizer)
+        weight = net.layers[0].weight
+
+        def loss() -> Tensor:
+            return net(torch.zeros(6, 3, dtype=torch.int64)).square().mean()
+
+        for step in range(3):
+            optimizer.zero_grad()
+            after = loss()
+            is_kept = bool(weight.abs().max() <= 1e-3)
+            said = ""
+            try:
+                after.backward()
+                optimizer.step()
+            except RuntimeError as error:
+                said = str(error)
+            if step == 1:
+                weight.data.clamp_(-1e-3, 1e-3)
+        with model.unmetered():
+            handle.detach()
+        return said, is_kept
+
+
+@pytest.mark.parametrize("what", [What.PARAMETER, What.EARLY_PARAMETER])
+def test_writes_while_averages_are_under_way_are_kept_and_told_in_the_next_step(world: World, what: What) -> None:
+    for said, is_kept in world(2).run(written, what):
+        assert "'layers.0.weight' was changed between optimizer.step()" in said and is_kept
+
+
+def clipped_too_late() -> list[str]:
+    """Clips a gradient that its parameter was stepped by; returns each step's error."""
+    torch.manual_seed(0)
+    with on_a_pretended_accelerator():
+        net = Net(sparse=False)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        plan = plan_of(net, SCHEMES["exact"], What.EARLY_PARAMETER)
+        handle = gradsync.attach(net, plan=plan, timeout=20, optimizer=optimizer)
+        said = []
+        for step in range(3):
+            optimizer.zero_grad()
+            try:
+                net(torch.zeros(6, 3, dtype=torch.int64)).square().mean().backward()
+                if step == 1:
+                    net.layers[0].weight.grad.mul_(0.5)
+                optimizer.step()
+                said.append("")
+            except RuntimeError as error:
+                said.append(str(error))
+        handle.detach()
+        return said
+
+
+def test_gradients_that_change_after_they_were_used_are_told_in_the_next_step(world: World) -> None:
+    for first, second, third in world(2).run(clipped_too_late):
+        assert not first and not second and "gradient of 'layers.0.weight' was changed between backward" in third

@@ -27,7 +27,7 @@ from ..engine.engine import LOADING, Engine
 from ..optim.early_steps import EarlyExchange, EarlySteps, begin_state
 from ..plans.plan import OF, Plan, What
 from ..tensors.bucket import TensorSpec, trainable_parameters
-from ..tensors.stamp import Stamp
+from ..tensors.stamp import Stamp, Writes
 from .mean_model import statistics_of, take_mean
 from .model_changes import Changes
 from .torch_hooks import (
@@ -161,6 +161,7 @@ class Averaging:
         self._means = _means_of_variances(model, buffers)
         self._references = self._taken_references()
         self._sent: dict[str, Stamp | None] = {}  # tensors being averaged, by name; None: these may change meanwhile
+        self._writes = Writes()  # to these tensors
         self._is_open = False  # whether a round has begun of which not all tensors are sent
         self._fired: set[str] = set()  # tensors whose module has begun a forward
         self._waits: bool | None = None  # whether `optimizer.step()` waits for averages; None before the first forward
@@ -238,6 +239,7 @@ class Averaging:
             GroupError: on all ranks, where some of them make a step instead, have left, or do not come in time.
         """
         self.land()
+        self._refuse_writes(wait=True)
         model, parameters = self._model(), list(self._parameters.values())
         timeout_s = self._engine.timeout_s
         with self._engine.at_barrier(CONSENSUS):
@@ -249,6 +251,7 @@ class Averaging:
     def state_dict(self) -> dict[str, Any]:
         """Returns "references" (subtracted from what is sent) and "apart": number of ranks if models differ, else 0."""
         self.land()
+        self._refuse_writes(wait=True)
         references = {name: reference.clone() for name, reference in self._references.items()}
         return {"references": references, APART: self._engine.group.size if self.are_apart else 0}
 
@@ -306,6 +309,7 @@ class Averaging:
         """Waits for averages under way before the state of model or optimiser is saved or loaded."""
         if self._sent:
             self.land()
+        self._refuse_writes(wait=True)
 
     def _before_optimizer_step(self, step: OptimizerStep) -> None:
         if step.is_inner:
@@ -424,6 +428,7 @@ class Averaging:
 
     def _begin(self) -> None:
         """Begins an exchange, and loads buffers into it, which change in forwards only (checkpointing repeats them)."""
+        self._refuse_writes(wait=True)  # in the step before
         self._engine.begin(rounds=self.steps)
         self._is_open = True
         for name in self._buffers:
@@ -435,7 +440,8 @@ class Averaging:
     def _send(self, name: str) -> None:
         """Loads a parameter that was stepped, and its optimiser state if that is averaged, into the exchange."""
         parameter = self._parameters[name]
-        self._sent[name] = self._stamp(name, with_values=self._goes_on_behind)
+        # RNN modules move their parameters.
+        self._sent[name] = Stamp.of(parameter.detach(), self._goes_on_behind, moves=name in self._moving)
         self._engine.load(name, self._outgoing(name, parameter.detach()))
         for state in self._states_of.get(name, ()):
             kept = self._state(state)
@@ -454,11 +460,6 @@ class Averaging:
     def _goes_on_behind(self) -> bool:
         """Whether the exchange goes on while the user's code runs, until the next forward."""
         return self._waits is False and self._engine.goes_on_alone
-
-    def _stamp(self, name: str, *, with_values: bool) -> Stamp:
-        parameter = self._parameters[name]
-        stamp = Stamp.of(parameter.detach(), with_values)
-        return stamp._replace(address=0) if name in self._moving else stamp  # RNN modules move their parameters
 
     def _buffer(self, name: str) -> Tensor:
         """Returns the module's present buffer; raises if it is gone or has another shape or dtype than at attach."""
@@ -505,21 +506,30 @@ class Averaging:
             if self._engine.used(name):
                 self._put_state(name, self._incoming(name))
         elif name in self._buffers:
-            buffer, average = self._buffer(name), self._incoming(name)
-            if sent is not None and sent != Stamp.of(buffer, sent.has_values):
-                self._refuse_change(name)
+            buffer = self._buffer(name)
+            average = self._unless_written(name, buffer, sent)
             # Masks contain infinities, whose sums with other signs are NaN.
             buffer.copy_(torch.where(buffer.isfinite(), average, buffer))
         else:
             parameter = self._parameters[name]
-            if sent is not None and sent != self._stamp(name, with_values=sent.has_values):
-                self._refuse_change(name)
-            average = self._incoming(name)
+            average = self._unless_written(name, parameter.detach(), sent)
             if self.watch is not None:
                 self.watch(parameter, average)
             parameter.copy_(average)
         if not self._sent and self._engine.in_step:
             self._engine.finish()
+
+    def _unless_written(self, name: str, tensor: Tensor, sent: Stamp | None) -> Tensor:
+        """Returns a tensor's average, but its own elements where somebody has written to it while it was averaged.
+
+        Such a write raises, in the next step where an accelerator's answer has not come yet.
+        """
+        if sent is None:
+            return self._incoming(name)
+        written = self._writes.look(name, sent, tensor)
+        self._refuse_writes(wait=False)
+        average = self._incoming(name)
+        return average if written is None else torch.where(written, tensor, average)
 
     def _state(self, name: str) -> Tensor | None:
         """Returns the optimiser's state tensor of this name, such as a momentum, or None if there is none yet."""
@@ -550,11 +560,13 @@ class Averaging:
         taken = {name: p.detach().clone() for name, p in self._parameters.items() if name in rounded}
         return taken | {name: self._buffer(name).clone() for name in self._means.values()}
 
-    def _refuse_change(self, name: str) -> NoReturn:
-        self._refuse(
-            f"{name!r} was changed between optimizer.step() and the forward after it, while it was averaged with other "
-            "ranks: change it before the step, after handle.wait(), or after gradsync.consensus(model)"
-        )
+    def _refuse_writes(self, *, wait: bool) -> None:
+        """Raises if a tensor was written to while it was averaged; `wait`: for answers that are under way, too."""
+        if (name := self._writes.found(wait=wait)) is not None:
+            self._refuse(
+                f"{name!r} was changed between optimizer.step() and the forward after it, while it was averaged with "
+                "other ranks: change it before the step, after handle.wait(), or after gradsync.consensus(model)"
+            )
 
     def _refuse(self, why: str) -> NoReturn:
         """Abandons the exchange under way, tells the other ranks why, and raises."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..plans.plan import Plan
-from ..tensors.stamp import Stamp
+from ..tensors.stamp import Stamp, Writes
 from .freezing import OF_ELEMENTS
 
 CHANGED = (
@@ -63,6 +63,7 @@ class EarlySteps:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._used: dict[nn.Parameter, Stamp] = {}  # marks of gradients that were used since `end`
+        self._writes = Writes()  # to those gradients
         self._settings: list[dict[str, object]] = []  # of the groups, when the first gradient was used
         # Parameter groups, and the parameters that they had.
         self._taken_from: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
@@ -90,10 +91,20 @@ class EarlySteps:
         self._used |= {p: Stamp.of(p.grad) for p in wanted if p.grad is not None}
 
     def check(self, names: Mapping[nn.Parameter, str]) -> str:
-        """Returns a message if gradients or settings have changed after parameters were stepped by them, or ""."""
+        """Returns a message if gradients or settings have changed after parameters were stepped by them, or "".
+
+        Of gradients on an accelerator it may be the next call that tells.
+        """
+        changed = self._writes.found(wait=True)  # in the step before
         for p, stamp in self._used.items():
-            if p.grad is None or Stamp.of(p.grad) != stamp:
-                return CHANGED.format(what=f"the gradient of {names.get(p, 'a parameter')!r}", such="clipping")
+            name = names.get(p, "a parameter")
+            if p.grad is None:
+                changed = changed or name
+            else:
+                self._writes.look(name, stamp, p.grad)
+        changed = changed or self._writes.found(wait=False)
+        if changed is not None:
+            return CHANGED.format(what=f"the gradient of {changed!r}", such="clipping")
         for before, now in zip(self._settings, self._settings_now(), strict=False):  # there may be more groups by now
             for key in before:
                 if self._used and before[key] != now.get(key):

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..devices import streams
 from ..kernels import digest
 
 
@@ -17,22 +18,65 @@ class Stamp(NamedTuple):
     """
 
     version: int
-    address: int
-    has_values: bool
-    values: int  # the digest; 0 without one
+    address: int | None  # None: the tensor may move
+    values: Tensor | None  # the digest, (1,) int64 on the tensor's device; None without one
 
     @classmethod
-    def of(cls, tensor: Tensor, has_values: bool = True) -> Stamp:
-        """Returns the stamp of a tensor of any shape and layout; `has_values` reads the whole tensor for a digest."""
+    def of(cls, tensor: Tensor, has_values: bool = True, *, moves: bool = False) -> Stamp:
+        """Returns the stamp of a tensor of any shape and layout; the host does not wait for the tensor's device.
+
+        Args:
+            has_values: whether the whole tensor is read for a digest.
+            moves: whether the tensor may get other memory with the same elements, which is no write.
+        """
         held = tensor._values() if tensor.layout is torch.sparse_coo else tensor
-        return cls(tensor._version, held.data_ptr(), has_values, _digest(held) if has_values else 0)
+        return cls(tensor._version, None if moves else held.data_ptr(), _digest(held) if has_values else None)
+
+    def differs(self, tensor: Tensor) -> Tensor:
+        """Returns whether the tensor was written to since, (1,) bool on the tensor's device, without a wait for it."""
+        now = Stamp.of(tensor, self.values is not None, moves=self.address is None)
+        if self.values is None or now.values is None or now[:2] != self[:2]:
+            return torch.full((1,), now[:2] != self[:2], device=tensor.device)
+        return now.values != self.values
 
 
-def _digest(tensor: Tensor) -> int:
-    """Returns a 64-bit hash of all elements in the order in which they lie in memory."""
+class Writes:
+    """Looks for writes to tensors that have a stamp; the host does not wait for an accelerator's answers to come."""
+
+    def __init__(self) -> None:
+        self._asked: list[tuple[str, streams.HostCopy]] = []
+
+    def look(self, name: str, stamp: Stamp, tensor: Tensor) -> Tensor | None:
+        """Compares a tensor with its stamp, for `found`.
+
+        Returns:
+            whether it was written to, (1,) bool on the tensor's device, where that has not come to the host yet.
+        """
+        written = stamp.differs(tensor)
+        answer = streams.streams_of(tensor.device).to_host(written)
+        self._asked.append((name, answer))
+        return None if answer.has_arrived else written
+
+    def found(self, *, wait: bool) -> str | None:
+        """Returns the name of a tensor that was written to, or None; each answer is told once.
+
+        Args:
+            wait: whether answers that are under way are waited for, else they are left for another call.
+        """
+        asked, self._asked = self._asked, []
+        for name, answer in asked:
+            if not wait and not answer.has_arrived:
+                self._asked.append((name, answer))
+            elif any(answer.tolist()):
+                return name
+        return None
+
+
+def _digest(tensor: Tensor) -> Tensor:
+    """Returns a 64-bit hash of all elements in the order in which they lie in memory, (1,) int64."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     dense = tensor if tensor.is_contiguous() else torch.empty_like(tensor).copy_(tensor)
     out = torch.empty(1, dtype=torch.int64, device=tensor.device)
     digest([dense.as_strided((dense.numel(),), (1,))], out)
-    return int(out)
+    return out
