@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -99,7 +100,6 @@ class Engine:
         self._times = TimedSteps()
         self._final_statistics: list[BucketStatistics] = []
         self._turn = threading.Lock()  # held by whoever uses the group
-        self._thread = CallingThread() if group.on_calling_thread else JobThread("gradsync", self.device)
         self._apart = False  # the step under way exchanges when backward has ended, and no plan is made by it
         self._asides: list[Future[Any]] = []  # what the communication thread does before the exchange
         self._other_core: JobThread | None = None  # for what a plan offloads
@@ -109,6 +109,9 @@ class Engine:
         self._guard = ParameterGuard(self.parameters, verification, self.call, timeout_s=timeout_s)
         self._adopt(self._controller.plan)
         self._announce()
+        # Last: nobody would stop the thread of an engine that could not be made.
+        self._thread = CallingThread() if group.on_calling_thread else JobThread("gradsync", self.device)
+        weakref.finalize(self, self._thread.stop).atexit = False  # of one that nobody got, as after Ctrl-C
 
     def follow_loss_scale(self, scaler: torch.amp.GradScaler) -> None:
         """Lets residuals, which are sums of gradients, follow the scale of this scaler."""

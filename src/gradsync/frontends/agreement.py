@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import zip_longest
 from typing import TypeVar
@@ -45,6 +45,7 @@ _attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _attached_parameters = WeakIdKeyDictionary()  # keys only; two engines that write one gradient would race
 
 
+@contextmanager
 def agreed_engine(
     model: nn.Module,
     plan: Plan | Planner,
@@ -60,8 +61,10 @@ def agreed_engine(
     in_backward: bool = False,
     verification: Verification,
     communicator: Communicator = "own",
-) -> tuple[Engine, dict[str, nn.Parameter]]:
-    """Returns a new engine and the parameters, by name, that it synchronises, or raises on all ranks. Collective.
+) -> Iterator[tuple[Engine, dict[str, nn.Parameter]]]:
+    """Yields a new engine and the parameters, by name, that it synchronises, or raises on all ranks. Collective.
+
+    The block installs what calls the engine. If it raises, the engine is closed, and the model is free again.
 
     Args:
         settings: the caller's settings as text, which must be equal on all ranks.
@@ -75,42 +78,38 @@ def agreed_engine(
     Raises:
         RuntimeError, ValueError, GroupError: as `gradsync.attach`.
     """
-    group = group_of(process_group, timeout_s, what, device_of(model), communicator)
-    warn_if_alone(process_group)
-    engines: list[Engine] = []
     settings = f"{settings}, timeout={timeout_s:g}, {verification}"
+    parameters: dict[str, nn.Parameter] = {}
 
     def build() -> Engine:
-        sparse_names = _sparse_tables(unwrapped(model))
-        engines.append(
-            Engine(
-                {**parameters, **(also or {})},
-                group,
-                plan,
-                timeout_s=timeout_s,
-                sparse_names=sparse_names,
-                verification=verification,
-            )
+        engine = Engine(
+            {**parameters, **(also or {})},
+            group,
+            plan,
+            timeout_s=timeout_s,
+            sparse_names=_sparse_tables(unwrapped(model)),
+            verification=verification,
         )
+        undo.pop_all()
+        undo.callback(engine.close)  # and so its group
         if optimizer is not None:
-            MomentumCheck(parameters).check(engines[0].plan, optimizer)
-        return engines[0]
+            MomentumCheck(parameters).check(engine.plan, optimizer)
+        return engine
 
-    try:
+    with ExitStack() as undo:
+        group = group_of(process_group, timeout_s, what, device_of(model), communicator)
+        undo.callback(group.close)
+        warn_if_alone(process_group)
         with announcing(group, what):
             examine = partial(_examine, model, plan, exclude, group.size, refusal, also or {}, in_backward)
             parameters = _agree(group, examine, partial(_texts, model, plan, exclude, settings), timeout_s)
             engine = _agree(group, build, lambda engine: {"plans": engine.plan.to_json()}, timeout_s)
         engine.follow()
-    except BaseException:
-        if engines:
-            engines[0].close()
-        else:
-            group.close()
-        raise
-    _attached.update(model.modules())
-    _attached_parameters.update({p: True for p in parameters.values()})
-    return engine, parameters
+        undo.callback(forget, list(model.modules()), list(parameters.values()))
+        _attached.update(model.modules())
+        _attached_parameters.update({p: True for p in parameters.values()})
+        yield engine, parameters
+        undo.pop_all()
 
 
 @contextmanager

@@ -66,13 +66,12 @@ class Attachment:
 
     def __init__(self, switch: FrontendSwitch, model: nn.Module) -> None:
         self._switch = switch
-        modules = weakref.WeakSet(model.modules())
-        for module in modules:
-            _attachments[module] = self
+        self._modules = modules = weakref.WeakSet(model.modules())
         # A deleted model takes its thread and communicator along; at exit the end of the process does.
         self._release = weakref.finalize(self, _release, modules, switch)
         self._release.atexit = False
-        self._modules = modules
+        for module in modules:
+            _attachments[module] = self
 
     @property
     def _engine(self) -> Engine:
@@ -405,51 +404,45 @@ def _gradient_switch(attached: Attached, plan: Plan | Planner, given: Arguments)
         refusal = refusal or why_not_parameters(model, optimizer, given.grad_scaler)
     if has_reducer(model):
         return _behind_reducer(model, plan, replace(given, refusal=refusal))
-    engine, hooks = _hooked(attached, plan, given, DROP_IN if isinstance(model, DistributedDataParallel) else refusal)
-    hooks.uneven = uneven = UnevenInputs(model, hooks, engine, attached.process_group)
-    switch = FrontendSwitch(Frontend(engine, hooks.no_sync, hooks.remove, joinable=lambda: uneven))
-    if averaging is not None and optimizer is not None:
-        other = ParametersOnTrial(switch, hooks, averaging, attached)
-        switch.choice = GradientsOrParameters(engine, model, optimizer, other)
-    return switch
-
-
-def _hooked(attached: Attached, plan: Plan | Planner, given: Arguments, refusal: str) -> tuple[Engine, AutogradHooks]:
-    """Returns the engine of the ranks, once they agree, and our hooks on the model; its values become rank 0's."""
-    model, exclude = attached.model, attached.exclude
-    engine, parameters = agreed_engine(
+    with agreed_engine(
         model,
         plan,
         attached.process_group,
         attached.timeout_s,
-        exclude,
+        attached.exclude,
         str(given),
-        given.optimizer,
-        refusal,
+        optimizer,
+        DROP_IN if isinstance(model, DistributedDataParallel) else refusal,
         verification=attached.verification,
         communicator=attached.communicator,
-    )
+    ) as (engine, parameters):
+        hooks = _hooked(attached, engine, parameters, given)
+        hooks.uneven = uneven = UnevenInputs(model, hooks, engine, attached.process_group)
+        switch = FrontendSwitch(Frontend(engine, hooks.no_sync, hooks.remove, joinable=lambda: uneven))
+        if averaging is not None and optimizer is not None:
+            other = ParametersOnTrial(switch, hooks, averaging, attached)
+            switch.choice = GradientsOrParameters(engine, model, optimizer, other)
+        return switch
+
+
+def _hooked(attached: Attached, engine: Engine, parameters: dict[str, nn.Parameter], given: Arguments) -> AutogradHooks:
+    """Installs our hooks on the model, whose values become rank 0's, and returns the object that holds them."""
+    model, exclude = attached.model, attached.exclude
     if given.grad_scaler is not None:
         engine.follow_loss_scale(given.grad_scaler)
-    initial = [p for name, p in model.named_parameters() if not matches(name, exclude)]
-    try:
-        if given.init_sync:
-            level(engine, [*initial, *buffers_of(model, exclude).values()])
-        hooks = AutogradHooks(
-            model,
-            parameters,
-            engine,
-            optimizer=given.optimizer,
-            broadcast_buffers=given.broadcast_buffers,
-            exclude=exclude,
-            static_graph=given.static_graph,
-            find_unused_parameters=given.find_unused_parameters,
-        )
-    except BaseException:
-        forget(model.modules(), parameters.values())
-        engine.close()
-        raise
-    return engine, hooks
+    if given.init_sync:
+        initial = [p for name, p in model.named_parameters() if not matches(name, exclude)]
+        level(engine, [*initial, *buffers_of(model, exclude).values()])
+    return AutogradHooks(
+        model,
+        parameters,
+        engine,
+        optimizer=given.optimizer,
+        broadcast_buffers=given.broadcast_buffers,
+        exclude=exclude,
+        static_graph=given.static_graph,
+        find_unused_parameters=given.find_unused_parameters,
+    )
 
 
 def _behind_reducer(model: DistributedDataParallel, plan: Plan | Planner, given: Arguments) -> FrontendSwitch:

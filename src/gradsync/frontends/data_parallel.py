@@ -153,7 +153,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             self.module._require_attached()
             self._attachment = self.module._attachment
             return
-        self._attachment = attach(
+        self._attachment = attachment = attach(
             self.module,
             process_group=self.process_group,
             broadcast_buffers=self.forward_sync_buffers,
@@ -163,13 +163,15 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             **self._settings,
             **self._hints,
         )
-        if not any(parameter.requires_grad for parameter in self._module_parameters):
-            self._attachment.detach()
-            raise RuntimeError(NOT_NEEDED)
-        if init_sync and buffers and not self.forward_sync_buffers:
-            exclude = exclusions(self.module, self._settings["exclude"])
-            level(self._attachment._engine, list(buffers_of(self.module, exclude).values()))
-        weakref.finalize(self, self._attachment.detach).atexit = False
+        with ExitStack() as on_error:
+            on_error.callback(attachment.detach)
+            if not any(parameter.requires_grad for parameter in self._module_parameters):
+                raise RuntimeError(NOT_NEEDED)
+            if init_sync and buffers and not self.forward_sync_buffers:
+                exclude = exclusions(self.module, self._settings["exclude"])
+                level(attachment._engine, list(buffers_of(self.module, exclude).values()))
+            on_error.pop_all()
+        weakref.finalize(self, attachment.detach).atexit = False
         _wrappers[self.module] = weakref.ref(self)
         self.require_backward_grad_sync = self._synchronizes
 

@@ -161,7 +161,7 @@ class _Exchange:
         earlier = _exchanges.get(inner, lambda: None)()
         if earlier is not None and earlier.model is not model:  # this model is wrapped anew, the old wrapper may go
             earlier.detach()
-        self.engine, parameters = agreed_engine(
+        with agreed_engine(
             model,
             default_planner() if plan is None else planner_of(plan),
             model.process_group,
@@ -174,9 +174,21 @@ class _Exchange:
             verification=given.verification,
             in_backward=is_backward(),
             communicator=given.communicator,
-        )
+        ) as (engine, parameters):
+            self._follow(model, engine, parameters, given, exclude)
+
+    def _follow(
+        self,
+        model: DistributedDataParallel,
+        engine: Engine,
+        parameters: dict[str, nn.Parameter],
+        given: Arguments,
+        exclude: tuple[str, ...],
+    ) -> None:
+        """Installs the hooks that call the engine, which is closed where the model goes."""
+        inner, self.engine = unwrapped(model), engine
         if given.grad_scaler is not None:
-            self.engine.follow_loss_scale(given.grad_scaler)
+            engine.follow_loss_scale(given.grad_scaler)
         self._model = weakref.ref(model)
         self._process_group = model.process_group
         self._detached = False
@@ -191,14 +203,13 @@ class _Exchange:
         self._modules = weakref.WeakSet(model.modules())
         self._additions = Additions(inner, exclude)
         self._momentum = MomentumCheck(parameters)
-        engine = self.engine
         self._freezing = Freezing(parameters, lambda: engine.arrivals)
         self._handles = [
             before_optimizer_steps(self, _Exchange._before_optimizer_step, given.optimizer),
             after_optimizer_steps(self, _Exchange._after_optimizer_step, given.optimizer),
         ]
         # DDP holds its state, so a deleted model takes thread and communicator along.
-        for end in (self.engine.close, self._usage.remove, *(handle.remove for handle in self._handles)):
+        for end in (engine.close, self._usage.remove, *(handle.remove for handle in self._handles)):
             weakref.finalize(self, end).atexit = False
         weakref.finalize(self, forget, self._modules, list(parameters.values())).atexit = False
         _exchanges[inner] = weakref.ref(self)

@@ -361,7 +361,7 @@ def averaging_frontend(
     if made is not None and made.what is What.EARLY_PARAMETER and optimizer is not None:
         refusal = refusal or why_not_in_parts(optimizer)
     also = None if made is None else tensors_beside_parameters(model, made)
-    engine, parameters = agreed_engine(
+    with agreed_engine(
         model,
         default_plan if made is None else made,  # never used: without a plan, `refusal` raises first
         attached.process_group,
@@ -374,13 +374,8 @@ def averaging_frontend(
         what=PARAMETERS,
         verification=attached.verification,
         communicator=attached.communicator,
-    )
-    try:
+    ) as (engine, _):
         return _frontend_of(engine, attached, regroups, apart=apart)
-    except BaseException:
-        forget(model.modules(), parameters.values())
-        engine.close()
-        raise
 
 
 def _frontend_of(
