@@ -18,7 +18,7 @@ from gradsync.comm.board import Failure
 from gradsync.comm.distributed import TorchGroup
 from gradsync.comm.group import Group
 from gradsync.comm.rendezvous import Entry, _Rendezvous
-from gradsync.comm.store import StoreClient, by_rank, from_json
+from gradsync.comm.store import ANSWER_S, StoreClient, by_rank, from_json, patience
 from gradsync.comm.survivors import Survivors
 from tests.frontends.models import Perceptron
 from tests.world import Ranks
@@ -165,3 +165,31 @@ def tell_a_failure() -> str:
 
 def test_a_failure_with_half_of_a_character_is_told(world: Worlds) -> None:
     assert world(2).run(tell_a_failure, limit_s=60)[1] == "rank 0: no file named ?"
+
+
+class _Slow:
+    """Stands for a store that takes a time for each answer."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.asked = seconds, 0
+
+    def clone(self) -> _Slow:
+        return self
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        self.asked += 1
+        time.sleep(self.seconds)
+        return b"here"
+
+
+def test_questions_to_a_slow_store_share_the_patience_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = _Slow(0.3 * ANSWER_S)
+    monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: slow)
+    client = StoreClient()
+    began_s = time.monotonic()
+    with patience(ANSWER_S / 2):
+        found = [client.read(f"key {number}") for number in range(20)]
+    waited_s = time.monotonic() - began_s
+    assert found == ["here", *[None] * 19] and slow.asked == 2, "the second was still unanswered when patience ended"
+    assert waited_s < 1.9 * ANSWER_S, "each question alone may take as long as ANSWER_S"
+    assert client.ask(lambda store: store.asked, urgent=True) == 2, "afterwards each has its own time again"

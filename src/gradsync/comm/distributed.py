@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 POLL_S = 1.0  # seconds between two looks at the board of a rank that waits
+LEAST_S = 0.01  # of a wait for an operation: torch takes less than a millisecond for no limit
 
 
 class TorchGroup(Group):
@@ -321,14 +322,14 @@ class TorchGroup(Group):
             GroupError: after `timeout_s`, when the operation failed, or when a notice says why it cannot end.
         """
         began_s = time.monotonic()
-        poll_s = min(POLL_S, timeout_s / 4)
-        warned = False
-        while not self._completes(work, number, poll_s):
-            if told := self._whereabouts.told(number):
-                raise told
+        waited_s, warned = 0.0, False
+        while not self._completes(work, number, min(POLL_S, timeout_s / 4, max(timeout_s - waited_s, LEAST_S))):
             waited_s = time.monotonic() - began_s
             if waited_s >= timeout_s:
                 raise self._whereabouts.why_broken(number, f"no answer within {timeout_s:.0f} s")
+            if told := self._whereabouts.told(number):
+                raise told
+            waited_s = time.monotonic() - began_s
             if not warned and waited_s >= WARNING_S:
                 logger.warning("waiting for %.0f s by now: %s", waited_s, self._whereabouts.who_is_missing(number))
                 warned = True

@@ -16,14 +16,15 @@ from collections.abc import Callable, Sequence
 
 from torch.distributed import distributed_c10d
 
-from .store import StoreClient, by_rank, from_json
+from .store import ANSWER_S, StoreClient, by_rank, from_json, patience
 from .threads import ended_with
 
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.4  # between two looks of the thread for a call
 CALL_S = 2.0  # of a call: a rank that has not answered by then has died, was stopped, or is blocked
-PAUSE_S = 1.0  # of a call, for a look that took longer: the machine stood still, and perhaps others with it
+STORE_S = 3.0  # of a call, with the time until the store has taken it
+LAST_LOOK_S = 0.2  # for the store, when the time of a call is over
 LONG = 0.8  # of the timeout: the others give up on a rank that stands still for so long
 POLL_S = 0.05  # between the first two looks of the caller for answers; later ones are up to LOOK_S apart
 
@@ -60,20 +61,21 @@ class RollCall:
         It is empty if the store does not take the call within `CALL_S`. Else `silent` has those without an answer.
         """
         number, pause_s, found = self._state.calls, POLL_S, dict[int, Progress]()
-        waited_s, has_called = 0.0, False
+        waited_s, until_s, has_called = 0.0, CALL_S, False
+        key = _answers(self._name, number)
         while True:
-            began_s = time.monotonic()
-            if not has_called and self._call(number):
-                waited_s, has_called = 0.0, True
-            key = _answers(self._name, number)
-            answers = by_rank(key, self._store.read(key), _progress)
+            began_s, look_s = time.monotonic(), min(ANSWER_S, max(until_s - waited_s, LAST_LOOK_S))
+            with patience(look_s):
+                if not has_called and self._call(number):
+                    until_s, has_called = min(waited_s + CALL_S, STORE_S), True
+                answers = by_rank(key, self._store.read(key), _progress)
             found |= {rank: answers[rank] for rank in ranks if rank in answers}
-            if len(found) == len(ranks) or waited_s >= CALL_S:
+            if len(found) == len(ranks) or waited_s >= until_s:
                 self.silent = frozenset(ranks) - found.keys() if found else self.silent
                 return found
             time.sleep(pause_s)
+            waited_s += min(time.monotonic() - began_s, look_s + pause_s)
             pause_s = min(2 * pause_s, LOOK_S)
-            waited_s += min(time.monotonic() - began_s, PAUSE_S)
 
     def stood_still_s(self, timeout_s: float) -> float:
         """Returns for how long this process stood still, if the others must have given up waiting for it; else 0.

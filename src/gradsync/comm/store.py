@@ -8,8 +8,10 @@ types.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,6 +27,8 @@ T = TypeVar("T")
 
 ANSWER_S = 1.0  # the longest wait for the store
 ABSENT = "(no value)"  # stands for a key that does not exist
+# Seconds that this thread still waits for the store in all, inside `patience`.
+_left_s: ContextVar[float | None] = ContextVar("left_s", default=None)
 NO_STORE = "the store of torch.distributed does not answer: where torchrun does not keep it, it ends with rank 0"
 
 
@@ -45,7 +49,7 @@ class StoreClient:
         """
         with self._turn:
             if self._asking is not None:
-                self._asking.join(ANSWER_S if urgent else 0.0)
+                _join(self._asking, ANSWER_S if urgent else 0.0)
                 if self._asking.is_alive():
                     return None
             return self._answer(question)
@@ -62,7 +66,7 @@ class StoreClient:
 
         self._asking = asking = threading.Thread(target=ask, name="gradsync store", daemon=True)
         asking.start()
-        asking.join(ANSWER_S)
+        _join(asking, ANSWER_S)
         return answers[0] if answers else None
 
     def read(self, key: str) -> str | None:
@@ -89,6 +93,31 @@ class StoreClient:
     def close(self) -> None:
         """Closes the connection; later questions have no answer."""
         self._closed, self._own = True, None
+
+
+@contextmanager
+def patience(seconds: float) -> Iterator[None]:
+    """Limits for how long this thread waits for the store in the block, over all questions to any `StoreClient`.
+
+    Time in which the process stood still does not count.
+    """
+    token = _left_s.set(seconds)
+    try:
+        yield
+    finally:
+        _left_s.reset(token)
+
+
+def _join(asking: threading.Thread, seconds: float) -> None:
+    """Waits for the thread for so long, and no longer than the patience of this thread lasts."""
+    left_s = _left_s.get()
+    if left_s is None:
+        asking.join(seconds)
+        return
+    seconds = min(seconds, left_s)
+    began_s = time.monotonic()
+    asking.join(seconds)
+    _left_s.set(left_s - min(time.monotonic() - began_s, seconds))
 
 
 def value(store: distributed_c10d.Store, key: str) -> str:

@@ -13,10 +13,11 @@ from .board import Board, Failure, purpose, require_one_purpose
 from .errors import GroupError, ranks_in_words
 from .rendezvous import WARNING_S
 from .roll_call import Progress, RollCall
-from .store import NO_STORE, StoreClient
+from .store import ANSWER_S, NO_STORE, StoreClient, patience
 
 logger = logging.getLogger(__name__)
 
+LAST_S = 0.5  # for the store to tell what has changed during a call of the roll
 POLL_S = (0.002, 0.2)  # pauses of a rank at a barrier between two looks for the others: the first and the longest
 
 
@@ -65,7 +66,9 @@ class Whereabouts:
         failure = Failure(
             self._own, tuple([self._own] if ranks is None else ranks), text, tuple(self._roll_call.silent)
         )
-        if not self._board.announce_failure(failure):
+        with patience(ANSWER_S):
+            is_told = self._board.announce_failure(failure)
+        if not is_told:
             logger.warning("could not tell the other ranks of a failure here, the store does not answer: %s", text)
 
     def leave(self) -> None:
@@ -128,10 +131,16 @@ class Whereabouts:
         for each in self._within:
             each._note_arrival(what, detail)
 
-    def told(self, number: int) -> GroupError | None:
-        """Returns why operation `number` cannot end, by the notices of other members; None if they say nothing."""
-        gone = self._board.left_before(number)
-        if failure := self._failure():  # read last: who leaves because of a failure has announced it before
+    def told(self, number: int, within_s: float = ANSWER_S) -> GroupError | None:
+        """Returns why operation `number` cannot end, by the notices of other members.
+
+        None if they say nothing, or the store does not answer `within_s`.
+        """
+        with patience(within_s):
+            gone = self._board.left_before(number)
+            failure = self._failure()  # read last: who leaves because of a failure has announced it before
+            came = {} if failure or gone else self._board.arrivals(self._barriers)
+        if failure:
             return failure.error()
         if gone:
             return GroupError(
@@ -139,7 +148,7 @@ class Whereabouts:
                 "steps (DistributedSampler(drop_last=True) does)",
                 gone,
             )
-        elsewhere = {r: came for r, came in self._board.arrivals(self._barriers).items() if came.operations <= number}
+        elsewhere = {rank: each for rank, each in came.items() if each.operations <= number}
         if elsewhere:
             what = next(iter(elsewhere.values()))
             return GroupError(
@@ -163,14 +172,16 @@ class Whereabouts:
             return told
         missing = self.who_is_missing(number)
         # The others may have found out meanwhile, or have left because of it.
-        return self.told(number) or GroupError(f"{missing} ({why})", missing.ranks)
+        return self.told(number, within_s=LAST_S) or GroupError(f"{missing} ({why})", missing.ranks)
 
     def who_is_missing(self, number: int) -> GroupError:
         """Calls the roll, and returns an error that names the members that are lost or behind operation `number`."""
         answers = self._roll_call.answers(self._members)
         if self._own not in answers:
             return self._stood_still() or GroupError(NO_STORE)
-        came = {rank: issued.get(self.name, 0) for rank, issued in answers.items()} | self._board.left()
+        with patience(LAST_S):
+            left = self._board.left()
+        came = {rank: issued.get(self.name, 0) for rank, issued in answers.items()} | left
         silent = [rank for rank in self._members if rank not in came]
         if alone := self._left_alone(silent):
             return alone
