@@ -29,8 +29,8 @@ def fault() -> Event:
 
 def error(rank: int, after_s: float = 5.1, **changes: Any) -> Event:
     """Returns the event of an error in backward, with changes."""
-    usual = {"type": "GroupError", "ours": True, "text": TEXT, "where": "backward", "step": 4, "began": STRUCK - 0.1}
-    return event(rank, "error", after_s, **{**usual, **changes})
+    usual = {"type": "GroupError", "ours": True, "ddps": False, "text": TEXT, "where": "backward", "step": 4}
+    return event(rank, "error", after_s, **{**usual, "began": STRUCK - 0.1, **changes})
 
 
 def started_again(rank: int, *, ok: bool = True) -> Event:

@@ -28,6 +28,7 @@ def test_a_fault_that_did_not_strike_is_no_case() -> None:
     [
         ({"after_s": TIMEOUT_S + GRACE_S + 0.1}, Ending.LATE),
         ({"ours": False, "type": "DistStoreError"}, Ending.UNCLEAR),
+        ({"ours": False, "ddps": True, "type": "RuntimeError"}, Ending.DDPS),
         ({"ours": False, "type": "RuntimeError", "text": "rank 1 could not attach", "where": "attach"}, Ending.UNCLEAR),
     ],
 )

@@ -53,6 +53,13 @@ def test_a_fault_strikes_and_survivors_end_well(changes: dict[str, Any], ending:
     assert found.again and found.alike and not found.threads_left, found
 
 
+def test_an_error_of_ddps_own_collective_is_told_from_ours() -> None:
+    """DDP broadcasts its buckets anew in the second forward, for which a rank that left after one step is missing."""
+    fewer = case(fault=Fault.FEWER, phase=Phase.DETACH, frontend=Frontend.HOOK, size=2, step=1, timeout_s=PATIENT_S)
+    found = judge(fewer, run_case(fewer))
+    assert found.ending is Ending.DDPS and not found.good and found.again, found
+
+
 def test_a_stopped_victim_is_killed_in_the_end() -> None:
     stopped = case(fault=Fault.STOP, phase=Phase.FORWARD, size=2, timeout_s=8.0)
     events = run_case(stopped)

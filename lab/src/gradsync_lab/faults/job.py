@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import inspect
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -57,6 +59,7 @@ class Job:
                 "error",
                 type=type(error).__name__,
                 ours=isinstance(error, gradsync.GroupError),
+                ddps=_is_of_ddp(error),
                 text=str(error)[:2000],
                 where=self._where,
                 step=self.striker.step,
@@ -268,6 +271,12 @@ class _Watched(nn.Sequential):
 
 def _layers() -> list[nn.Module]:
     return [nn.Linear(INPUTS, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10)]
+
+
+def _is_of_ddp(error: BaseException) -> bool:
+    """Whether a collective of DDP's own raised the error: its frame is the last one of Python."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return bool(frames) and frames[-1][0].f_code.co_filename == inspect.getfile(nn.parallel.DistributedDataParallel)
 
 
 def _digest(model: nn.Module) -> str:

@@ -27,11 +27,15 @@ NAMELESS = (*MUST_GO_ON, Fault.UNLIKE, Fault.LINK_RATE, Fault.LINK_LOSS)
 
 
 class Ending(StrEnum):
-    """The ways in which a rank can end, from best to worst."""
+    """The ways in which a rank can end, from best to worst.
+
+    `DDPS` is not clear either: a collective of DDP's own failed, under its hook, as it does in plain DDP.
+    """
 
     WENT_ON = "went on"
     CLEAR = "clear error"
     GAVE_UP = "error without need"
+    DDPS = "DDP's own error"
     UNCLEAR = "unclear error"
     LATE = "late error"
     HUNG = "hung"
@@ -165,7 +169,7 @@ def _ending(case: Case, rank: int, struck: float, mine: dict[str, Event], *, is_
     if _after_s(error, struck) > case.timeout_s + GRACE_S:
         return Ending.LATE
     if not _is_clear(case, error):
-        return Ending.UNCLEAR
+        return Ending.DDPS if error["ddps"] else Ending.UNCLEAR
     return Ending.GAVE_UP if case.fault in MUST_GO_ON else Ending.CLEAR
 
 
