@@ -17,7 +17,7 @@ from .store import ANSWER_S, NO_STORE, StoreClient, patience
 
 logger = logging.getLogger(__name__)
 
-LAST_S = 0.5  # for the store to tell what has changed during a call of the roll
+LAST_S = 0.5  # for the store to tell what the others know, before and after a call of the roll
 POLL_S = (0.002, 0.2)  # pauses of a rank at a barrier between two looks for the others: the first and the longest
 
 
@@ -168,7 +168,7 @@ class Whereabouts:
 
     def why_broken(self, number: int, why: str) -> GroupError:
         """Returns the error of operation `number`, which failed: by notices, else by the members that are missing."""
-        if told := self.told(number):
+        if told := self.told(number, within_s=LAST_S):
             return told
         missing = self.who_is_missing(number)
         # The others may have found out meanwhile, or have left because of it.
