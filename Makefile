@@ -4,10 +4,11 @@ BIN := .venv/bin
 TORCH := $(shell grep '^torch==' constraints.txt)
 ARGS ?=
 WORKERS ?= 2
+WAITING_WORKERS ?= 4
 PIP_ARGS ?=
 SOAK_MINUTES ?= 10
 
-.PHONY: setup demo test lint types tests lab-tests torch-tests sanitize gpu fuzz bench faults soak clean
+.PHONY: setup demo test lint types tests device-tests loss-tests lab-tests torch-tests sanitize gpu fuzz bench faults soak clean
 
 setup: .venv/setup.stamp
 
@@ -51,7 +52,15 @@ types: setup
 	$(BIN)/mypy
 
 tests: setup
-	$(BIN)/pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not (interpreted or streams or lost)" $(ARGS)
+
+# What runs on an accelerator, without one: Triton's interpreter, and a model of streams.
+device-tests: setup
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "interpreted or streams" $(ARGS)
+
+# Ranks wait for others that are lost: more workers than cores.
+loss-tests: setup
+	$(BIN)/pytest -n $(WAITING_WORKERS) --dist worksteal -m lost $(ARGS)
 
 lab-tests: setup
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal lab/tests $(ARGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import runpy
@@ -48,7 +49,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Puts tests with a long `timeout` first: started last, one of them would leave the other workers idle."""
+    """Puts tests with a long `timeout` first: started last, one of them would leave the other workers idle.
+
+    Skips those of Triton where it is missing.
+    """
+    if importlib.util.find_spec("triton") is None:
+        for item in items:
+            if item.get_closest_marker("interpreted") is not None:
+                item.add_marker(pytest.mark.skip("Triton is not installed: pip install gradsync[interpret]"))
     usual_s = float(config.getini("timeout"))
 
     def allowed_s(item: pytest.Item) -> float:

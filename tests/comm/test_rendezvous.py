@@ -23,6 +23,8 @@ from gradsync.planner import AveragingPlanner
 from tests.frontends.models import Perceptron
 from tests.world import Ranks, World
 
+pytestmark = pytest.mark.lost
+
 Worlds = Callable[[int], Ranks]
 TIMEOUT_S = 5.0  # where a rank is missing
 PATIENT_S = 30.0  # where none is: other tests may have the cores

@@ -43,6 +43,8 @@ from tests.schemes.contract import name_of
 from tests.schemes.family import ALL_MEMBERS, Member
 from tests.stream_model import ModelGroup, ModelStreams, StreamModel, UnorderedAccessError
 
+pytestmark = pytest.mark.streams
+
 STEPS = 2  # so that memory of the first is lent out anew
 SHAPES = {"a.weight": (40, 8), "b.weight": (24, 8), "c.weight": (56, 4)}
 

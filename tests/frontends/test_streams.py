@@ -20,6 +20,8 @@ from gradsync.tensors.bucket import TensorSpec
 from tests.stream_model import on_a_pretended_accelerator
 from tests.world import Ranks
 
+pytestmark = pytest.mark.streams
+
 World = Callable[[int], Ranks]
 
 STEPS, STEADY, ROWS, WIDTH = 6, 3, 24, 8  # `STEADY`: the first step in which nothing is agreed on any more

@@ -22,6 +22,8 @@ import torch, torch.distributed as dist
 import gradsync
 from gradsync.planner import AveragingPlanner
 
+pytestmark = pytest.mark.lost
+
 dist.init_process_group("gloo")
 torch.manual_seed(0)
 model, place = torch.nn.Linear(6, 4), Path(sys.argv[1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,9 +16,6 @@ from torch import Tensor
 from gradsync.kernels import PackedPositions, cpu, device, reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # on the CPU, Triton interprets: conftest.py
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="Triton is not installed: pip install gradsync[interpret]"
-)
 
 
 class OnDevice:
@@ -82,6 +78,6 @@ every = pytest.mark.parametrize(
     [
         pytest.param(cpu, id="native"),
         pytest.param(reference, id="reference"),
-        pytest.param(TRITON, id="triton", marks=needs_triton),
+        pytest.param(TRITON, id="triton", marks=pytest.mark.interpreted),
     ],
 )

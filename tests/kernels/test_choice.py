@@ -13,7 +13,6 @@ import torch
 
 from gradsync import kernels
 from gradsync.kernels import choice, cpu, device, native, reference
-from tests.kernels.on_device import needs_triton
 
 PARTS = [(torch.tensor([2, 0, 2]), torch.ones(3, 4))]
 
@@ -34,7 +33,7 @@ def not_built(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     device.load.cache_clear()
 
 
-@needs_triton
+@pytest.mark.interpreted
 def test_what_the_host_of_a_card_computes_does_not_go_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     here = [torch.ones(2)]
     with kernels.use("triton"):
@@ -111,7 +110,7 @@ def test_the_public_functions_are_all_that_is_dispatched() -> None:
 
 
 @pytest.mark.parametrize("kernel", choice.KERNELS)
-@pytest.mark.parametrize("versions", [pytest.param("cpu"), pytest.param("triton", marks=needs_triton)])
+@pytest.mark.parametrize("versions", [pytest.param("cpu"), pytest.param("triton", marks=pytest.mark.interpreted)])
 def test_a_version_has_the_parameters_of_the_definition(versions: str, kernel: str) -> None:
     module = importlib.import_module(f"gradsync.kernels.{versions}")
     assert versions == "triton" or getattr(cpu, kernel) is not getattr(reference, kernel), "native has them all"

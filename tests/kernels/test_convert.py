@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradsync.kernels import reference
 from tests.kernels.native import DTYPES, assert_same_bits, cpu, native, special_values
-from tests.kernels.on_device import TRITON, every, needs_triton
+from tests.kernels.on_device import TRITON, every
 
 
 def numbers(dtype: torch.dtype, size: int) -> Tensor:
@@ -61,7 +61,7 @@ def test_large_outputs_past_the_caches_are_the_same(module: ModuleType) -> None:
             assert_same_bits(got, narrowed(reference, x[1:], dtype, 0.3))
 
 
-@needs_triton
+@pytest.mark.interpreted
 def test_narrow_on_the_device_equals_the_definition() -> None:
     for wide, dtype in (
         (torch.float32, torch.bfloat16),
@@ -158,7 +158,7 @@ def test_large_sums_past_the_caches_are_the_same(module: ModuleType) -> None:
     assert_same_bits(parts[0].half(), expected)
 
 
-@needs_triton
+@pytest.mark.interpreted
 def test_many_parts_on_the_device_equal_the_definition() -> None:
     parts = summands(torch.bfloat16, 9, 1030)
     assert_same_bits(*(summed(version, parts, parts[0], torch.float32, 1 / 9) for version in (TRITON, reference)))

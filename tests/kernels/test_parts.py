@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradsync.kernels import PackedPositions, packed_nbytes, reference
 from tests.kernels.native import DTYPES, assert_same_bits, cpu, native, special_values
-from tests.kernels.on_device import TRITON, every, needs_triton
+from tests.kernels.on_device import TRITON, every
 from tests.kernels.shapes import random_indices
 
 BITS = (1, 8, 16, 32, 64)
@@ -253,7 +253,7 @@ PATTERNS = {
 }
 
 
-@needs_triton
+@pytest.mark.interpreted
 @pytest.mark.parametrize("name", PATTERNS)
 def test_messages_on_a_device_are_the_definitions_and_join_to_the_tensor(name: str) -> None:
     x = PATTERNS[name]
@@ -269,7 +269,7 @@ def test_messages_on_a_device_are_the_definitions_and_join_to_the_tensor(name: s
         assert (whole[len(x) :] == 77).all()
 
 
-@needs_triton
+@pytest.mark.interpreted
 @pytest.mark.parametrize(("n", "size", "dtype"), list(zip((2, 16, 17, 40), (1100, 16, 600, 39), DTYPES, strict=True)))
 def test_any_number_of_owners_gets_its_elements_from_a_device(n: int, size: int, dtype: torch.dtype) -> None:
     """One owner more than a tile has columns, or more owners than elements; elements begin at an odd place."""
@@ -283,7 +283,7 @@ def test_any_number_of_owners_gets_its_elements_from_a_device(n: int, size: int,
     assert_same_bits(out, torch.where(x == 0, torch.zeros_like(x), x))
 
 
-@needs_triton
+@pytest.mark.interpreted
 def test_the_most_owners_are_counted_on_a_device_as_by_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles have as many columns as Triton allows: the interpreter takes the smaller ones one after the other."""
     home = importlib.import_module("gradsync.kernels.triton.parts")
@@ -293,7 +293,7 @@ def test_the_most_owners_are_counted_on_a_device_as_by_the_definition(monkeypatc
     assert TRITON.partition_elements(x, n, 3).counts == reference.partition_elements(x, n, 3).counts
 
 
-@needs_triton
+@pytest.mark.interpreted
 @pytest.mark.parametrize("name", PATTERNS)
 def test_sums_on_a_device_are_those_of_the_definition(name: str) -> None:
     x = PATTERNS[name]
@@ -319,7 +319,7 @@ def error_of(call, *arguments) -> str:
     return ""
 
 
-@needs_triton
+@pytest.mark.interpreted
 @pytest.mark.parametrize("bits", BITS)
 def test_damage_has_the_same_error_on_a_device(bits: int) -> None:
     """Each byte of a short message takes some values that are wrong, and some that are not."""
@@ -347,7 +347,7 @@ def test_damage_has_the_same_error_on_a_device(bits: int) -> None:
     assert True in found
 
 
-@needs_triton
+@pytest.mark.interpreted
 @pytest.mark.parametrize("name", [name for name, (part, _) in DAMAGED.items() if part.count < 20_000])
 def test_what_lies_is_refused_by_a_device(name: str) -> None:
     part, size = DAMAGED[name]

@@ -13,7 +13,7 @@ from torch import Tensor
 from gradsync import kernels
 from gradsync.kernels import Sections, accumulation_dtype, reference
 from tests.kernels.native import DTYPES, assert_same_bits, cpu, native, special_values
-from tests.kernels.on_device import TRITON, every, needs_triton
+from tests.kernels.on_device import TRITON, every
 
 SAMPLED = 40_007  # more elements than are looked at before a threshold is guessed
 
@@ -235,7 +235,7 @@ def test_native_choice_by_sections_equals_the_definition(dtype: torch.dtype, thr
     assert counted[0].tolist() == counted[1].tolist()
 
 
-@needs_triton
+@pytest.mark.interpreted
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_choice_by_sections_on_a_device_equals_the_definition(dtype: torch.dtype) -> None:
     """Sections of several blocks of 1024, and empty ones, of which some have more above than are wanted."""

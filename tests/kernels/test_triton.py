@@ -35,10 +35,10 @@ from gradsync.kernels import (
 from gradsync.kernels.checks import section_blocks
 from tests.compressors.family import gradient
 from tests.kernels.native import DTYPES, assert_same_bits, special_values
-from tests.kernels.on_device import DEVICE, TRITON, needs_triton
+from tests.kernels.on_device import DEVICE, TRITON
 from tests.kernels.shapes import random_indices
 
-pytestmark = needs_triton
+pytestmark = pytest.mark.interpreted
 SIZES = [0, 1, 1030]  # a block is 1024
 SKETCHED = 300  # a block is 256; a step of a kernel of sketches takes the interpreter long
 INDEX_DTYPES = (torch.int32, torch.int64)

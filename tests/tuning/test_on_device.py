@@ -27,6 +27,8 @@ from tests.quick import quickly
 from tests.stream_model import BYTE_S, CALL_S, LINK_BYTE_S, MESSAGE_S, on_a_pretended_accelerator
 from tests.world import Ranks
 
+pytestmark = pytest.mark.streams
+
 World = Callable[[int], Ranks]
 FEEDBACK = ErrorFeedback(BlockInt(8))
 PAUSE_S = 0.02  # of the host, in each forward
