@@ -51,3 +51,8 @@ def test_a_folder_holds_no_case(tmp_path: Path) -> None:
 def test_a_case_of_right_types_is_read() -> None:
     case = Case(seed=3, size=1, parts=())
     assert Case.from_json(case.to_json()) == case
+
+
+def test_one_method_alone_is_compared_with_nothing() -> None:
+    done = CliRunner().invoke(app, ["bench", "train", "--methods", "gradsync,gradsync"], env={"COLUMNS": "200"})
+    assert done.exit_code == 2 and "two methods or more are compared" in done.stderr, done.stderr

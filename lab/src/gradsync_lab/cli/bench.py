@@ -205,6 +205,12 @@ def train(
         emulate_compute=emulate_compute,
         patience_s=0.0 if quick else patience,
     )
+    if len(spec.methods) == 1:
+        raise typer.BadParameter(
+            f"two methods or more are compared, the first is the baseline; got {methods!r} alone: add one, as in "
+            f"'ddp,{methods}'",
+            param_hint="--methods",
+        )
     bounds = bounds_of(require, spec.methods[1:])
     with plain_errors():
         cells = cells_of(grid, _listed(scenario or ""), nodes, link)
