@@ -487,3 +487,38 @@ def perturbed(way: str) -> None:
 @pytest.mark.parametrize("way", ["attach", "ddp"])
 def test_weights_that_are_perturbed_for_a_backward_are_no_drift(world: World, way: str) -> None:
     world(2).run(perturbed, way)
+
+
+def accumulated_with_closures(ddp: bool) -> str:
+    """Accumulates over 2 with the last backward inside of `step(closure)`, as Lightning; rank 1 changes a weight."""
+    model, optimizer, handle = attached(verify_every=1, ddp=ddp)
+    said = ""
+    for number in range(6):
+        if number == 3 and dist.get_rank() == 1:
+            with torch.no_grad():
+                inner(model).get_parameter(WEIGHT).add_(0.1)
+
+        def backward(number: int, part: int) -> None:
+            generator = torch.Generator().manual_seed(100 * number + 10 * part + dist.get_rank())
+            model(torch.randn(5, 6, generator=generator)).square().mean().backward()
+
+        def closure(number: int = number) -> None:
+            backward(number, 1)
+
+        optimizer.zero_grad()
+        try:
+            with handle.no_sync():
+                backward(number, 0)
+            optimizer.step(closure)  # type: ignore[arg-type]  # a closure may return nothing
+        except RuntimeError as error:
+            said = str(error)
+            break
+    handle.detach()
+    return said
+
+
+@pytest.mark.parametrize("ddp", [False, True])
+def test_models_that_differ_are_found_where_backward_is_in_a_closure(world: World, ddp: bool) -> None:
+    """A closure's backward comes after the step has begun: gradients of before it are no sign of a step alone."""
+    for said in world(2).run(accumulated_with_closures, ddp):
+        assert WEIGHT in said and "differ" in said, said

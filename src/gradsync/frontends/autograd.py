@@ -377,13 +377,19 @@ class AutogradHooks:
             self._engine.fail(error)  # settings may differ by rank: the other ranks would wait for this one
             raise
         self._used[optimizer] = self._synchronizations
+        if not step.has_closure:  # whose backward is yet to come
+            self._count_round(step)
+        self._follow_moved_parameters()
+
+    def _count_round(self, step: OptimizerStep) -> None:
         self._rounds.stepped(step, has_local_gradients=bool(self._accumulated))
         self._engine.stepped_alone |= self._rounds.alone
-        self._follow_moved_parameters()
 
     def _after_optimizer_step(self, step: OptimizerStep) -> None:
         self._freezing.after(step.optimizer)
         if step.concerns(self._ids):
+            if step.has_closure:
+                self._count_round(step)
             self._engine.stepped()
 
     def _require_untouched(self, versions: Mapping[str, int]) -> None:
