@@ -42,10 +42,12 @@ class Net(nn.Module):
     def __init__(self, *, sparse: bool) -> None:
         super().__init__()
         self.table = nn.Embedding(ROWS, WIDTH, sparse=sparse)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.register_buffer("shift", torch.zeros(()))
         self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
 
     def forward(self, rows: Tensor) -> Tensor:
-        return self.layers(self.table(rows).mean(1))
+        return self.layers(self.table(rows).mean(1)) * self.scale + self.shift
 
 
 def plan_of(model: nn.Module, scheme: Scheme[Any] | None, what: What) -> Plan | None:
@@ -150,8 +152,11 @@ def test_each_event_is_needed(world: World, without: str) -> None:
             world(2).run(train, *NEEDED[without], without)
 
 
-def written(what: What) -> tuple[str, bool]:
-    """Writes to a weight while it is averaged; returns the error of the step after, and whether the write was kept."""
+def written(what: What, by: str) -> tuple[str, bool]:
+    """Writes to a weight while it is averaged; returns the error, and whether the write was kept.
+
+    `by`: what is to tell of it, later steps or a call of the handle after the next forward.
+    """
     torch.manual_seed(0)
     with on_a_pretended_accelerator() as model:
         net = Net(sparse=False)
@@ -162,16 +167,22 @@ def written(what: What) -> tuple[str, bool]:
         def loss() -> Tensor:
             return net(torch.zeros(6, 3, dtype=torch.int64)).square().mean()
 
-        for step in range(3):
+        said, is_kept = "", False
+        for step in range(4):
             optimizer.zero_grad()
-            after = loss()
-            is_kept = bool(weight.abs().max() <= 1e-3)
-            said = ""
             try:
+                after = loss()
+                if step == 2:
+                    is_kept = bool(weight.abs().max() <= 1e-3)
+                    if by == "wait":
+                        handle.wait()
+                    elif by == "detach":
+                        handle.detach()
                 after.backward()
                 optimizer.step()
             except RuntimeError as error:
                 said = str(error)
+                break
             if step == 1:
                 weight.data.clamp_(-1e-3, 1e-3)
         with model.unmetered():
@@ -179,9 +190,10 @@ def written(what: What) -> tuple[str, bool]:
         return said, is_kept
 
 
+@pytest.mark.parametrize("by", ["steps", "wait", "detach"])
 @pytest.mark.parametrize("what", [What.PARAMETER, What.EARLY_PARAMETER])
-def test_writes_while_averages_are_under_way_are_kept_and_told_in_the_next_step(world: World, what: What) -> None:
-    for said, is_kept in world(2).run(written, what):
+def test_writes_while_averages_are_under_way_are_kept_and_told_later(world: World, what: What, by: str) -> None:
+    for said, is_kept in world(2).run(written, what, by):
         assert "'layers.0.weight' was changed between optimizer.step()" in said and is_kept
 
 

@@ -11,7 +11,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import pytest
+
 from tests.forked import free_port
+
+pytestmark = pytest.mark.lost
 
 NODES, LOST, STEPS = 3, 2, 40
 LIMIT_S = 100.0
@@ -21,8 +25,6 @@ from pathlib import Path
 import torch, torch.distributed as dist
 import gradsync
 from gradsync.planner import AveragingPlanner
-
-pytestmark = pytest.mark.lost
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)

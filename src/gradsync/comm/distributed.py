@@ -323,7 +323,7 @@ class TorchGroup(Group):
         """
         began_s = time.monotonic()
         waited_s, warned = 0.0, False
-        while not self._completes(work, number, min(POLL_S, timeout_s / 4, max(timeout_s - waited_s, LEAST_S))):
+        while not self._completes(work, number, max(min(POLL_S, timeout_s / 4, timeout_s - waited_s), LEAST_S)):
             waited_s = time.monotonic() - began_s
             if waited_s >= timeout_s:
                 raise self._whereabouts.why_broken(number, f"no answer within {timeout_s:.0f} s")

@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 0.4  # between two looks of the thread for a call
 CALL_S = 2.0  # of a call: a rank that has not answered by then has died, was stopped, or is blocked
-STORE_S = 3.0  # of a call, with the time until the store has taken it
 LAST_LOOK_S = 0.2  # for the store, when the time of a call is over
 LONG = 0.8  # of the timeout: the others give up on a rank that stands still for so long
 POLL_S = 0.05  # between the first two looks of the caller for answers; later ones are up to LOOK_S apart
@@ -67,7 +66,7 @@ class RollCall:
             began_s, look_s = time.monotonic(), min(ANSWER_S, max(until_s - waited_s, LAST_LOOK_S))
             with patience(look_s):
                 if not has_called and self._call(number):
-                    until_s, has_called = min(waited_s + CALL_S, STORE_S), True
+                    until_s, has_called = waited_s + min(time.monotonic() - began_s, look_s) + CALL_S, True
                 answers = by_rank(key, self._store.read(key), _progress)
             found |= {rank: answers[rank] for rank in ranks if rank in answers}
             if len(found) == len(ranks) or waited_s >= until_s:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 ANSWER_S = 1.0  # the longest wait for the store
+LEAST_S = 0.05  # for a question also when patience is over: a sound store answers in milliseconds
 ABSENT = "(no value)"  # stands for a key that does not exist
 # Seconds that this thread still waits for the store in all, inside `patience`.
 _left_s: ContextVar[float | None] = ContextVar("left_s", default=None)
@@ -99,25 +100,31 @@ class StoreClient:
 def patience(seconds: float) -> Iterator[None]:
     """Limits for how long this thread waits for the store in the block, over all questions to any `StoreClient`.
 
-    Time in which the process stood still does not count.
+    A block inside another has no more than is left there. If the process stands still, the question of that time counts
+    with its limit only.
     """
-    token = _left_s.set(seconds)
+    outer_s = _left_s.get()
+    granted_s = seconds if outer_s is None else min(seconds, outer_s)
+    token = _left_s.set(granted_s)
     try:
         yield
     finally:
+        left_s = _left_s.get()
         _left_s.reset(token)
+        if outer_s is not None and left_s is not None:
+            _left_s.set(outer_s - (granted_s - left_s))
 
 
 def _join(asking: threading.Thread, seconds: float) -> None:
-    """Waits for the thread for so long, and no longer than the patience of this thread lasts."""
+    """Waits for the thread for so long, and hardly longer than the patience of this thread lasts."""
     left_s = _left_s.get()
     if left_s is None:
         asking.join(seconds)
         return
-    seconds = min(seconds, left_s)
+    seconds = min(seconds, max(left_s, LEAST_S))
     began_s = time.monotonic()
     asking.join(seconds)
-    _left_s.set(left_s - min(time.monotonic() - began_s, seconds))
+    _left_s.set(max(left_s - min(time.monotonic() - began_s, seconds), 0.0))
 
 
 def value(store: distributed_c10d.Store, key: str) -> str:

@@ -134,11 +134,13 @@ class Whereabouts:
     def told(self, number: int, within_s: float = ANSWER_S) -> GroupError | None:
         """Returns why operation `number` cannot end, by the notices of other members.
 
-        None if they say nothing, or the store does not answer `within_s`.
+        None if they say nothing. `within_s`: the seconds that the store has for each kind of notice.
         """
         with patience(within_s):
             gone = self._board.left_before(number)
+        with patience(within_s):
             failure = self._failure()  # read last: who leaves because of a failure has announced it before
+        with patience(within_s):
             came = {} if failure or gone else self._board.arrivals(self._barriers)
         if failure:
             return failure.error()
@@ -179,9 +181,7 @@ class Whereabouts:
         answers = self._roll_call.answers(self._members)
         if self._own not in answers:
             return self._stood_still() or GroupError(NO_STORE)
-        with patience(LAST_S):
-            left = self._board.left()
-        came = {rank: issued.get(self.name, 0) for rank, issued in answers.items()} | left
+        came = {rank: issued.get(self.name, 0) for rank, issued in answers.items()} | self._board.left()
         silent = [rank for rank in self._members if rank not in came]
         if alone := self._left_alone(silent):
             return alone

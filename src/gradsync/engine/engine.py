@@ -807,6 +807,7 @@ class Engine:
         )
         if self._other_core is None and runs.offload:
             self._other_core = JobThread("gradsync offload", self.device, torch_threads=1)
+            weakref.finalize(self, self._other_core.stop).atexit = False
         return runs
 
     def _announce(self) -> None:

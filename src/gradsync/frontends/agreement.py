@@ -80,25 +80,29 @@ def agreed_engine(
     """
     settings = f"{settings}, timeout={timeout_s:g}, {verification}"
     parameters: dict[str, nn.Parameter] = {}
+    engines: list[Engine] = []
 
     def build() -> Engine:
-        engine = Engine(
-            {**parameters, **(also or {})},
-            group,
-            plan,
-            timeout_s=timeout_s,
-            sparse_names=_sparse_tables(unwrapped(model)),
-            verification=verification,
+        engines.append(
+            Engine(
+                {**parameters, **(also or {})},
+                group,
+                plan,
+                timeout_s=timeout_s,
+                sparse_names=_sparse_tables(unwrapped(model)),
+                verification=verification,
+            )
         )
-        undo.pop_all()
-        undo.callback(engine.close)  # and so its group
         if optimizer is not None:
-            MomentumCheck(parameters).check(engine.plan, optimizer)
-        return engine
+            MomentumCheck(parameters).check(engines[0].plan, optimizer)
+        return engines[0]
+
+    def close() -> None:
+        (engines[0] if engines else group).close()  # an engine closes its group
 
     with ExitStack() as undo:
         group = group_of(process_group, timeout_s, what, device_of(model), communicator)
-        undo.callback(group.close)
+        undo.callback(close)
         warn_if_alone(process_group)
         with announcing(group, what):
             examine = partial(_examine, model, plan, exclude, group.size, refusal, also or {}, in_backward)

@@ -118,7 +118,7 @@ class Attachment:
         the model, of its parts and of the optimiser. Call `wait` before any other reads or writes of parameters.
         """
         if self._averaging is not None:
-            self._averaging.land()
+            self._averaging.wait()
 
     @torch.inference_mode(False)  # tensors made here take part in training
     def consensus(self) -> None:

@@ -202,6 +202,16 @@ class Averaging:
             self._early.give_up()
         if self._engine.in_step and not self._is_open:
             self.land()
+        self._refuse_all_writes()
+
+    def wait(self) -> None:
+        """Waits for the exchange under way, as `land`, and for an accelerator's answers about writes.
+
+        Raises:
+            RuntimeError: on all ranks, if somebody wrote to what was being averaged.
+        """
+        self.land()
+        self._refuse_all_writes()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -238,8 +248,7 @@ class Averaging:
         Raises:
             GroupError: on all ranks, where some of them make a step instead, have left, or do not come in time.
         """
-        self.land()
-        self._refuse_writes(wait=True)
+        self.wait()
         model, parameters = self._model(), list(self._parameters.values())
         timeout_s = self._engine.timeout_s
         with self._engine.at_barrier(CONSENSUS):
@@ -250,8 +259,7 @@ class Averaging:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns "references" (subtracted from what is sent) and "apart": number of ranks if models differ, else 0."""
-        self.land()
-        self._refuse_writes(wait=True)
+        self.wait()
         references = {name: reference.clone() for name, reference in self._references.items()}
         return {"references": references, APART: self._engine.group.size if self.are_apart else 0}
 
@@ -283,8 +291,7 @@ class Averaging:
         if is_backward():  # checkpointing repeats a forward
             return
         if not torch.is_grad_enabled():  # evaluation may bypass modules' hooks, as fused layers do
-            if self._sent:
-                self.land()
+            self.wait()
             return
         if why := self._changes.check(model):
             self._refuse(why)
@@ -307,9 +314,7 @@ class Averaging:
 
     def _before_states(self, *_: Any) -> None:
         """Waits for averages under way before the state of model or optimiser is saved or loaded."""
-        if self._sent:
-            self.land()
-        self._refuse_writes(wait=True)
+        self.wait()
 
     def _before_optimizer_step(self, step: OptimizerStep) -> None:
         if step.is_inner:
@@ -428,7 +433,7 @@ class Averaging:
 
     def _begin(self) -> None:
         """Begins an exchange, and loads buffers into it, which change in forwards only (checkpointing repeats them)."""
-        self._refuse_writes(wait=True)  # in the step before
+        self._refuse_written(self._writes.found_before())
         self._engine.begin(rounds=self.steps)
         self._is_open = True
         for name in self._buffers:
@@ -527,9 +532,9 @@ class Averaging:
         if sent is None:
             return self._incoming(name)
         written = self._writes.look(name, sent, tensor)
-        self._refuse_writes(wait=False)
+        self._refuse_written(self._writes.found(wait=False))
         average = self._incoming(name)
-        return average if written is None else torch.where(written, tensor, average)
+        return average if written is None else torch.where(written.view(()), tensor, average)
 
     def _state(self, name: str) -> Tensor | None:
         """Returns the optimiser's state tensor of this name, such as a momentum, or None if there is none yet."""
@@ -560,13 +565,19 @@ class Averaging:
         taken = {name: p.detach().clone() for name, p in self._parameters.items() if name in rounded}
         return taken | {name: self._buffer(name).clone() for name in self._means.values()}
 
-    def _refuse_writes(self, *, wait: bool) -> None:
-        """Raises if a tensor was written to while it was averaged; `wait`: for answers that are under way, too."""
-        if (name := self._writes.found(wait=wait)) is not None:
+    def _refuse_written(self, name: str | None) -> None:
+        """Raises for the name of a tensor that was written to while it was averaged; None: there was none."""
+        if name is not None:
             self._refuse(
                 f"{name!r} was changed between optimizer.step() and the forward after it, while it was averaged with "
                 "other ranks: change it before the step, after handle.wait(), or after gradsync.consensus(model)"
             )
+
+    def _refuse_all_writes(self) -> None:
+        """Raises if somebody has written to what was averaged, or to a gradient that was used; waits for answers."""
+        self._refuse_written(self._writes.found(wait=True))
+        if self._early is not None and (why := self._early.steps.changed_before()):
+            self._refuse(why)
 
     def _refuse(self, why: str) -> NoReturn:
         """Abandons the exchange under way, tells the other ranks why, and raises."""

@@ -95,7 +95,9 @@ class EarlySteps:
 
         Of gradients on an accelerator it may be the next call that tells.
         """
-        changed = self._writes.found(wait=True)  # in the step before
+        if why := self.changed_before():
+            return why
+        changed: str | None = None
         for p, stamp in self._used.items():
             name = names.get(p, "a parameter")
             if p.grad is None:
@@ -104,12 +106,17 @@ class EarlySteps:
                 self._writes.look(name, stamp, p.grad)
         changed = changed or self._writes.found(wait=False)
         if changed is not None:
-            return CHANGED.format(what=f"the gradient of {changed!r}", such="clipping")
+            return _changed(changed)
         for before, now in zip(self._settings, self._settings_now(), strict=False):  # there may be more groups by now
             for key in before:
                 if self._used and before[key] != now.get(key):
                     return CHANGED.format(what=f"the optimiser's {key!r}", such="warm-up")
         return ""
+
+    def changed_before(self) -> str:
+        """Returns the message if gradients had changed by the last call of `check`, waiting for answers; or ""."""
+        changed = self._writes.found(wait=True)
+        return "" if changed is None else _changed(changed)
 
     def take_out(self) -> None:
         """Removes parameters that were stepped already from the optimiser's parameter groups, until `put_back`."""
@@ -180,6 +187,10 @@ class EarlyExchange:
     def left(self) -> list[list[str]]:
         """Returns the names of all parameters in each bucket that still misses a gradient at the end of backward."""
         return [names for names, waiting in zip(self._together, self._waiting, strict=True) if waiting]
+
+
+def _changed(name: str) -> str:
+    return CHANGED.format(what=f"the gradient of {name!r}", such="clipping")
 
 
 def _plain_step(optimizer: Optimizer) -> Callable[[Optimizer], object]:

@@ -40,11 +40,20 @@ class Stamp(NamedTuple):
         return now.values != self.values
 
 
+class _Asked(NamedTuple):
+    """A question whether a tensor was written to, with the answer, perhaps under way."""
+
+    name: str
+    answer: streams.HostCopy
+    stamp: Stamp  # whose digest another stream than its own may still read
+
+
 class Writes:
     """Looks for writes to tensors that have a stamp; the host does not wait for an accelerator's answers to come."""
 
     def __init__(self) -> None:
-        self._asked: list[tuple[str, streams.HostCopy]] = []
+        self._asked: list[_Asked] = []
+        self._before: list[_Asked] = []  # before the last `found_before`
 
     def look(self, name: str, stamp: Stamp, tensor: Tensor) -> Tensor | None:
         """Compares a tensor with its stamp, for `found`.
@@ -54,7 +63,7 @@ class Writes:
         """
         written = stamp.differs(tensor)
         answer = streams.streams_of(tensor.device).to_host(written)
-        self._asked.append((name, answer))
+        self._asked.append(_Asked(name, answer, stamp))
         return None if answer.has_arrived else written
 
     def found(self, *, wait: bool) -> str | None:
@@ -63,13 +72,21 @@ class Writes:
         Args:
             wait: whether answers that are under way are waited for, else they are left for another call.
         """
-        asked, self._asked = self._asked, []
-        for name, answer in asked:
-            if not wait and not answer.has_arrived:
-                self._asked.append((name, answer))
-            elif any(answer.tolist()):
-                return name
-        return None
+        ready = [each for each in (*self._before, *self._asked) if wait or each.answer.has_arrived]
+        told = set(map(id, ready))
+        self._before, self._asked = (
+            [each for each in asked if id(each) not in told] for asked in (self._before, self._asked)
+        )
+        return _first_written(ready)
+
+    def found_before(self) -> str | None:
+        """Returns as `found` what was asked before the last call of this, a step ago: those answers have come."""
+        before, self._before, self._asked = self._before, self._asked, []
+        return _first_written(before)
+
+
+def _first_written(asked: list[_Asked]) -> str | None:
+    return next((each.name for each in asked if any(each.answer.tolist())), None)
 
 
 def _digest(tensor: Tensor) -> Tensor:
