@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsync
@@ -35,6 +36,8 @@ PLACES = tuple(
 )
 FEW = 12  # lines in which an attach is interrupted, spread evenly
 ENDS_S = 5.0  # for a thread that was told to end
+TIMEOUT_S = 6.0  # for which rank 0 waits where rank 1 never came
+KEYS = 12  # of notices, where the rank that failed left before the others: docs/reliability.md
 
 
 class Interrupting:
@@ -102,3 +105,32 @@ def interrupted(frontend: str) -> list[str]:
 @pytest.mark.parametrize("frontend", ["attach", "class", "hook", "averages"])
 def test_ctrl_c_in_attach_leaves_nothing(world: World, frontend: str) -> None:
     assert world(1).run(interrupted, frontend) == [[]]
+
+
+def interrupted_on_one_rank() -> list[str]:
+    """Interrupts rank 1's attaching at some lines; returns what was wrong with the others' errors, or was left."""
+    gradsync.attach(Perceptron(), timeout=TIMEOUT_S).detach()  # imports
+    whole = Interrupting()
+    whole.run(lambda: gradsync.attach(Perceptron(), timeout=TIMEOUT_S)).detach()
+    lengths: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(lengths, len(whole.lines))
+    keys, problems = distributed_c10d._get_default_store().num_keys(), []
+    for number in range(1, FEW, 4):
+        net, interrupting = Perceptron(), Interrupting(number * lengths[1] // FEW if dist.get_rank() == 1 else None)
+        try:
+            interrupting.run(lambda net=net: gradsync.attach(net, timeout=TIMEOUT_S)).detach()  # rank 0, if it was done
+        except KeyboardInterrupt:
+            pass
+        except RuntimeError as error:
+            problems += [] if "rank 1" in str(error) else [f"{number}: {error}"]
+        dist.barrier()
+        gradsync.attach(net, timeout=4 * TIMEOUT_S).detach()
+    dist.barrier()
+    left = distributed_c10d._get_default_store().num_keys() - keys
+    return problems + ([f"{left} keys"] if left > KEYS else [])
+
+
+@pytest.mark.lost
+def test_the_others_hear_of_ctrl_c_in_attach_and_attach_again_with_that_rank(world: World) -> None:
+    for problems in world(2).run(interrupted_on_one_rank):
+        assert not problems
