@@ -4,7 +4,7 @@ BIN := .venv/bin
 TORCH := $(shell grep '^torch==' constraints.txt)
 ARGS ?=
 WORKERS ?= 2
-WAITING_WORKERS ?= 4
+WAITING_WORKERS ?= 3
 PIP_ARGS ?=
 SOAK_MINUTES ?= 10
 
