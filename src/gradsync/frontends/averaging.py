@@ -532,9 +532,11 @@ class Averaging:
         if sent is None:
             return self._incoming(name)
         written = self._writes.look(name, sent, tensor)
-        self._refuse_written(self._writes.found(wait=False))
-        average = self._incoming(name)
-        return average if written is None else torch.where(written.view(()), tensor, average)
+        if isinstance(written, Tensor):
+            return torch.where(written.view(()), tensor, self._incoming(name))
+        if written:
+            self._refuse_written(name)
+        return self._incoming(name)
 
     def _state(self, name: str) -> Tensor | None:
         """Returns the optimiser's state tensor of this name, such as a momentum, or None if there is none yet."""
@@ -575,7 +577,7 @@ class Averaging:
 
     def _refuse_all_writes(self) -> None:
         """Raises if somebody has written to what was averaged, or to a gradient that was used; waits for answers."""
-        self._refuse_written(self._writes.found(wait=True))
+        self._refuse_written(self._writes.found())
         if self._early is not None and (why := self._early.steps.changed_before()):
             self._refuse(why)
 

@@ -100,11 +100,8 @@ class EarlySteps:
         changed: str | None = None
         for p, stamp in self._used.items():
             name = names.get(p, "a parameter")
-            if p.grad is None:
+            if p.grad is None or self._writes.look(name, stamp, p.grad) is True:
                 changed = changed or name
-            else:
-                self._writes.look(name, stamp, p.grad)
-        changed = changed or self._writes.found(wait=False)
         if changed is not None:
             return _changed(changed)
         for before, now in zip(self._settings, self._settings_now(), strict=False):  # there may be more groups by now
@@ -115,7 +112,7 @@ class EarlySteps:
 
     def changed_before(self) -> str:
         """Returns the message if gradients had changed by the last call of `check`, waiting for answers; or ""."""
-        changed = self._writes.found(wait=True)
+        changed = self._writes.found()
         return "" if changed is None else _changed(changed)
 
     def take_out(self) -> None:

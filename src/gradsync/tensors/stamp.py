@@ -41,7 +41,7 @@ class Stamp(NamedTuple):
 
 
 class _Asked(NamedTuple):
-    """A question whether a tensor was written to, with the answer, perhaps under way."""
+    """A question whether a tensor was written to, whose answer is under way."""
 
     name: str
     answer: streams.HostCopy
@@ -55,29 +55,22 @@ class Writes:
         self._asked: list[_Asked] = []
         self._before: list[_Asked] = []  # before the last `found_before`
 
-    def look(self, name: str, stamp: Stamp, tensor: Tensor) -> Tensor | None:
-        """Compares a tensor with its stamp, for `found`.
+    def look(self, name: str, stamp: Stamp, tensor: Tensor) -> Tensor | bool:
+        """Returns whether a tensor was written to since its stamp.
 
-        Returns:
-            whether it was written to, (1,) bool on the tensor's device, where that has not come to the host yet.
+        Where an accelerator's answer is under way, (1,) bool on the tensor's device: `found` and `found_before` tell.
         """
         written = stamp.differs(tensor)
         answer = streams.streams_of(tensor.device).to_host(written)
+        if answer.has_arrived:
+            return any(answer.tolist())
         self._asked.append(_Asked(name, answer, stamp))
-        return None if answer.has_arrived else written
+        return written
 
-    def found(self, *, wait: bool) -> str | None:
-        """Returns the name of a tensor that was written to, or None; each answer is told once.
-
-        Args:
-            wait: whether answers that are under way are waited for, else they are left for another call.
-        """
-        ready = [each for each in (*self._before, *self._asked) if wait or each.answer.has_arrived]
-        told = set(map(id, ready))
-        self._before, self._asked = (
-            [each for each in asked if id(each) not in told] for asked in (self._before, self._asked)
-        )
-        return _first_written(ready)
+    def found(self) -> str | None:
+        """Returns the name of a tensor that was written to, or None; waits for all answers, and tells each once."""
+        asked, self._before, self._asked = [*self._before, *self._asked], [], []
+        return _first_written(asked)
 
     def found_before(self) -> str | None:
         """Returns as `found` what was asked before the last call of this, a step ago: those answers have come."""
