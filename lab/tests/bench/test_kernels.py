@@ -18,7 +18,7 @@ from gradsync_lab.bench import kernels
 from gradsync_lab.bench.kernels import KernelsSpec, Moved, agree, measured, run_kernels
 from gradsync_lab.bench.works import CASES, WORK, Work
 from gradsync_lab.report.record import Record
-from tests.kernels.on_device import DEVICE, needs_triton
+from tests.kernels.on_device import DEVICE
 
 SMALL = {"size": 3_000, "nnz": 500, "density": 0.05}
 BYTES = {  # the least bytes to read and write: indices, values, both outputs, ...
@@ -69,7 +69,7 @@ def test_only_the_named_kernels_run_and_torch_keeps_its_threads() -> None:
     assert torch.get_num_threads() == before
 
 
-@needs_triton
+@pytest.mark.interpreted
 @pytest.mark.parametrize(
     "kernel", ["unite_rows", "decode_bitmap", "partition_hashed", "owned_by_hash", "hierarchical_hash", "top_k"]
 )

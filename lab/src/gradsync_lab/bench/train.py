@@ -8,7 +8,7 @@ settings (a sweep), which are timed first: the steps that choose the best are no
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -82,6 +82,13 @@ class TrainSpec(BaseModel):
         return len(self.sweep) * (1 + self.sweep_repeats) + (len(self.methods) + 1) * (1 + self.repeats)
 
 
+def check_names(methods: Iterable[str]) -> None:
+    """Raises ValueError, with all names that there are, where a method is unknown."""
+    for name in methods:
+        if name not in SWEEPS:
+            method(name)
+
+
 def run_training(spec: TrainSpec, on_event: Callable[[dict[str, Any]], None]) -> TrainingRun:
     """Runs the benchmark and returns its records and each method's figures, merged over the ranks.
 
@@ -89,9 +96,7 @@ def run_training(spec: TrainSpec, on_event: Callable[[dict[str, Any]], None]) ->
         ValueError: a workload, method or option is unknown.
         RuntimeError: a rank failed.
     """
-    for name in spec.methods:
-        if name not in SWEEPS:
-            method(name)
+    check_names(spec.methods)
     workload = workloads.load(spec.workload, **spec.options)  # fetched here: ranks in a lab reach no registry
     if spec.emulate_compute:  # before ranks share the cores
         kinds = sorted({method(name).sparse for name in (*spec.methods, *spec.sweep) if name not in SWEEPS})

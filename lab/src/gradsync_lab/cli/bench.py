@@ -33,7 +33,7 @@ from ..bench.sync import DENSE_SIZES_BYTES, SUBJECTS, SyncSpec, run_sync
 from ..bench.topk import TopKWorkload
 from ..bench.topk import kind_of as exchange_kind_of
 from ..bench.topk import names as exchange_names
-from ..bench.train import TrainSpec, run_training
+from ..bench.train import TrainSpec, check_names, run_training
 from ..bench.works import WORK
 from ..papers.models import PAPER_MODELS
 from ..report.balance import balance_table
@@ -205,6 +205,8 @@ def train(
         emulate_compute=emulate_compute,
         patience_s=0.0 if quick else patience,
     )
+    with plain_errors():
+        check_names(spec.methods)
     if len(spec.methods) == 1:
         raise typer.BadParameter(
             f"two methods or more are compared, the first is the baseline; got {methods!r} alone: add one, as in "
