@@ -7,8 +7,10 @@ from .characterization.figures import characterize as characterize
 from .comm import GroupError as GroupError
 from .costs.cluster import Cluster as Cluster
 from .costs.cluster import Link as Link
+from .engine.totals import Totals as Totals
 from .frontends.attach import Attachment as Attachment
 from .frontends.attach import attach as attach
+from .frontends.attach import attachment_of as attachment_of
 from .frontends.attach import consensus as consensus
 from .frontends.data_parallel import DistributedDataParallel as DistributedDataParallel
 from .frontends.ddp import DDPState as DDPState

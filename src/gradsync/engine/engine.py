@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -41,6 +42,7 @@ from .observation import Observer
 from .plan_control import PlanController, Planner, Resumption
 from .step_listener import active
 from .step_times import Step, TimedSteps
+from .totals import Totals
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +101,7 @@ class Engine:
         self.arrivals = Arrivals()  # of the last finished step
         self._times = TimedSteps()
         self._final_statistics: list[BucketStatistics] = []
+        self._earlier = Totals()  # of the plans that were replaced
         self._turn = threading.Lock()  # held by whoever uses the group
         self._apart = False  # the step under way exchanges when backward has ended, and no plan is made by it
         self._asides: list[Future[Any]] = []  # what the communication thread does before the exchange
@@ -573,7 +576,7 @@ class Engine:
         self.step = saved.step
         if resumption is not None:
             self._controller.resume(self, resumption)
-            self._times.read()  # of steps that keep the old buckets
+            self._leave_plan()
             self.plan, self.bucket_runs = self._controller.plan, runs
             self._announce()
         what = "state that is the same on all ranks"
@@ -603,6 +606,12 @@ class Engine:
 
     def _statistics(self) -> list[BucketStatistics]:
         return [run.statistics(self._observer.profiles) for run in self.bucket_runs]
+
+    def totals(self) -> Totals:
+        """Returns the sums of bytes, times and comparisons so far, over all plans."""
+        guard = self._guard
+        sums = replace(self._earlier, comparisons=guard.comparisons, differences=guard.differences)
+        return sums.plus(self.statistics())
 
     def timeline(self) -> list[Task]:
         """Returns the tasks of the last step, each on one of five streams.
@@ -794,10 +803,17 @@ class Engine:
         self.bucket_runs.agree_on_carried(gather)
 
     def _adopt(self, plan: Plan) -> None:
-        self._times.read()  # of steps that keep the old buckets
+        self._leave_plan()
         self.plan = plan
         self.bucket_runs = BucketRuns()  # the old buckets' memory is free before the new ones take theirs
         self.bucket_runs = self._runs_of(plan)
+
+    def _leave_plan(self) -> None:
+        """Adds the statistics of the plan in force to the sums over all plans, as its buckets are replaced."""
+        self._times.read()  # of steps that keep the old buckets
+        if len(self.bucket_runs):
+            sums = self._earlier.plus(self._statistics())
+            self._earlier = replace(sums, plan_changes=sums.plan_changes + 1)
 
     def _runs_of(self, plan: Plan) -> BucketRuns:
         """Allocates and returns the plan's buckets; called on all ranks at once, as schemes may make process groups."""

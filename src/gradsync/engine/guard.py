@@ -113,6 +113,8 @@ class ParameterGuard:
         self._settled: Tensor | None = None  # digests behind the optimiser's last step before a comparison
         self._is_suspicious = False  # parameters differed at the last comparison, and had not behind the step before it
         self._warned = -1.0  # difference of the last warning
+        self.comparisons = 0
+        self.differences = 0  # comparisons that found parameters apart
 
     def is_due(self) -> bool:
         """Counts a training step that may compare parameters, and returns whether it must."""
@@ -164,6 +166,7 @@ class ParameterGuard:
         assert self._told is not None
         pending, self._told = self._told.result(), None
         parts = self._call(COMPARISON, lambda group: torch.stack(list(pending.wait(self._timeout_s))))
+        self.comparisons += 1
         now, settled, alone = (set(of_ranks) for of_ranks in parts.T.tolist())
         suspects, self._is_suspicious = self._is_suspicious, False
         if len(now) == 1:  # also where a step left them apart, and a checkpoint was loaded since
@@ -185,11 +188,13 @@ class ParameterGuard:
             return
         parameters = {name: self._parameters[name] for name in names}
         digests = digests_of(parameters.values())
+        self.comparisons += 1
         told = self._call(COMPARISON, lambda group: self._gather(group, _joined(digests)))
         if len(set(told.flatten().tolist())) > 1:
             self._report(parameters, digests, "at the consensus")
 
     def _report(self, parameters: Mapping[str, Tensor], digests: Tensor, when: str) -> None:
+        self.differences += 1
         found: Divergence = self._call(
             "search for parameters that differ", lambda group: self._locate(group, parameters, digests)
         )

@@ -21,6 +21,7 @@ from ..engine.bucket_run import BucketStatistics
 from ..engine.engine import LOADING, Engine
 from ..engine.guard import VERIFY_EVERY
 from ..engine.plan_control import Planner
+from ..engine.totals import Totals
 from ..inputs.settings import shown
 from ..planner import AveragingPlanner
 from ..plans.plan import Plan, What
@@ -94,6 +95,16 @@ class Attachment:
     def settled(self) -> bool:
         """Whether the plan in force stays, as trials are over."""
         return self._engine.settled and (self._switch.choice is None or self._switch.choice.made)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the process group, from 0."""
+        return self._engine.group.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks in the process group."""
+        return self._engine.group.size
 
     @property
     def profile(self) -> Profile | None:
@@ -223,6 +234,10 @@ class Attachment:
     def statistics(self) -> list[BucketStatistics]:
         """Returns each bucket's sent bytes and seconds of communication since attach, or since the plan changed."""
         return self._engine.statistics()
+
+    def totals(self) -> Totals:
+        """Returns the sums of bytes and seconds since attach, over all plans, and the comparisons of parameters."""
+        return self._engine.totals()
 
     def timeline(self) -> list[Task]:
         """Returns the tasks of the last step (backward, kernels, operations in flight) with their times in seconds."""
@@ -468,6 +483,22 @@ def _averaging_switch(
             switch.close()
             raise
     return switch
+
+
+def attachment_of(model: nn.Module) -> Attachment | None:
+    """Returns the attachment of a model, of the model in a wrapper such as DDP, or of the model's one attached part.
+
+    Raises:
+        TypeError: if `model` is no module.
+        ValueError: if several parts of the model have attachments of their own.
+    """
+    require_module(model)
+    if (found := _attachments.get(model)) is not None:
+        return found
+    parts = {id(part): part for module in model.modules() if (part := _attachments.get(module)) is not None}
+    if len(parts) > 1:
+        raise ValueError(f"{len(parts)} parts of the model have attachments of their own: ask for that of one part")
+    return next(iter(parts.values()), None)
 
 
 @contextmanager

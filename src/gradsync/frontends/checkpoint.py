@@ -8,6 +8,7 @@ write, entries from n on are None; if n ranks read what more ranks have written,
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from ..comm import gather_bytes
 from ..engine.engine import LOADING, Engine
-from ..state import Origin, from_bytes, handed_over, to_bytes
+from ..state import Origin, from_bytes, handed_over, read_ranks, to_bytes, write_rank
 
 MOST_RANKS = 1024  # entries of a checkpoint; an empty one takes a kilobyte
 GATHERING, LOADING_PARTS = "gathering of state", "loading of a checkpoint"
@@ -86,9 +87,36 @@ class Checkpoint:
             TypeError, ValueError, RuntimeError, GroupError: on all ranks, before anything has changed: as
                 `Attachment.load_state_dict`, and if parts of ranks are missing.
         """
-        self._load(lambda: self._own_state(state), strict=strict, what=LOADING_PARTS)
+        self._load(lambda: self._own_state(lambda: state), strict=strict, what=LOADING_PARTS)
 
-    def _own_state(self, saved: object) -> Mapping[str, Any]:
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Writes this rank's state to its file in the folder, `gradsync-rank-3-of-8.safetensors`; call it on all ranks.
+
+        Raises:
+            RuntimeError: after `detach`, when there is no state.
+            OSError: if the folder cannot be written.
+        """
+        write_rank(folder, self._state_dict())
+
+    def load(self, folder: str | os.PathLike[str], *, strict: bool = True) -> None:
+        """Loads what `save` wrote on these ranks, or on another number of ranks; call it on all ranks.
+
+        Args:
+            strict: as in `Attachment.load_state_dict`.
+
+        Raises:
+            gradsync.state.MissingStateError: if the folder lacks files that this rank takes over; a ValueError.
+            TypeError, ValueError, RuntimeError, GroupError: on all ranks, before anything has changed, as
+                `load_state_dict`, and if another rank lacks files.
+        """
+        group = self._engine().group
+
+        def files() -> dict[str, bytes]:
+            return read_ranks(folder, group.rank, group.size)
+
+        self._load(lambda: self._own_state(files), strict=strict, what=LOADING_PARTS)
+
+    def _own_state(self, find: Callable[[], object]) -> Mapping[str, Any]:
         """Returns this rank's saved state, or a sum of some ranks' (perhaps none) if another number of ranks saved.
 
         All ranks raise if the state of some saved rank is missing.
@@ -98,7 +126,7 @@ class Checkpoint:
         parts: dict[int, dict[str, Any]] = {}
         problem: Exception | None = None
         try:
-            parts = _parts(saved, rank, size)
+            parts = _parts(find(), rank, size)
         except Exception as error:  # told to all, then raised
             problem = error
         engine.agree(LOADING, problem)

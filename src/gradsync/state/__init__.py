@@ -6,6 +6,9 @@ from .files import save_file as save_file
 from .files import to_bytes as to_bytes
 from .handover import handed_over as handed_over
 from .handover import redistribute as redistribute
+from .rank_files import MissingStateError as MissingStateError
+from .rank_files import read_ranks as read_ranks
+from .rank_files import write_rank as write_rank
 from .saved import NOT_STRICT as NOT_STRICT
 from .saved import VERSION as VERSION
 from .saved import Origin as Origin

@@ -1,0 +1,34 @@
+"""The sums of what one rank has exchanged, over all plans that were in force."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from .bucket_run import BucketStatistics
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What this rank exchanged since `attach`, whatever plans were in force, and how often ranks compared parameters.
+
+    If parameters are averaged instead of gradients from some step on, or ranks are lost, all counts begin anew.
+    """
+
+    steps: int = 0  # synchronised ones
+    sent_bytes: float = 0.0  # payload that this rank handed to the transport
+    communication_s: float = 0.0  # seconds in which a bucket had an operation in flight, summed over the buckets
+    exposed_s: float = 0.0  # the part of it after the end of backward
+    plan_changes: int = 0
+    comparisons: int = 0  # of the ranks' parameters, see `verify_every` of `attach`
+    differences: int = 0  # comparisons that found the ranks' parameters apart
+
+    def plus(self, buckets: Sequence[BucketStatistics]) -> Totals:
+        """Returns the sums with the statistics of one plan's buckets added."""
+        return replace(
+            self,
+            steps=self.steps + max((bucket.steps for bucket in buckets), default=0),
+            sent_bytes=self.sent_bytes + sum(bucket.sent_bytes for bucket in buckets),
+            communication_s=self.communication_s + sum(bucket.communication_s for bucket in buckets),
+            exposed_s=self.exposed_s + sum(bucket.exposed_s for bucket in buckets),
+        )

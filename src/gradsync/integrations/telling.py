@@ -1,0 +1,60 @@
+"""What an attachment says in a framework's own logs: bytes and times as metrics, and the plan in words."""
+
+from __future__ import annotations
+
+import logging
+
+from ..engine.totals import Totals
+from ..frontends.attach import Attachment
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "gradsync/"
+MEGABYTE = 1e6
+MS_PER_S = 1e3
+
+
+class Telling:
+    """Metrics of an attachment since the last time they were asked for, and its plan in words, once.
+
+    Args:
+        handle: the result of `gradsync.attach` on this rank.
+    """
+
+    def __init__(self, handle: Attachment) -> None:
+        self._handle = handle
+        self._before = Totals()
+        self._has_told_plan = False
+
+    def metrics(self) -> dict[str, float]:
+        """Returns means per step since the last call, and counts since attach, by name; {} if no step has ended since.
+
+        Keys are "gradsync/sent_mb" (payload in 10^6 bytes that this rank sent in a step), "gradsync/communication_ms"
+        and "gradsync/exposed_ms" (of a step; the latter after the end of backward), "gradsync/plan_changes",
+        "gradsync/comparisons" and "gradsync/differences" (of the ranks' parameters).
+        """
+        now, before = self._handle.totals(), self._before
+        steps = now.steps - before.steps
+        if steps < 0:  # counted anew, see `Totals`
+            before, steps = Totals(), now.steps
+        if not steps:
+            return {}
+        self._before = now
+        return {
+            f"{PREFIX}sent_mb": (now.sent_bytes - before.sent_bytes) / steps / MEGABYTE,
+            f"{PREFIX}communication_ms": (now.communication_s - before.communication_s) / steps * MS_PER_S,
+            f"{PREFIX}exposed_ms": (now.exposed_s - before.exposed_s) / steps * MS_PER_S,
+            f"{PREFIX}plan_changes": float(now.plan_changes),
+            f"{PREFIX}comparisons": float(now.comparisons),
+            f"{PREFIX}differences": float(now.differences),
+        }
+
+    def plan_once(self) -> None:
+        """Logs the plan in words on rank 0, at the first call after it has settled."""
+        if self._has_told_plan or not self._handle.settled:
+            return
+        self._has_told_plan = True
+        if self._handle.rank == 0:
+            logger.info("the plan has settled:")
+            for line in self._handle.explain():
+                logger.info("  %s", line)
