@@ -1,0 +1,59 @@
+"""Strategies for Lightning's Trainer and Fabric, and a callback that logs (package `lightning`).
+
+With the package `pytorch_lightning`, use `gradsync.integrations.pytorch_lightning`.
+"""
+
+from __future__ import annotations
+
+from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DDPStrategy
+
+from .lightning_parts import CallbackPart, FabricPart, TrainerPart
+
+
+class GradsyncStrategy(TrainerPart, DDPStrategy):
+    """The Trainer's DDP strategy with gradients averaged by gradsync, on CPU and GPU.
+
+    Accumulation, clipping, precision, several optimisers and manual optimisation are as with DDPStrategy. Checkpoints
+    have every rank's residuals and the settled plan, and `trainer.fit(ckpt_path=...)` loads them.
+
+    Args:
+        plan, exclude, verify_every, verify_tolerance, communicator: as in `gradsync.attach`.
+        timeout: a timedelta after which a rank that waits for the others raises, in gradsync and in the process group;
+            None: the default of each.
+        kwargs: other arguments of Lightning's DDPStrategy and of DistributedDataParallel, such as
+            `find_unused_parameters`.
+
+    Raises:
+        ValueError: for arguments of communication hooks.
+        TypeError: for unknown arguments, such as those of a strategy that shards.
+
+    Example:
+        >>> trainer = Trainer(strategy=GradsyncStrategy(plan="auto"))  # doctest: +SKIP
+    """
+
+
+class GradsyncFabricStrategy(FabricPart, FabricDDPStrategy):
+    """Fabric's DDP strategy with gradients averaged by gradsync, on CPU and GPU.
+
+    `fabric.save` and `fabric.load` also keep every rank's residuals and the settled plan of each model that their
+    `state` has as a value.
+
+    Args:
+        plan, exclude, timeout, verify_every, verify_tolerance, communicator, kwargs: as in `GradsyncStrategy`.
+
+    Raises:
+        ValueError, TypeError: as `GradsyncStrategy`.
+
+    Example:
+        >>> fabric = Fabric(strategy=GradsyncFabricStrategy(plan="auto"))  # doctest: +SKIP
+    """
+
+
+class GradsyncCallback(CallbackPart, Callback):
+    """Logs what rank 0 exchanges to the Trainer's loggers: bytes and times per step, plan changes, comparisons.
+
+    Example:
+        >>> Trainer(strategy=GradsyncStrategy(), callbacks=[GradsyncCallback()])  # doctest: +SKIP
+    """

@@ -1,0 +1,392 @@
+"""Parts of the strategies for Lightning that serve both of its packages, `lightning` and `pytorch_lightning`.
+
+A part comes before Lightning's own class among the bases of a strategy. The model becomes gradsync's
+DistributedDataParallel, so whatever Lightning does with DDP (unwrapping, `no_sync`, manual optimisation) goes on.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, Literal
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..engine.guard import VERIFY_EVERY
+from ..engine.plan_control import Planner
+from ..frontends.attach import Attachment, attachment_of
+from ..frontends.data_parallel import DistributedDataParallel
+from ..planner import AveragingPlanner
+from ..plans.plan import Plan, What
+from .frameworks import check_version
+from .telling import Telling
+
+logger = logging.getLogger(__name__)
+
+PlanArgument = Plan | Planner | AveragingPlanner | Literal["auto"] | None
+KEY = "gradsync"  # of our state in Lightning's checkpoint
+MISSING = "missing"  # the key, in place of the state, of the reason why there is none
+OF_HOOKS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
+OF_LIGHTNING = ("module", "device_ids", "output_device", "process_group", "device_mesh")  # it gives these to DDP
+
+NO_HOOKS = (
+    "{strategy} got {names}, but gradsync exchanges gradients itself and has no place for communication hooks: plan= "
+    "says how, such as plan=CompressingPlanner(...) in place of a hook that compresses. For a hook of your own use "
+    "Lightning's DDPStrategy, with a GPU: on the CPU Lightning ignores ddp_comm_hook silently"
+)
+UNKNOWN = (
+    "{strategy} got unknown arguments {names}: expected those of gradsync.attach, of Lightning's DDPStrategy, or of "
+    "DistributedDataParallel. gradsync keeps the whole model on each rank; where the arguments are those of a strategy "
+    "that shards it, use that one (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy) without gradsync"
+)
+NOT_ATTACHED = (
+    "{strategy} has no attachment yet: trainer.fit() makes one when it sets up the model, after setup() and before "
+    "on_fit_start() of module and callbacks; validate(), test() and predict() make none"
+)
+NO_STATE = (
+    "the checkpoint has no state of gradsync (%s): weights and optimisers go on, while residuals, momenta of "
+    "compressors and the settled plan begin anew"
+)
+ONE_OPTIMIZER = (
+    "this plan averages parameters after the steps of one optimiser, got {number}: let configure_optimizers() return "
+    "one, or use a plan of gradients"
+)
+ONE_OPTIMIZER_OF_FABRIC = (
+    "this plan averages parameters after the steps of one optimiser, got {number}: call fabric.setup(model, optimizer) "
+    "with both at once, or use a plan of gradients"
+)
+SYNC_BATCHNORM = (
+    "Trainer(sync_batchnorm=True) calls collectives inside forward and backward, which NCCL wants in one order with "
+    "gradsync's: expected {strategy}(communicator='shared'), got communicator='own'"
+)
+OTHER_STRATEGY = (
+    "GradsyncCallback logs what GradsyncStrategy exchanges, but the Trainer has {found}: use "
+    "Trainer(strategy=GradsyncStrategy(...)), or leave the callback out; a strategy that shards the model works "
+    "without gradsync only"
+)
+NO_LOGGER = "GradsyncCallback logs nothing, as the Trainer has no logger: use Trainer(logger=...)"
+
+_Base: Any = object  # in a strategy Lightning's class comes next
+
+
+class _Part(_Base):
+    """Arguments of gradsync beside those of Lightning, and the wrapping of a model."""
+
+    package = "lightning"  # on PyPI
+
+    def __init__(
+        self,
+        *,
+        plan: PlanArgument = None,
+        exclude: Sequence[str] = (),
+        timeout: timedelta | None = None,
+        verify_every: int = VERIFY_EVERY,
+        verify_tolerance: float | None = None,
+        communicator: Literal["own", "shared"] = "own",
+        **kwargs: Any,
+    ) -> None:
+        hooks = [name for name in OF_HOOKS if kwargs.get(name) is not None]
+        if hooks:
+            raise ValueError(NO_HOOKS.format(strategy=type(self).__name__, names=", ".join(hooks)))
+        for name in OF_HOOKS:
+            kwargs.pop(name, None)
+        known = {*_parameters_of(super().__init__), *_parameters_of(DistributedDataParallel)} - set(OF_LIGHTNING)
+        if unknown := sorted(kwargs.keys() - known):
+            raise TypeError(UNKNOWN.format(strategy=type(self).__name__, names=", ".join(unknown)))
+        self._settings: dict[str, Any] = {"plan": plan, "exclude": exclude, "communicator": communicator}
+        self._settings |= {"verify_every": verify_every, "verify_tolerance": verify_tolerance}
+        if timeout is not None:
+            self._settings["timeout"] = kwargs["timeout"] = timeout
+        super().__init__(**kwargs)
+        check_version(self.package)
+        self._untold: WeakSet[Attachment] = WeakSet()  # whose plans have not settled yet
+
+    @property
+    def _averages_parameters(self) -> bool:
+        """Whether the plan averages parameters, or a planner may choose to, which needs the optimiser."""
+        plan = self._settings["plan"]
+        return (
+            isinstance(plan, AveragingPlanner)
+            or getattr(plan, "averaging", None) is not None
+            or (isinstance(plan, Plan) and plan.what is not What.GRADIENT)
+        )
+
+    def _wrapped(
+        self, model: nn.Module, device_ids: Sequence[int] | None, precision: object, optimizers: Sequence[Optimizer]
+    ) -> DistributedDataParallel:
+        wrapper = DistributedDataParallel(
+            model,
+            device_ids=device_ids,
+            grad_scaler=getattr(precision, "scaler", None),
+            optimizer=optimizers[0] if self._averages_parameters else None,
+            **self._ddp_kwargs,
+            **self._settings,
+        )
+        self._untold.add(wrapper.attachment)
+        return wrapper
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Makes the step, and logs a plan on rank 0 once it has settled."""
+        output = super().optimizer_step(*args, **kwargs)
+        for attachment in [each for each in self._untold if each.settled]:
+            Telling(attachment).plan_once()
+            self._untold.discard(attachment)
+        return output
+
+
+class TrainerPart(_Part):
+    """What `GradsyncStrategy` has beyond the Trainer's DDPStrategy."""
+
+    _attachment: Attachment | None = None
+    _kept: dict[str, Any] | None = None  # this rank's state when training ended, for checkpoints after it
+
+    @property
+    def attachment(self) -> Attachment:
+        """The result of `gradsync.attach` for the last `trainer.fit()`; after that, its statistics stay.
+
+        Raises:
+            RuntimeError: before the first `trainer.fit()` has set up the model.
+        """
+        if self._attachment is None:
+            raise RuntimeError(NOT_ATTACHED.format(strategy=type(self).__name__))
+        return self._attachment
+
+    # Setting up and tearing down.
+
+    def configure_ddp(self) -> None:
+        """Wraps the model, before optimisers exist, as Lightning does; a plan of parameters waits for the optimiser."""
+        if not self._averages_parameters:
+            super().configure_ddp()
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Makes the optimisers; under a plan of parameters, then wraps the model."""
+        super().setup_optimizers(trainer)
+        if self._averages_parameters and not self._is_attached:
+            if len(self.optimizers) != 1:
+                raise ValueError(ONE_OPTIMIZER.format(number=len(self.optimizers)))
+            super().configure_ddp()
+
+    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        if self._layer_sync and self.root_device.type == "cuda" and self._settings["communicator"] == "own":
+            raise ValueError(SYNC_BATCHNORM.format(strategy=type(self).__name__))
+        wrapper = self._wrapped(model, self.determine_ddp_device_ids(), self.precision_plugin, self.optimizers)
+        self._attachment, self._kept = wrapper.attachment, None
+        return wrapper
+
+    def _register_ddp_hooks(self) -> None:
+        """Does nothing, as the arguments for hooks are refused."""
+
+    @property
+    def _is_attached(self) -> bool:
+        return isinstance(self.model, DistributedDataParallel)
+
+    def teardown(self) -> None:
+        """Detaches gradsync from the model on this rank; the model goes back to the CPU."""
+        if self._attachment is not None:
+            self._attachment.detach()
+        super().teardown()
+
+    # Steps.
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Lets a manual backward inside `no_sync` accumulate: the forward around the training step began before it."""
+        if isinstance(self.model, DistributedDataParallel) and not self.model.require_backward_grad_sync:
+            with self.attachment.no_sync():  # its end forgets that a forward awaits a synchronised backward
+                pass
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Does nothing: Lightning's own asks for DDP's Reducer in manual optimisation with a static graph."""
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Does nothing: Lightning's own adds advice on its other strategies to the error of unused parameters."""
+
+    # Consensus, where a plan averages parameters: one model to evaluate, to save, and to end with.
+
+    def on_validation_start(self) -> None:
+        """Sets parameters to their mean over the ranks, if the plan averages parameters."""
+        super().on_validation_start()
+        self._reach_consensus()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Returns the model's state; under a plan of parameters, that of the mean over the ranks."""
+        self._reach_consensus()
+        state: dict[str, Any] = super().lightning_module_state_dict()
+        return state
+
+    def on_train_end(self) -> None:
+        """Sets parameters to their mean, if the plan averages parameters, and keeps this rank's state for saving."""
+        super().on_train_end()
+        self._reach_consensus()
+        self._kept = {
+            name: part for name, part in self.attachment.checkpoint().state_dict().items() if part is not None
+        }
+
+    def _reach_consensus(self) -> None:
+        if self._is_attached and self.attachment.plan.what is not What.GRADIENT and not self._why_apart():
+            self.attachment.consensus()
+
+    # Checkpoints.
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Saves the checkpoint with every rank's state of gradsync, as Lightning calls it on all ranks."""
+        if "optimizer_states" in checkpoint and self._attachment is not None:  # not one of weights only
+            checkpoint[KEY] = self._state()
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def _state(self) -> dict[str, Any]:
+        """Returns all ranks' states on rank 0, or the reason why there are none. Collective."""
+        if why := self._why_apart():
+            logger.error("a checkpoint is written without the state of gradsync, as %s", why)
+            return {MISSING: why}
+        if self._is_attached:
+            return self.attachment.checkpoint(gather=True).state_dict()
+        assert self._kept is not None  # as training has ended, and was not interrupted
+        return _gathered(self._kept)
+
+    def _why_apart(self) -> str:
+        """Returns why ranks may be at different places of training, so that none must wait for the others; or ""."""
+        if self._is_attached and self.lightning_module.trainer.interrupted:
+            return "training was interrupted by an error or a signal"
+        if not self._is_attached and self._kept is None:
+            return "training did not reach its end"
+        if _is_in_signal_handler():
+            return "a signal asked for it in the middle of a step"
+        return ""
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Loads the state of the optimisers, then each rank's state of gradsync."""
+        super().load_optimizer_state_dict(checkpoint)
+        load(self.attachment, checkpoint.get(KEY))
+
+
+class FabricPart(_Part):
+    """What `GradsyncFabricStrategy` has beyond Fabric's DDPStrategy."""
+
+    def setup_module(self, module: nn.Module) -> DistributedDataParallel:
+        """Wraps a model in `gradsync.DistributedDataParallel`."""
+        return self._set_up(module, ())
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> tuple[nn.Module, list[Optimizer], Any]:
+        """Wraps a model in `gradsync.DistributedDataParallel`; optimisers stay as they are."""
+        wrapper = self._set_up(module, optimizers)
+        return wrapper, [self.setup_optimizer(optimizer) for optimizer in optimizers], scheduler
+
+    def _set_up(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> DistributedDataParallel:
+        if self._averages_parameters and len(optimizers) != 1:
+            raise ValueError(ONE_OPTIMIZER_OF_FABRIC.format(number=len(optimizers)))
+        return self._wrapped(module, self._determine_ddp_device_ids(), self.precision, optimizers)
+
+    def save_checkpoint(
+        self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
+    ) -> None:
+        """Saves what `state` has, and every rank's state of gradsync for the models in it. Collective."""
+        if KEY in state:
+            raise ValueError(
+                f"the key {KEY!r} of a checkpoint is for the state of gradsync, which is saved with a model"
+            )
+        attached = _attached(state)
+        for attachment in attached.values():
+            if attachment.plan.what is not What.GRADIENT:
+                attachment.consensus()
+        ours = {name: attachment.checkpoint(gather=True).state_dict() for name, attachment in attached.items()}
+        super().save_checkpoint(path, {**state, KEY: ours} if ours else state, *args, **kwargs)
+
+    def load_checkpoint(self, path: Any, state: Any = None, strict: bool = True, **kwargs: Any) -> dict[str, Any]:
+        """Loads a checkpoint into the objects in `state`, and each rank's state of gradsync into the models in it."""
+        remainder: dict[str, Any] = super().load_checkpoint(path, state, strict, **kwargs)
+        if not isinstance(state, dict) or not state:  # raw content for the caller, or raw weights
+            return remainder
+        saved = remainder.pop(KEY, {})
+        for name, attachment in _attached(state).items():
+            load(attachment, saved.get(name))
+        return remainder
+
+
+class CallbackPart(_Base):
+    """What `GradsyncCallback` does on the Trainer's events."""
+
+    _telling: Telling | None = None
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Looks for the strategy's attachment, and says if the Trainer has no logger.
+
+        Raises:
+            TypeError: for another strategy.
+        """
+        if not isinstance(trainer.strategy, TrainerPart):
+            raise TypeError(OTHER_STRATEGY.format(found=type(trainer.strategy).__name__))
+        if not trainer.loggers and trainer.is_global_zero:
+            logger.warning(NO_LOGGER)
+        self._telling = Telling(trainer.strategy.attachment) if trainer.loggers else None
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        """Logs metrics as often as the Trainer logs (`log_every_n_steps`)."""
+        if trainer._logger_connector.should_update_logs:
+            self._log(trainer)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Logs metrics of the steps since the last time."""
+        self._log(trainer)
+
+    def _log(self, trainer: Any) -> None:
+        metrics = {} if self._telling is None else self._telling.metrics()
+        if metrics:
+            for each in trainer.loggers:
+                each.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def load(attachment: Attachment, saved: Mapping[str, Any] | None) -> None:
+    """Loads the state of gradsync from a checkpoint, on all ranks; warns on rank 0 if it has none."""
+    why = "it was written without gradsync" if saved is None else saved.get(MISSING)
+    if saved is not None and why is None:
+        attachment.checkpoint().load_state_dict(saved)
+    elif attachment.rank == 0:
+        logger.warning(NO_STATE, why)
+
+
+def _attached(state: Mapping[str, Any]) -> dict[str, Attachment]:
+    """Returns the attachments of the models in `state`, by their keys."""
+    found = {name: attachment_of(each) for name, each in state.items() if isinstance(each, nn.Module)}
+    return {name: attachment for name, attachment in found.items() if attachment is not None}
+
+
+def _gathered(mine: dict[str, Any]) -> dict[str, Tensor]:
+    """Returns the states that the ranks kept, as `handle.checkpoint(gather=True)` would; {} except on rank 0."""
+    world = dist.get_world_size()
+    parts: list[Any] | None = [None] * world if dist.get_rank() == 0 else None
+    dist.gather_object(mine, parts)
+    return {
+        name: torch.frombuffer(bytearray(part), dtype=torch.uint8)
+        for theirs in parts or ()
+        for name, part in theirs.items()
+    }
+
+
+def _is_in_signal_handler() -> bool:
+    """Whether Lightning handles a signal of SLURM now, which may have come inside a step."""
+    frame = sys._getframe()
+    while (caller := frame.f_back) is not None:
+        if caller.f_code.co_name == "_slurm_sigusr_handler_fn":
+            return True
+        frame = caller
+    return False
+
+
+def _parameters_of(function: Any) -> Iterable[str]:
+    with suppress(ValueError):
+        return [
+            name
+            for name, each in inspect.signature(function).parameters.items()
+            if each.kind not in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        ]
+    return ()
