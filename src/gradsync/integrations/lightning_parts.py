@@ -51,6 +51,10 @@ NOT_ATTACHED = (
     "{strategy} has no attachment yet: trainer.fit() makes one when it sets up the model, after setup() and before "
     "on_fit_start() of module and callbacks; validate(), test() and predict() make none"
 )
+ATTACHED = (
+    "gradsync is attached to the model already, and {strategy} attaches to it by itself: leave out gradsync.attach() in "
+    "the module and in callbacks; the attachment is trainer.strategy.attachment, from on_fit_start() on"
+)
 NO_STATE = (
     "the checkpoint has no state of gradsync (%s): weights and optimisers go on, while residuals, momenta of "
     "compressors and the settled plan begin anew"
@@ -177,6 +181,8 @@ class TrainerPart(_Part):
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         if self._layer_sync and self.root_device.type == "cuda" and self._settings["communicator"] == "own":
             raise ValueError(SYNC_BATCHNORM.format(strategy=type(self).__name__))
+        if attachment_of(model) is not None:
+            raise RuntimeError(ATTACHED.format(strategy=type(self).__name__))
         wrapper = self._wrapped(model, self.determine_ddp_device_ids(), self.precision_plugin, self.optimizers)
         self._attachment, self._kept = wrapper.attachment, None
         return wrapper
@@ -286,14 +292,10 @@ class FabricPart(_Part):
             raise ValueError(ONE_OPTIMIZER_OF_FABRIC.format(number=len(optimizers)))
         return self._wrapped(module, self._determine_ddp_device_ids(), self.precision, optimizers)
 
-    def save_checkpoint(
-        self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
-    ) -> None:
+    def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Saves what `state` has, and every rank's state of gradsync for the models in it. Collective."""
         if KEY in state:
-            raise ValueError(
-                f"the key {KEY!r} of a checkpoint is for the state of gradsync, which is saved with a model"
-            )
+            raise ValueError(f"the key {KEY!r} of a checkpoint is for gradsync's state of models: use another key")
         attached = _attached(state)
         for attachment in attached.values():
             if attachment.plan.what is not What.GRADIENT:
