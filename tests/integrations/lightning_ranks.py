@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable
@@ -28,6 +29,7 @@ from gradsync.integrations.lightning import GradsyncCallback, GradsyncFabricStra
 from gradsync.planner import AveragingPlanner, CompressingPlanner
 
 FOLDER = Path(sys.argv[1])
+WORLD = int(os.environ["WORLD_SIZE"])
 BATCHES = 8
 Result = dict[str, Any]
 SCENARIOS: dict[str, Callable[[], Result]] = {}
@@ -148,7 +150,7 @@ def trainer_of(strategy: Any, **settings: Any) -> L.Trainer:
     given = {"max_epochs": 2, "logger": False, "enable_checkpointing": False, "limit_val_batches": 0, **settings}
     return L.Trainer(
         accelerator="cpu",
-        devices=2,
+        devices=WORLD,
         strategy=strategy,
         default_root_dir=FOLDER,
         enable_progress_bar=False,
@@ -254,6 +256,25 @@ def saved_after_fit() -> Result:
 
 
 @scenario
+def other_number_of_ranks() -> Result:
+    """Continues alone what `saved_after_fit` saved on 2 ranks."""
+    strategy = GradsyncStrategy(plan=lossy())
+    fit(strategy, ckpt_path=FOLDER / "after.ckpt")
+    return {"ranks": WORLD, "steps": strategy.attachment.totals().steps}
+
+
+@scenario
+def exception() -> Result:
+    """Saves after an error, when ranks cannot be asked for their states, and continues."""
+    saving = ModelCheckpoint(dirpath=FOLDER / "exception", save_on_exception=True, filename="stopped")
+    settings: Any = {"enable_checkpointing": True, "callbacks": [saving]}
+    text = said(lambda: fit(GradsyncStrategy(plan=lossy()), FailsInStep3(), **settings))
+    path = FOLDER / "exception" / "stopped.ckpt"
+    fit(GradsyncStrategy(plan=lossy()), ckpt_path=path)
+    return {"error": text, "saved": torch.load(path)["gradsync"]}
+
+
+@scenario
 def fit_twice() -> Result:
     """Fits, evaluates in all ways, and fits again with the same strategy and Trainer."""
     module, strategy = Module(), GradsyncStrategy()
@@ -306,6 +327,13 @@ def said(act: Callable[[], object]) -> str:
     texts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(texts, text)
     return text if len({each.split(":")[0] for each in texts}) == 1 else f"ranks differ: {texts}"
+
+
+class FailsInStep3(Module):
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        if self.trainer.global_step == 3:
+            raise RuntimeError("out of memory")
+        return super().training_step(batch, index)
 
 
 class AttachesItself(Module):
@@ -363,16 +391,24 @@ def bad_input() -> Result:
         "no fit": said(lambda: GradsyncStrategy().attachment),
         "another rank": said(other_world),
         "lacks a rank": said(lacks_a_rank),
+        "fabric setup": said(lambda: fabric_of(GradsyncFabricStrategy(plan=AveragingPlanner())).setup(network())),
+        "fabric wrapper": said(lambda: gradsync.attach(fabric_of(FabricDDPStrategy()).setup(network()))),
+        "fabric key": said(lambda: fabric_of(GradsyncFabricStrategy()).save(FOLDER / "key.ckpt", {"gradsync": 1})),
         "plan": said(lambda: fit(GradsyncStrategy(plan="fast"))),
         "optimisers": said(lambda: fit(GradsyncStrategy(plan=AveragingPlanner()), SeveralOptimizers())),
     }
 
 
+def fabric_of(strategy: Any) -> L.Fabric:
+    fabric = L.Fabric(accelerator="cpu", devices=WORLD, strategy=strategy)
+    fabric.launch()
+    return fabric
+
+
 def fabric_run(
     strategy: Any, numbers: range, *, load: Path | None = None, save: Path | None = None, accumulate: int = 1
 ) -> nn.Module:
-    fabric = L.Fabric(accelerator="cpu", devices=2, strategy=strategy)
-    fabric.launch()
+    fabric = fabric_of(strategy)
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model, optimizer = fabric.setup(model, optimizer)

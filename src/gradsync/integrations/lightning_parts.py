@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Literal
-from weakref import WeakSet
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -111,7 +111,7 @@ class _Part(_Base):
             self._settings["timeout"] = kwargs["timeout"] = timeout
         super().__init__(**kwargs)
         check_version(self.package)
-        self._untold: WeakSet[Attachment] = WeakSet()  # whose plans have not settled yet
+        self._untold: list[ref[Attachment]] = []  # whose plans have not been logged, as they have not settled
 
     @property
     def _averages_parameters(self) -> bool:
@@ -134,15 +134,18 @@ class _Part(_Base):
             **self._ddp_kwargs,
             **self._settings,
         )
-        self._untold.add(wrapper.attachment)
+        self._untold.append(ref(wrapper.attachment))
         return wrapper
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Makes the step, and logs a plan on rank 0 once it has settled."""
         output = super().optimizer_step(*args, **kwargs)
-        for attachment in [each for each in self._untold if each.settled]:
-            Telling(attachment).plan_once()
-            self._untold.discard(attachment)
+        for known in list(self._untold):
+            attachment = known()
+            if attachment is None or attachment.settled:
+                self._untold.remove(known)
+                if attachment is not None:
+                    Telling(attachment).plan_once()
         return output
 
 
@@ -250,7 +253,8 @@ class TrainerPart(_Part):
     def _state(self) -> dict[str, Any]:
         """Returns all ranks' states on rank 0, or the reason why there are none. Collective."""
         if why := self._why_apart():
-            logger.error("a checkpoint is written without the state of gradsync, as %s", why)
+            if self.is_global_zero:
+                logger.error("a checkpoint is written without the state of gradsync, as %s", why)
             return {MISSING: why}
         if self._is_attached:
             return self.attachment.checkpoint(gather=True).state_dict()
