@@ -8,11 +8,14 @@ WAITING_WORKERS ?= 3
 PIP_ARGS ?=
 SOAK_MINUTES ?= 10
 
-.PHONY: setup demo test lint types tests device-tests loss-tests lab-tests torch-tests sanitize gpu fuzz bench faults soak clean
+.PHONY: setup demo test lint types tests device-tests loss-tests lab-tests integrations torch-tests sanitize gpu fuzz bench
+.PHONY: faults soak clean
 
 setup: .venv/setup.stamp
 
 PIP := $(BIN)/pip install --disable-pip-version-check --quiet $(PIP_ARGS) -c constraints.txt
+
+PIP_INTEGRATIONS := $(PIP:.venv/%=.venv-integrations/%)
 
 # An editable installation lists the modules: it is made anew where some have come, gone or moved.
 .venv/modules: FORCE
@@ -65,6 +68,19 @@ loss-tests: setup
 lab-tests: setup
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal lab/tests $(ARGS)
 
+# The adapters with the real frameworks, in an environment of their own that also sees the packages of .venv.
+integrations: .venv-integrations/setup.stamp
+	.venv-integrations/bin/python -m pytest -n 0 tests/integrations $(ARGS)
+
+.venv-integrations/setup.stamp: .venv/setup.stamp tests/integrations/requirements.txt tests/integrations/without-dependencies.txt
+	@echo 'Installing Lightning, Accelerate, Transformers, Ray and TorchRec into .venv-integrations.'
+	test -x .venv-integrations/bin/python || $(PYTHON) -m venv .venv-integrations
+	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+		> "$$(.venv-integrations/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/packages-of-venv.pth"
+	$(PIP_INTEGRATIONS) -r tests/integrations/requirements.txt
+	$(PIP_INTEGRATIONS) --no-deps -r tests/integrations/without-dependencies.txt
+	touch $@
+
 # torch's own tests of DDP, with gradsync in its place and behind its hook; ARGS="--ranks 3" for another number of ranks.
 torch-tests: setup
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal tests/torch_ddp $(ARGS)
@@ -94,5 +110,5 @@ soak: setup
 	$(BIN)/gradsync soak --hours $$(awk 'BEGIN { print $(SOAK_MINUTES) / 60 }') --record soak-$(SOAK_MINUTES).jsonl $(ARGS)
 
 clean:
-	rm -rf build dist lab/dist demo-out fuzz-out .mypy_cache .pytest_cache .ruff_cache .hypothesis .venv src/gradsync/kernels/*.so src/gradsync/planner/*.so
+	rm -rf build dist lab/dist demo-out fuzz-out .mypy_cache .pytest_cache .ruff_cache .hypothesis .venv .venv-integrations src/gradsync/kernels/*.so src/gradsync/planner/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
