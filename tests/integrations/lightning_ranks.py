@@ -1,4 +1,4 @@
-"""Scenarios for Lightning, run on 2 ranks: torchrun --nproc-per-node 2 lightning_ranks.py FOLDER SCENARIO...
+"""Scenarios for Lightning: torchrun --nproc-per-node 2 lightning_ranks.py FOLDER [SCENARIO...].
 
 Each scenario prints a line "SCENARIO {...}" on rank 0, with what the tests look at.
 """
@@ -22,6 +22,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 import gradsync
 from gradsync.compressors import ErrorFeedback, TopK
@@ -275,6 +276,42 @@ def exception() -> Result:
 
 
 @scenario
+def signal() -> Result:
+    """Saves as in Lightning's handler of SLURM's signal, which has this name."""
+
+    class Signalled(Module):
+        def training_step(self, batch: Tensor, index: int) -> Tensor:
+            def _slurm_sigusr_handler_fn() -> None:
+                self.trainer.save_checkpoint(FOLDER / "signal.ckpt")
+
+            if index == 3:
+                _slurm_sigusr_handler_fn()
+            return super().training_step(batch, index)
+
+    fit(GradsyncStrategy(plan=lossy()), Signalled(), max_epochs=1)
+    return {"saved": torch.load(FOLDER / "signal.ckpt", weights_only=False)["gradsync"]}
+
+
+class LooksAtStart(Module):
+    settled = False
+
+    def on_train_start(self) -> None:
+        self.settled = self.trainer.strategy.attachment.settled
+
+
+@scenario
+def settled_plan() -> Result:
+    strategy, module = GradsyncStrategy(plan="auto"), LooksAtStart()
+    trainer = trainer_of(strategy, max_epochs=12)
+    trainer.fit(module, loader())
+    trainer.save_checkpoint(FOLDER / "settled.ckpt")
+    again = GradsyncStrategy(plan="auto")
+    resumed = fit(again, LooksAtStart(), ckpt_path=FOLDER / "settled.ckpt", max_epochs=13)
+    same = again.attachment.explain() == strategy.attachment.explain()
+    return {"settled at once": resumed.settled and not module.settled, "same plan": same}
+
+
+@scenario
 def fit_twice() -> Result:
     """Fits, evaluates in all ways, and fits again with the same strategy and Trainer."""
     module, strategy = Module(), GradsyncStrategy()
@@ -352,6 +389,11 @@ class AttachesItself(Module):
             gradsync.attach(self.trainer.strategy.model)
 
 
+class Sharded(Module):
+    def configure_model(self) -> None:
+        fully_shard(self.net)
+
+
 @scenario
 def bad_input() -> Result:
 
@@ -391,6 +433,7 @@ def bad_input() -> Result:
         "no fit": said(lambda: GradsyncStrategy().attachment),
         "another rank": said(other_world),
         "lacks a rank": said(lacks_a_rank),
+        "sharded model": said(lambda: fit(GradsyncStrategy(), Sharded())),
         "fabric setup": said(lambda: fabric_of(GradsyncFabricStrategy(plan=AveragingPlanner())).setup(network())),
         "fabric wrapper": said(lambda: gradsync.attach(fabric_of(FabricDDPStrategy()).setup(network()))),
         "fabric key": said(lambda: fabric_of(GradsyncFabricStrategy()).save(FOLDER / "key.ckpt", {"gradsync": 1})),
@@ -448,7 +491,8 @@ def fabric_resume() -> Result:
 
 
 def main() -> None:
-    for name in sys.argv[2:]:
+    of_two_ranks = [name for name in SCENARIOS if name != "other_number_of_ranks"]
+    for name in sys.argv[2:] or of_two_ranks:
         result = SCENARIOS[name]()
         if dist.get_rank() == 0:
             print(name, json.dumps(result), flush=True)

@@ -20,8 +20,8 @@ class GradsyncStrategy(TrainerPart, DDPStrategy):
 
     Args:
         plan, exclude, verify_every, verify_tolerance, communicator: as in `gradsync.attach`.
-        timeout: a timedelta after which a rank that waits for the others raises, in gradsync and in the process group;
-            None: the default of each.
+        timeout: seconds (or a timedelta) after which a rank that waits for the others raises, in gradsync and in the
+            process group; None: the default of each.
         kwargs: other arguments of Lightning's DDPStrategy and of DistributedDataParallel, such as
             `find_unused_parameters`.
 

@@ -52,12 +52,16 @@ NOT_ATTACHED = (
     "on_fit_start() of module and callbacks; validate(), test() and predict() make none"
 )
 ATTACHED = (
-    "gradsync is attached to the model already, and {strategy} attaches to it by itself: leave out gradsync.attach() in "
-    "the module and in callbacks; the attachment is trainer.strategy.attachment, from on_fit_start() on"
+    "gradsync is attached to the model already, and {strategy} attaches to it by itself: leave out gradsync.attach() "
+    "in the module and in callbacks; the attachment is trainer.strategy.attachment, from on_fit_start() on"
 )
 NO_STATE = (
     "the checkpoint has no state of gradsync (%s): weights and optimisers go on, while residuals, momenta of "
     "compressors and the settled plan begin anew"
+)
+NOT_TAKEN = (
+    "the checkpoint has state of gradsync for %s, which was not loaded, as no model under this name was set up: call "
+    "fabric.setup() first, and name models as fabric.save() did"
 )
 ONE_OPTIMIZER = (
     "this plan averages parameters after the steps of one optimiser, got {number}: let configure_optimizers() return "
@@ -91,7 +95,7 @@ class _Part(_Base):
         *,
         plan: PlanArgument = None,
         exclude: Sequence[str] = (),
-        timeout: timedelta | None = None,
+        timeout: timedelta | float | None = None,
         verify_every: int = VERIFY_EVERY,
         verify_tolerance: float | None = None,
         communicator: Literal["own", "shared"] = "own",
@@ -108,7 +112,8 @@ class _Part(_Base):
         self._settings: dict[str, Any] = {"plan": plan, "exclude": exclude, "communicator": communicator}
         self._settings |= {"verify_every": verify_every, "verify_tolerance": verify_tolerance}
         if timeout is not None:
-            self._settings["timeout"] = kwargs["timeout"] = timeout
+            self._settings["timeout"] = timeout
+            kwargs["timeout"] = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         super().__init__(**kwargs)
         check_version(self.package)
         self._untold: list[ref[Attachment]] = []  # whose plans have not been logged, as they have not settled
@@ -150,7 +155,7 @@ class _Part(_Base):
 
 
 class TrainerPart(_Part):
-    """What `GradsyncStrategy` has beyond the Trainer's DDPStrategy."""
+    """The part of `GradsyncStrategy` that replaces methods of the Trainer's DDPStrategy."""
 
     _attachment: Attachment | None = None
     _kept: dict[str, Any] | None = None  # this rank's state when training ended, for checkpoints after it
@@ -205,14 +210,15 @@ class TrainerPart(_Part):
 
     # Steps.
 
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        """Lets a manual backward inside `no_sync` accumulate: the forward around the training step began before it."""
-        if isinstance(self.model, DistributedDataParallel) and not self.model.require_backward_grad_sync:
+    def pre_backward(self, closure_loss: object) -> None:
+        """Lets a manual backward inside `no_sync` accumulate; the forward around the training step began before it."""
+        is_manual = self._is_attached and not self.lightning_module.automatic_optimization
+        if is_manual and not self.model.require_backward_grad_sync:
             with self.attachment.no_sync():  # its end forgets that a forward awaits a synchronised backward
                 pass
 
-    def post_backward(self, closure_loss: Tensor) -> None:
-        """Does nothing: Lightning's own asks for DDP's Reducer in manual optimisation with a static graph."""
+    def post_backward(self, closure_loss: object) -> None:
+        """Does nothing: Lightning's own method asks for DDP's Reducer with a static graph."""
 
     def on_exception(self, exception: BaseException) -> None:
         """Does nothing: Lightning's own adds advice on its other strategies to the error of unused parameters."""
@@ -278,7 +284,7 @@ class TrainerPart(_Part):
 
 
 class FabricPart(_Part):
-    """What `GradsyncFabricStrategy` has beyond Fabric's DDPStrategy."""
+    """The part of `GradsyncFabricStrategy` that replaces methods of Fabric's DDPStrategy."""
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         """Wraps a model in `gradsync.DistributedDataParallel`."""
@@ -314,12 +320,14 @@ class FabricPart(_Part):
             return remainder
         saved = remainder.pop(KEY, {})
         for name, attachment in _attached(state).items():
-            load(attachment, saved.get(name))
+            load(attachment, saved.pop(name, None))
+        if saved and self.is_global_zero:
+            logger.warning(NOT_TAKEN, ", ".join(map(repr, saved)))
         return remainder
 
 
 class CallbackPart(_Base):
-    """What `GradsyncCallback` does on the Trainer's events."""
+    """The part of `GradsyncCallback` that handles the Trainer's events."""
 
     _telling: Telling | None = None
 
@@ -353,7 +361,7 @@ class CallbackPart(_Base):
 
 def load(attachment: Attachment, saved: Mapping[str, Any] | None) -> None:
     """Loads the state of gradsync from a checkpoint, on all ranks; warns on rank 0 if it has none."""
-    why = "it was written without gradsync" if saved is None else saved.get(MISSING)
+    why = "it was written without gradsync, or names the model otherwise" if saved is None else saved.get(MISSING)
     if saved is not None and why is None:
         attachment.checkpoint().load_state_dict(saved)
     elif attachment.rank == 0:

@@ -10,16 +10,16 @@ from .lightning_parts import CallbackPart, FabricPart, TrainerPart
 
 
 class GradsyncStrategy(TrainerPart, DDPStrategy):
-    """As `gradsync.integrations.lightning.GradsyncStrategy`."""
+    """The strategy `gradsync.integrations.lightning.GradsyncStrategy` for this package."""
 
     package = "pytorch-lightning"
 
 
 class GradsyncFabricStrategy(FabricPart, FabricDDPStrategy):
-    """As `gradsync.integrations.lightning.GradsyncFabricStrategy`."""
+    """The strategy `gradsync.integrations.lightning.GradsyncFabricStrategy` for this package."""
 
     package = "pytorch-lightning"
 
 
 class GradsyncCallback(CallbackPart, Callback):
-    """As `gradsync.integrations.lightning.GradsyncCallback`."""
+    """The callback `gradsync.integrations.lightning.GradsyncCallback` for this package."""
