@@ -133,7 +133,7 @@ BAD = {
     "no fit": "RuntimeError: GradsyncStrategy has no attachment yet",
     "another rank": "the part 'rank 1' is that of rank 0",
     "lacks a rank": "ValueError: loading of state: the checkpoint must have the parts of all ranks",
-    "sharded model": "attach",
+    "sharded model": "RuntimeError: FSDP models are not supported",
     "fabric setup": "ValueError: this plan averages parameters after the steps of one optimiser, got 0",
     "fabric wrapper": "RuntimeError: the model contains DistributedDataParallel at '_forward_module'",
     "fabric key": "ValueError: the key 'gradsync' of a checkpoint",
@@ -172,6 +172,11 @@ def test_the_example_equals_ddp_by_the_diff_in_the_docs(tmp_path: Path) -> None:
     exact_loss, lossy_loss = (float(re.findall(r"loss ([0-9.]+)", line)[0]) for line in (ours, lossy))
     assert ours != lossy
     assert lossy_loss < exact_loss + 0.05
+
+
+@pytest.mark.skipif(importlib.util.find_spec("pytorch_lightning") is None, reason="needs pytorch-lightning")
+def test_the_other_package_has_the_same_strategy() -> None:
+    assert "ranks agree: True" in launched(2, HERE / "pytorch_lightning_ranks.py")
 
 
 def test_the_example_is_short() -> None:
