@@ -33,6 +33,7 @@ OUTSIDE = {
     "characterization": DATA,
     "tuning": DATA,
     "frontends": DATA,
+    "integrations": {"torch", "lightning", "lightning_fabric", "pytorch_lightning"},
     "diagnosis": TENSORS,
     "cli": {"typer", "rich"},
 }

@@ -10,7 +10,7 @@ from .bucket_run import BucketStatistics
 
 @dataclass(frozen=True)
 class Totals:
-    """What this rank exchanged since `attach`, whatever plans were in force, and how often ranks compared parameters.
+    """The sums of bytes and seconds of one rank since `attach`, over all plans, and the comparisons of parameters.
 
     If parameters are averaged instead of gradients from some step on, or ranks are lost, all counts begin anew.
     """

@@ -26,6 +26,7 @@ from ..frontends.attach import Attachment, attachment_of
 from ..frontends.data_parallel import DistributedDataParallel
 from ..planner import AveragingPlanner
 from ..plans.plan import Plan, What
+from ..state import to_bytes
 from .frameworks import check_version
 from .telling import Telling
 
@@ -158,7 +159,7 @@ class TrainerPart(_Part):
     """The part of `GradsyncStrategy` that replaces methods of the Trainer's DDPStrategy."""
 
     _attachment: Attachment | None = None
-    _kept: dict[str, Any] | None = None  # this rank's state when training ended, for checkpoints after it
+    _kept: bytes | None = None  # this rank's state when training ended, for checkpoints after it
 
     @property
     def attachment(self) -> Attachment:
@@ -240,9 +241,7 @@ class TrainerPart(_Part):
         """Sets parameters to their mean, if the plan averages parameters, and keeps this rank's state for saving."""
         super().on_train_end()
         self._reach_consensus()
-        self._kept = {
-            name: part for name, part in self.attachment.checkpoint().state_dict().items() if part is not None
-        }
+        self._kept = to_bytes(self.attachment.state_dict())
 
     def _reach_consensus(self) -> None:
         if self._is_attached and self.attachment.plan.what is not What.GRADIENT and not self._why_apart():
@@ -265,7 +264,7 @@ class TrainerPart(_Part):
         if self._is_attached:
             return self.attachment.checkpoint(gather=True).state_dict()
         assert self._kept is not None  # as training has ended, and was not interrupted
-        return _gathered(self._kept)
+        return _gathered(self._kept, self.root_device)
 
     def _why_apart(self) -> str:
         """Returns why ranks may be at different places of training, so that none must wait for the others; or ""."""
@@ -374,16 +373,17 @@ def _attached(state: Mapping[str, Any]) -> dict[str, Attachment]:
     return {name: attachment for name, attachment in found.items() if attachment is not None}
 
 
-def _gathered(mine: dict[str, Any]) -> dict[str, Tensor]:
-    """Returns the states that the ranks kept, as `handle.checkpoint(gather=True)` would; {} except on rank 0."""
-    world = dist.get_world_size()
-    parts: list[Any] | None = [None] * world if dist.get_rank() == 0 else None
-    dist.gather_object(mine, parts)
-    return {
-        name: torch.frombuffer(bytearray(part), dtype=torch.uint8)
-        for theirs in parts or ()
-        for name, part in theirs.items()
-    }
+def _gathered(mine: bytes, device: torch.device) -> dict[str, Tensor]:
+    """Returns the states that the ranks kept, as `handle.checkpoint(gather=True)` would. Collective."""
+    part = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
+    size = torch.tensor([part.numel()], device=device)
+    sizes = [torch.empty_like(size) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, size)
+    longest = max(int(each) for each in sizes)
+    padded = torch.cat([part, part.new_zeros(longest - part.numel())])
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded)
+    return {f"rank {rank}": parts[rank][: int(each)].cpu() for rank, each in enumerate(sizes)}
 
 
 def _is_in_signal_handler() -> bool:

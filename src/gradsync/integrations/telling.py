@@ -1,4 +1,4 @@
-"""What an attachment says in a framework's own logs: bytes and times as metrics, and the plan in words."""
+"""An attachment's bytes and times as metrics for a framework's own loggers, and its plan in words."""
 
 from __future__ import annotations
 
