@@ -63,15 +63,25 @@ class JobThread:
         name: the thread's name.
         device: the thread's current device, where it is an accelerator; None: none is set.
         torch_threads: torch's intra-op threads for the jobs; None: torch's own setting.
+        owner: the object with which the thread ends, also where that was never made in full, as after Ctrl-C.
     """
 
-    def __init__(self, name: str, device: torch.device | None = None, *, torch_threads: int | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        device: torch.device | None = None,
+        *,
+        torch_threads: int | None = None,
+        owner: object | None = None,
+    ) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.device = device
         self._stopped = False
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
-        self._thread.start()
+        if owner is not None:
+            weakref.finalize(owner, self.stop).atexit = False
         _running.add(self)
+        self._thread.start()
         if torch_threads is not None:
             self._set_torch_threads(torch_threads)
 
@@ -89,7 +99,8 @@ class JobThread:
         """Stops the thread after its queued jobs; returns after `patience_s` even if one hangs and runs on."""
         self._stopped = True
         self._jobs.put(None)
-        if self._thread is not threading.current_thread():  # garbage may be collected on any thread
+        has_started = self._thread.ident is not None
+        if has_started and self._thread is not threading.current_thread():  # garbage may be collected on any thread
             self._thread.join(patience_s)
         if not self._thread.is_alive():
             _running.discard(self)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -112,9 +111,7 @@ class Engine:
         self._guard = ParameterGuard(self.parameters, verification, self.call, timeout_s=timeout_s)
         self._adopt(self._controller.plan)
         self._announce()
-        # Last: nobody would stop the thread of an engine that could not be made.
-        self._thread = CallingThread() if group.on_calling_thread else JobThread("gradsync", self.device)
-        weakref.finalize(self, self._thread.stop).atexit = False  # of one that nobody got, as after Ctrl-C
+        self._thread = CallingThread() if group.on_calling_thread else JobThread("gradsync", self.device, owner=self)
 
     def follow_loss_scale(self, scaler: torch.amp.GradScaler) -> None:
         """Lets residuals, which are sums of gradients, follow the scale of this scaler."""
@@ -822,8 +819,7 @@ class Engine:
             for bucket in plan.buckets
         )
         if self._other_core is None and runs.offload:
-            self._other_core = JobThread("gradsync offload", self.device, torch_threads=1)
-            weakref.finalize(self, self._other_core.stop).atexit = False
+            self._other_core = JobThread("gradsync offload", self.device, torch_threads=1, owner=self)
         return runs
 
     def _announce(self) -> None:
