@@ -1,0 +1,149 @@
+"""Ray Train with gradsync on a real cluster of two workers: parameters as with DDP, checkpoints, clear errors."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+PAGE = ROOT / "docs" / "ray.md"
+EXAMPLE = ROOT / "examples" / "frameworks" / "ray_train.py"
+NOISE = 0.009  # range of the held-out loss over 5 seeds (0.031 to 0.040), two ranks with whole gradients
+LIMIT_S = 300
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray: make integrations"),
+    pytest.mark.timeout(2 * LIMIT_S),
+]
+
+
+def run(script: Path, *arguments: str) -> str:
+    """Returns what a script printed. Ray starts its workers; its files (also a token, in HOME) go when they have ended.
+
+    The folder is not pytest's: its name would be too long for Ray's sockets.
+    """
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        env = {**os.environ, "HOME": folder, "RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"}
+        env |= {"RAY_AUTH_MODE": "token", "GLOO_SOCKET_IFNAME": "lo"}
+        command = [sys.executable, str(script), *arguments]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    """Returns what each scenario found; all run on one cluster, as starting it takes most of the time."""
+    line = next(line for line in run(HERE / "ray_workers.py").splitlines() if line.startswith("FOUND "))
+    result: dict[str, Any] = json.loads(line.removeprefix("FOUND "))
+    return result
+
+
+def test_parameters_are_those_of_rays_ddp(found: dict[str, Any]) -> None:
+    assert found["equal"]["difference"] == 0
+    assert found["equal"]["with arguments"] == 0
+    assert found["equal"]["apart"] == 0
+    assert found["equal"]["moved"] > 0.01, "training changes parameters"
+    assert found["equal"]["steps"] == 8, "two batches each are exchanged once"
+
+
+def test_a_job_that_failed_goes_on_bit_by_bit(found: dict[str, Any]) -> None:
+    assert 0 < found["failed"]["first"] <= 4, "the first attempt failed at 4"
+    assert found["failed"]["after"] == found["without resuming"]["whole"]
+    assert found["without resuming"]["lost"] > 1e-4, "residuals matter here"
+
+
+def test_folders_of_ranks_are_merged_where_only_rank_0_reports_one(found: dict[str, Any]) -> None:
+    states = [f"gradsync-rank-{rank}-of-2.safetensors" for rank in range(2)]
+    assert found["failed"]["files"] == [*states, "training.pt"]
+    assert found["asynchronous"] == [[*states, "of-rank-0"], [*states, "of-rank-0", "of-rank-1"]]
+
+
+def test_fewer_workers_go_on(found: dict[str, Any]) -> None:
+    assert found["fewer"]["ranks"] == 1
+    assert found["fewer"]["first"] == 8
+
+
+def test_metrics_of_gradsync_are_reported(found: dict[str, Any]) -> None:
+    metrics = found["failed"]["metrics"]
+    assert metrics["step"] == 8
+    assert 0 < metrics["gradsync/sent_mb"] < 0.01
+    assert {"gradsync/exposed_ms", "gradsync/plan_changes", "gradsync/comparisons"} <= metrics.keys()
+
+
+def test_the_plan_is_logged_once(found: dict[str, Any]) -> None:
+    assert found["failed"]["log"].count("the plan has settled:") == 1
+
+
+BAD = {
+    "fsdp": "ValueError: parallel_strategy must be 'ddp', got 'fsdp': for a model in shards call ray.train.torch.prep",
+    "none": "ValueError: parallel_strategy must be 'ddp', got None: to attach yourself, call ray.train.torch.prepare",
+    "twice": "ValueError: the model is in gradsync's DistributedDataParallel already",
+    "by ray": "ValueError: the model is in torch's DistributedDataParallel already",
+    "attached": "RuntimeError: gradsync is attached to this model",
+    "sharded": "RuntimeError: FSDP models are not supported",
+    "torchft": "ValueError: the model is in torchft's DistributedDataParallel already",
+    "inside of torchft": "RuntimeError: torchft's DistributedDataParallel averages the gradients of this model",
+    "no model": "TypeError: the model must be a torch.nn.Module",
+    "other world": "RuntimeError: Ray Train has 4 workers, and the process group 2 ranks",
+    "not attached": "ValueError: gradsync is not attached to the model that report() got",
+    "elsewhere": "ValueError: report() writes this rank's state of gradsync to the checkpoint's folder",
+    "no upload": "ValueError: with CheckpointUploadMode.NO_UPLOAD all ranks report the folder",
+    "no state": "MissingStateError: ",
+    "another rank": "ValueError: the part 'rank ",
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_raises_on_both_workers(found: dict[str, Any], name: str) -> None:
+    for said in found["bad input"][name]:
+        assert BAD[name] in said
+
+
+def test_a_checkpoint_of_another_rank_than_0_only_is_refused(found: dict[str, Any]) -> None:
+    nothing, said = found["bad input"]["rank 1 only"]
+    assert nothing == "no error", "rank 0 reports no checkpoint; Ray ends it with rank 1"
+    assert said.startswith("ValueError: rank 1 reports a checkpoint, and rank 0 does not")
+
+
+def test_local_mode_without_a_process_group_is_refused(found: dict[str, Any]) -> None:
+    assert found["local"].startswith("RuntimeError: Ray Train's local mode (num_workers=0) has no process group")
+
+
+def without_gradsync(example: str) -> str:
+    """Returns the example as it is without gradsync, by the first diff in the docs, backwards."""
+    diff = re.search(r"```diff\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert diff, "the page shows the lines to change"
+    assert len(re.findall(r"^\+", diff[1], re.MULTILINE)) <= 3
+    for hunk in re.split(r"^ .*\n", diff[1], flags=re.MULTILINE):
+        lines = hunk.splitlines()
+        added = "".join(f"{line[1:]}\n" for line in lines if line.startswith("+"))
+        removed = "".join(f"{line[1:]}\n" for line in lines if line.startswith("-"))
+        assert example.count(added) == 1, f"the example has the page's lines {added!r}"
+        example = example.replace(added, removed)
+    return example
+
+
+def test_the_example_equals_ddp_by_the_diff_in_the_docs(tmp_path: Path) -> None:
+    theirs = tmp_path / "with_ddp.py"
+    theirs.write_text(without_gradsync(EXAMPLE.read_text(encoding="utf-8")), encoding="utf-8")
+    exact, ddp = (run(script, "exact").splitlines()[-1] for script in (EXAMPLE, theirs))
+    assert exact == ddp
+    lossy = run(EXAMPLE).splitlines()[-1]
+    assert lossy != exact
+    exact_loss, lossy_loss = (float(re.findall(r"loss ([0-9.]+)", line)[0]) for line in (exact, lossy))
+    assert lossy_loss < exact_loss + NOISE
+
+
+def test_the_example_is_short() -> None:
+    assert len(EXAMPLE.read_text(encoding="utf-8").splitlines()) <= 80
