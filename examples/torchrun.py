@@ -39,7 +39,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
     complete = sorted(folders[0].glob("epoch-*/training.pt")) if folders else []
     if complete:
-        saved = torch.load(complete[-1], map_location=device)
+        saved = torch.load(complete[-1], map_location=device, weights_only=True)
         network.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         model.attachment.checkpoint().load(complete[-1].parent)

@@ -33,7 +33,7 @@ OUTSIDE = {
     "characterization": DATA,
     "tuning": DATA,
     "frontends": DATA,
-    "integrations": {"torch", "lightning", "lightning_fabric", "pytorch_lightning"},
+    "integrations": {"torch", "lightning", "lightning_fabric", "pytorch_lightning", "pyarrow", "ray", "torchrec"},
     "diagnosis": TENSORS,
     "cli": {"typer", "rich"},
 }

@@ -33,7 +33,7 @@ def train(config: dict[str, Any]) -> str:
     rank, first = ray.train.get_context().get_world_rank(), 0
     if checkpoint := ray.train.get_checkpoint():
         with checkpoint.as_directory() as folder:
-            saved = torch.load(f"{folder}/training.pt")
+            saved = torch.load(f"{folder}/training.pt", weights_only=True)
             network.load_state_dict(saved["model"])
             optimizer.load_state_dict(saved["optimizer"])
             model.attachment.checkpoint().load(folder)
