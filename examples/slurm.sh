@@ -20,6 +20,7 @@ port=$((10000 + SLURM_JOB_ID % 20000)) # below the ports that systems give out, 
 
 export OMP_NUM_THREADS=$((cpus > ranks ? cpus / ranks : 1)) # per rank
 export SRUN_CPUS_PER_TASK=$cpus                             # srun does not take it over from sbatch
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1                 # else ranks that start again find addresses of before
 
 exec srun --kill-on-bad-exit=1 torchrun \
     --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="$ranks" --max-restarts=3 \
