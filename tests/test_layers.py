@@ -16,6 +16,7 @@ TENSORS = {"torch", "numpy", "jaxtyping"}
 SETTINGS = TENSORS | {"annotated_types"}  # bounds in annotations, of which pydantic, loaded late, makes validators
 DATA = TENSORS | {"pydantic"}
 # Third-party libraries that a room may load when it is imported; import-linter cannot tell imports inside functions.
+FRAMEWORKS = {"accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "ray", "torchrec"}  # an adapter's own
 OUTSIDE = {
     "devices": {"torch"},
     "inputs": {"annotated_types"},
@@ -33,7 +34,7 @@ OUTSIDE = {
     "characterization": DATA,
     "tuning": DATA,
     "frontends": DATA,
-    "integrations": {"torch", "lightning", "lightning_fabric", "pytorch_lightning", "pyarrow", "ray", "torchrec"},
+    "integrations": {"torch", "pyarrow", *FRAMEWORKS},
     "diagnosis": TENSORS,
     "cli": {"typer", "rich"},
 }

@@ -1,0 +1,150 @@
+"""Hugging Face Accelerate: one line before `prepare()` makes gradsync exchange the gradients of the models it wraps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+from accelerate import Accelerator, DistributedType
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
+from torch.nn.parallel import DistributedDataParallel
+
+from ..engine.guard import VERIFY_EVERY
+from ..engine.plan_control import Planner
+from ..frontends.attach import Attachment, attach, attachment_of
+from ..plans.plan import Plan
+from .frameworks import check_version
+
+logger = logging.getLogger(__name__)
+
+NO_ACCELERATOR = "expected an accelerate.Accelerator, got {found}: gradsync.integrations.accelerate.use(accelerator)"
+PREPARED = (
+    "accelerator.prepare() has wrapped {number} model(s) already, in plain DDP: call "
+    "gradsync.integrations.accelerate.use(accelerator) before prepare()"
+)
+TWICE = "use() was called for this accelerator already: call it once, before prepare()"
+OTHER_HOOK = (
+    "DistributedDataParallelKwargs has comm_hook={hook!r}, and DDP takes one hook: leave comm_hook out, and say by "
+    "plan= what gradsync sends, such as plan=CompressingPlanner(...)"
+)
+SHARDED = (
+    "the accelerator's distributed_type is {kind}, where each rank does not have the whole model: expected plain data "
+    "parallel (accelerate launch --multi_gpu, or --cpu). Use {kind} without gradsync"
+)
+ALONE = "there is one process, so gradsync synchronises nothing: start the script by accelerate launch or torchrun"
+NO_FOLDER = (
+    "the checkpoint %s has no state of gradsync for model %d: residuals, momenta of compressors and the settled plan "
+    "begin anew"
+)
+WHOLE_MODEL = (
+    DistributedType.MULTI_CPU,
+    DistributedType.MULTI_GPU,
+    DistributedType.MULTI_HPU,
+    DistributedType.MULTI_MLU,
+    DistributedType.MULTI_MUSA,
+    DistributedType.MULTI_NPU,
+    DistributedType.MULTI_SDAA,
+    DistributedType.MULTI_XPU,
+)
+
+
+class GradsyncKwargs(DistributedDataParallelKwargs):
+    """Accelerate's arguments of DDP, and gradsync as DDP's communication hook; `use` makes one.
+
+    Args:
+        ddp: the arguments of DDP that the accelerator had.
+        settings: arguments of `gradsync.attach`.
+    """
+
+    def __init__(self, ddp: DistributedDataParallelKwargs | None = None, **settings: Any) -> None:
+        super().__init__(**vars(ddp or DistributedDataParallelKwargs()))
+        self._settings = settings
+
+    def to_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Returns DDP's arguments alone."""
+        return {name: value for name, value in super().to_dict(*args, **kwargs).items() if name != "_settings"}
+
+    def register_comm_hook(self, model: DistributedDataParallel) -> None:
+        """Attaches gradsync to a model that Accelerate has just wrapped, on all ranks."""
+        attach(model, **self._settings)
+
+
+def use(
+    accelerator: Accelerator,
+    *,
+    plan: Plan | Planner | Literal["auto"] | None = None,
+    exclude: Sequence[str] = (),
+    timeout: timedelta | float | None = None,
+    verify_every: int = VERIFY_EVERY,
+    verify_tolerance: float | None = None,
+    communicator: Literal["own", "shared"] = "own",
+) -> None:
+    """Makes gradsync exchange the gradients of the models that `accelerator.prepare()` is going to wrap.
+
+    `accumulate()`, `clip_grad_norm_()`, `save_state()` and `load_state()` work as before; the latter two also save and
+    load every rank's state of gradsync. `gradsync.attachment_of(model)` returns a prepared model's attachment.
+
+    Args:
+        accelerator: one that has prepared no model yet. Arguments of DDP that it was given are kept.
+        plan, exclude, timeout, verify_every, verify_tolerance, communicator: as in `gradsync.attach`.
+
+    Raises:
+        TypeError: for anything else than an Accelerator.
+        ValueError: for a job that shards the model, and where DDP has another communication hook.
+        RuntimeError: after `prepare()`, and for a second call.
+
+    Example:
+        >>> gradsync.integrations.accelerate.use(accelerator)        # doctest: +SKIP
+        >>> model, optimizer = accelerator.prepare(model, optimizer)  # doctest: +SKIP
+    """
+    check_version("accelerate")
+    if not isinstance(accelerator, Accelerator):
+        raise TypeError(NO_ACCELERATOR.format(found=type(accelerator).__name__))
+    ddp = accelerator.ddp_handler
+    if isinstance(ddp, GradsyncKwargs):
+        raise RuntimeError(TWICE)
+    if accelerator._models:
+        raise RuntimeError(PREPARED.format(number=len(accelerator._models)))
+    kind = accelerator.distributed_type
+    if kind == DistributedType.NO:
+        logger.warning(ALONE)
+        return
+    if kind not in WHOLE_MODEL:
+        raise ValueError(SHARDED.format(kind=kind.value))
+    if ddp is not None and ddp.comm_hook != DDPCommunicationHookType.NO:
+        raise ValueError(OTHER_HOOK.format(hook=str(ddp.comm_hook)))
+    settings: dict[str, Any] = {"plan": plan, "exclude": exclude, "communicator": communicator}
+    settings |= {"verify_every": verify_every, "verify_tolerance": verify_tolerance, "grad_scaler": accelerator.scaler}
+    if timeout is not None:
+        settings["timeout"] = timeout
+    accelerator.ddp_handler = GradsyncKwargs(ddp, **settings)
+    accelerator.register_save_state_pre_hook(_save)
+    accelerator.register_load_state_pre_hook(_load)
+
+
+def _save(models: list[Any], weights: list[Any], folder: str) -> None:
+    """Writes this rank's state of gradsync for each model; Accelerate calls it on all ranks."""
+    for number, handle in _attached(models):
+        handle.checkpoint().save(_folder(folder, number))
+
+
+def _load(models: list[Any], folder: str) -> None:
+    """Loads this rank's state of gradsync for each model; Accelerate calls it on all ranks."""
+    for number, handle in _attached(models):
+        place = _folder(folder, number)
+        if place.is_dir():
+            handle.checkpoint().load(place)
+        elif handle.rank == 0:
+            logger.warning(NO_FOLDER, folder, number)
+
+
+def _attached(models: list[Any]) -> list[tuple[int, Attachment]]:
+    handles = [(number, attachment_of(model)) for number, model in enumerate(models)]
+    return [(number, handle) for number, handle in handles if handle is not None]
+
+
+def _folder(folder: str, number: int) -> Path:
+    return Path(folder) / ("gradsync" if number == 0 else f"gradsync_{number}")
