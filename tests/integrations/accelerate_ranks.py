@@ -7,7 +7,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,8 @@ LOSSY = CompressingPlanner(ErrorFeedback(TopK(0.05)), exact=("*.bias",), matrice
 class Job:
     """A small classifier under Accelerate, with accumulation over 2 batches and clipping."""
 
+    handles: ClassVar[list[gradsync.Attachment]] = []
+
     def __init__(self, plan: Any = None, *, with_gradsync: bool = True, **ddp: Any) -> None:
         torch.manual_seed(0)
         handlers = [DistributedDataParallelKwargs(**ddp)] if ddp else None
@@ -38,6 +40,8 @@ class Job:
         x = torch.randn(256, 20, generator=torch.Generator().manual_seed(1))
         loader = DataLoader(TensorDataset(x, x.argmax(1) % 5), batch_size=8)
         self.model, self.optimizer, self.loader = self.accelerator.prepare(network, optimizer, loader)
+        self.handle = gradsync.attachment_of(self.model)
+        self.handles += [self.handle] if self.handle is not None else []
 
     def train(self, first: int = 0, last: int = 16) -> Tensor:
         """Trains on batches [first, last), and returns the parameters."""
@@ -133,6 +137,8 @@ def main() -> None:
     dist.all_gather_object(gathered, result)
     if dist.get_rank() == 0:
         print("FOUND", json.dumps(gathered))
+    for handle in Job.handles:
+        handle.detach()
     dist.destroy_process_group()
 
 
