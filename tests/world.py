@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -135,8 +136,7 @@ class World:
         context.set_forkserver_preload(PRELOADED)
         port = 0
         if not self.store_on_rank_0:
-            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            port = self._store.port
+            self._store, port = _store_server()
         for rank in range(self.size):
             mine, theirs = context.Pipe()
             trace = Path(self._folder.name) / f"rank{rank}.trace"
@@ -173,8 +173,8 @@ def _rank_main(rank: int, connection: Connection, port: int, trace: str, folder:
         if port:
             store = dist.TCPStore("127.0.0.1", port, is_master=False)
         else:
-            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            connection.send(store.port)
+            store, port = _store_server()
+            connection.send(port)
         while True:
             try:
                 module, name, arguments, join, size = pickle.loads(connection.recv_bytes())
@@ -184,6 +184,21 @@ def _rank_main(rank: int, connection: Connection, port: int, trace: str, folder:
                 _join_group(store, join, rank, size)
             if rank < size:
                 connection.send_bytes(_call(module, name, arguments))
+
+
+def _store_server() -> tuple[dist.TCPStore, int]:
+    """Returns a new store that listens here, and its port.
+
+    A store asks for the name of each client's address before it serves the next one. It listens on IPv4 alone, whose
+    loopback is in the file of hosts: on IPv6 it would ask a name server, for whose silence it waits 5 s.
+    """
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    # The store closes the listener.
+    return (
+        dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()),
+        port,
+    )
 
 
 def _join_group(store: dist.Store, prefix: str, rank: int, size: int) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable
 
 import pytest
 
 from gradsync.comm import roll_call
 from gradsync.comm.roll_call import CALL_S, LOOK_S, RollCall
+from gradsync.comm.store import ANSWER_S
 
 ANSWER = b"{}".hex()
 
@@ -34,16 +37,28 @@ def test_the_longest_stand_of_late_counts_if_the_others_cannot_have_waited(monke
 
 
 class StoreOf:
-    """Stands for the connection to a store in which rank 0's answer stands from `answers_s` on by the `clock`."""
+    """Stands for the connection to a store in which rank 0's answer stands from `answers_s` on by the `clock`.
 
-    def __init__(self, clock: list[float], answers_s: float) -> None:
-        self.clock, self.answers_s = clock, answers_s
+    It takes a call, and is silent from `silent_s` on: each question then waits for a second.
+    """
 
-    def ask(self, question: object, *, urgent: bool) -> bool:
-        return urgent
+    def __init__(self, clock: list[float], answers_s: float, silent_s: float = math.inf) -> None:
+        self.clock, self.answers_s, self.silent_s = clock, answers_s, silent_s
 
-    def read(self, key: str) -> str:
-        return f"1:{ANSWER} " + (f"0:{ANSWER} " if self.clock[0] >= self.answers_s else "")
+    def ask(self, question: object, *, urgent: bool = False) -> bool | str | None:
+        if self.clock[0] >= self.silent_s:
+            self.clock[0] += ANSWER_S
+            return None
+        return urgent or f"1:{ANSWER} " + (f"0:{ANSWER} " if self.clock[0] >= self.answers_s else "")
+
+
+def new_call(monkeypatch: pytest.MonkeyPatch, store: StoreOf, sleep: Callable[[float], None]) -> RollCall:
+    monkeypatch.setattr(time, "monotonic", lambda: store.clock[0])
+    monkeypatch.setattr(time, "sleep", sleep)
+    call = RollCall.__new__(RollCall)
+    call._state, call._name, call.silent = roll_call._State(), "name", frozenset()
+    call._store = store  # type: ignore[assignment]
+    return call
 
 
 @pytest.mark.parametrize(
@@ -59,11 +74,20 @@ def test_time_in_which_the_whole_machine_stands_still_is_no_silence(
     def sleep(seconds: float) -> None:
         clock[0] += seconds + (stands_still_s if clock[0] == 0.0 else 0.0)
 
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(time, "sleep", sleep)
-    call = RollCall.__new__(RollCall)
-    call._state, call._name, call.silent = roll_call._State(), "name", frozenset()
-    call._store = StoreOf(clock, stands_still_s + late_s)  # type: ignore[assignment]
+    call = new_call(monkeypatch, StoreOf(clock, stands_still_s + late_s), sleep)
     assert call.answers([0, 1]).keys() == answered
     assert call.silent == {0, 1} - answered
     assert clock[0] <= stands_still_s + CALL_S + LOOK_S, "and a lost rank is not waited for any longer"
+
+
+@pytest.mark.parametrize(("silent_s", "lost"), [(0.0, None), (0.5, None), (1.5, {0})])
+def test_no_rank_is_taken_for_lost_because_the_store_was_silent(
+    monkeypatch: pytest.MonkeyPatch, silent_s: float, lost: set[int] | None
+) -> None:
+    """The store asks for the name of each new client's address, and serves nobody until a name server answers."""
+    clock = [0.0]
+    call = new_call(
+        monkeypatch, StoreOf(clock, 60.0, silent_s), lambda seconds: clock.__setitem__(0, clock[0] + seconds)
+    )
+    assert call.answers([0, 1]).keys() == (set() if lost is None else {1})
+    assert call.silent == (lost or set())

@@ -6,6 +6,7 @@ import json
 import re
 import socket
 import subprocess
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -34,6 +35,7 @@ def plain_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine whose name has an address, without settings, and a torch for the CPU."""
     monkeypatch.setattr(socket, "gethostname", lambda: "box")
     names_have("10.0.0.7", monkeypatch)
+    monkeypatch.setattr(socket, "getnameinfo", lambda address, flags: ("box", "1"))
     monkeypatch.setattr(examination, "accelerators", lambda: [])
     monkeypatch.setattr(examination, "built_for", lambda: "")
     for setting in examination.INTERFACES:
@@ -186,6 +188,22 @@ def test_addresses_that_other_nodes_cannot_reach_are_noted(monkeypatch: pytest.M
     assert finding("address").verdict == "note"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     assert finding("address").verdict == "ok"
+
+
+def test_a_slow_name_server_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store of ranks serves nobody while it asks for the name of a rank that connects."""
+    asked, clock = [], [0.0]
+
+    def name(address: tuple[str, int, int, int], flags: int) -> tuple[str, str]:
+        asked.append(address[0])
+        clock[0] += 5.0 if "10.0.0.7" in address[0] else 0.001
+        raise socket.gaierror("no answer")
+
+    monkeypatch.setattr(socket, "getnameinfo", name)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    found = [each for each in examined(ranks=False).findings if each.about == "names"]
+    assert asked == ["::ffff:10.0.0.7", "::ffff:127.0.0.1"]
+    assert [(each.verdict, "::ffff:10.0.0.7 took 5.0 s" in each.text) for each in found] == [("note", True)]
 
 
 @pytest.mark.parametrize(

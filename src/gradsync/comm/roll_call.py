@@ -16,13 +16,14 @@ from collections.abc import Callable, Sequence
 
 from torch.distributed import distributed_c10d
 
-from .store import ANSWER_S, StoreClient, by_rank, from_json, patience
+from .store import ANSWER_S, StoreClient, by_rank, from_json, patience, value
 from .threads import ended_with
 
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.4  # between two looks of the thread for a call
 CALL_S = 2.0  # of a call: a rank that has not answered by then has died, was stopped, or is blocked
+HEARD_S = 1.0  # of a call: if the store is silent from then on, a rank without an answer may have given one
 LAST_LOOK_S = 0.2  # for the store, when the time of a call is over
 LONG = 0.8  # of the timeout: the others give up on a rank that stands still for so long
 POLL_S = 0.05  # between the first two looks of the caller for answers; later ones are up to LOOK_S apart
@@ -57,19 +58,24 @@ class RollCall:
         """Calls all ranks, and returns the answers of those of `ranks` that answer within `CALL_S`.
 
         Time in which this process stood still, perhaps with its machine and so with others, hardly counts.
-        It is empty if the store does not take the call within `CALL_S`. Else `silent` has those without an answer.
+        It is empty if the store does not take the call within `CALL_S`, or has then been silent for so long that ranks
+        may have answered in vain. Else `silent` has those without an answer.
         """
         number, pause_s, found = self._state.calls, POLL_S, dict[int, Progress]()
-        waited_s, until_s, has_called = 0.0, CALL_S, False
+        waited_s, until_s, heard_s, has_called = 0.0, CALL_S, 0.0, False
         key = _answers(self._name, number)
         while True:
             began_s, look_s = time.monotonic(), min(ANSWER_S, max(until_s - waited_s, LAST_LOOK_S))
             with patience(look_s):
                 if not has_called and self._call(number):
                     until_s, has_called = waited_s + min(time.monotonic() - began_s, look_s) + CALL_S, True
-                answers = by_rank(key, self._store.read(key), _progress)
+                text = self._store.ask(lambda store: value(store, key))
+            heard_s = heard_s if text is None else waited_s
+            answers = by_rank(key, text, _progress)
             found |= {rank: answers[rank] for rank in ranks if rank in answers}
             if len(found) == len(ranks) or waited_s >= until_s:
+                if len(found) < len(ranks) and heard_s < until_s - CALL_S + HEARD_S:
+                    return {}
                 self.silent = frozenset(ranks) - found.keys() if found else self.silent
                 return found
             time.sleep(pause_s)

@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,8 +30,9 @@ PACKAGES = ("gradsync", "gradsync-lab", "torch", "numpy", "triton")
 OF_TORCHRUN = re.compile("RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_.*|MASTER_ADDR|MASTER_PORT|TORCHELASTIC_.*|PET_.*")
 # Environment variables that change how ranks find each other, or how kernels run.
 SETTINGS = re.compile(
-    rf"(GLOO|NCCL|TORCH_(NCCL|GLOO|DISTRIBUTED)|OMP|TRITON)_.*|.*_VISIBLE_DEVICES|{OF_TORCHRUN.pattern}"
+    rf"(GLOO|NCCL|TORCH_(NCCL|GLOO|DISTRIBUTED)|OMP|TRITON)_.*|RES_OPTIONS|.*_VISIBLE_DEVICES|{OF_TORCHRUN.pattern}"
 )
+SLOW_NAME_S = 0.5  # for the name of an address: a name server answers in milliseconds
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 Verdict = Literal["ok", "note", "fault"]
@@ -82,7 +84,7 @@ def examined(*, ranks: bool) -> Report:
         findings.append(Finding("fault", "accelerators", f"they cannot be listed: {type(error).__name__}: {error}"))
     findings += [_accelerator_missing()] if not cards and built_for() else []
     findings += [found for card in cards for found in (_backend_of(card), _kernels_on(card))]
-    findings += [*_interfaces(), _own_address()]
+    findings += [*_interfaces(), _own_address(), *_slow_names()]
     if ranks:
         findings.append(_two_ranks(cards))
     system = f"{platform.system()} {platform.release()}, {platform.machine()}"
@@ -252,6 +254,30 @@ def _own_address() -> Finding:
             "note", about, f"{found} is that of this machine's name, {name}, and no other node can reach it; {advice}"
         )
     return Finding("ok", about, f"{found}, by this machine's name, {name}")
+
+
+def _slow_names() -> list[Finding]:
+    """Returns a note if a name server is slow to say which name an address of this machine has.
+
+    A store of `torch.distributed` asks that for each client that connects, and serves no other one meanwhile. It asks
+    for an IPv4 address in its IPv6 form, which /etc/hosts seldom holds.
+    """
+    addresses = {"127.0.0.1"}
+    with suppress(OSError):
+        addresses |= {str(each[4][0]) for each in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)}
+    found = []
+    for address in sorted(addresses):
+        began_s, asked = time.perf_counter(), f"::ffff:{address}"
+        with suppress(OSError):
+            socket.getnameinfo((asked, 1, 0, 0), 0)
+        if (took_s := time.perf_counter() - began_s) >= SLOW_NAME_S:
+            text = (
+                f"the look-up of the name of {asked} took {took_s:.1f} s: for so long the store of torch.distributed "
+                "here stands still whenever a rank connects, and ranks may seem lost. Give it a name in "
+                f"/etc/hosts ({asked} NAME), or set RES_OPTIONS='timeout:1 attempts:1'"
+            )
+            found.append(Finding("note", "names", text))
+    return found
 
 
 def _two_ranks(cards: list[Accelerator]) -> Finding:

@@ -21,6 +21,7 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not declare it
 
 from ..cluster.keeper import die_with_parent, go_inside
+from ..cluster.store import new_store
 from .cases import Case
 
 MEETING_S = 40.0  # for which a rank waits for the others at the start, and again before it starts again
@@ -96,7 +97,7 @@ def keep_stores(connection: Connection, door: Door) -> None:
     """Hosts two stores until the process is killed, and sends their ports; the entry of a process."""
     _enter(door)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # ranks that die are no news
-    stores = [TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
+    stores = [new_store("0.0.0.0") for _ in range(2)]
     connection.send(tuple(store.port for store in stores))
     while True:
         signal.pause()

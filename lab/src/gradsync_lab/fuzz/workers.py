@@ -16,6 +16,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
+from ..cluster.store import new_store
 from .case import Case
 from .judge import RAISED, problems
 from .trace import Trace
@@ -111,7 +112,7 @@ class Workers:
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         if self._count > 1:
-            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            self._store = new_store()
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         for rank in range(self._count):

@@ -22,6 +22,8 @@ from .settings import Folder, Settings
 SHUTDOWN_S = 5  # after which the agent kills a stopped rank
 SPARE_RESTARTS = 50  # beyond one for each fault
 END_S = 15.0
+# torchrun's store serves no rank while it asks a name server for the name of a rank that connects.
+QUICK_NAMES = {"RES_OPTIONS": "timeout:1 attempts:1"}
 
 
 class Agent:
@@ -63,7 +65,7 @@ def agent(folder: Folder, settings: Settings, *, pace_s: float, links: bool) -> 
                 argv = _argv(folder, settings, pace_s, lab.addresses[-1], MASTER_PORT)
                 yield Agent(lab.spawn(settings.ranks, argv, {"OMP_NUM_THREADS": "1"}, **popen), lab)
             return
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        environment = {**os.environ, **QUICK_NAMES, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         argv = _argv(folder, settings, pace_s, "127.0.0.1", free_port())
         # torchrun ends its ranks at SIGTERM, which it gets also where this process is killed.
         popen["preexec_fn"] = partial(die_with_parent, signal.SIGTERM)  # a system call alone, so threads do no harm
