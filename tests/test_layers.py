@@ -16,7 +16,15 @@ TENSORS = {"torch", "numpy", "jaxtyping"}
 SETTINGS = TENSORS | {"annotated_types"}  # bounds in annotations, of which pydantic, loaded late, makes validators
 DATA = TENSORS | {"pydantic"}
 # Third-party libraries that a room may load when it is imported; import-linter cannot tell imports inside functions.
-FRAMEWORKS = {"accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "ray", "torchrec"}  # an adapter's own
+FRAMEWORKS = {
+    "accelerate",
+    "lightning",
+    "lightning_fabric",
+    "pytorch_lightning",
+    "ray",
+    "torchrec",
+    "transformers",
+}  # an adapter's own
 OUTSIDE = {
     "devices": {"torch"},
     "inputs": {"annotated_types"},

@@ -39,6 +39,10 @@ class Job:
         optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
         x = torch.randn(256, 20, generator=torch.Generator().manual_seed(1))
         loader = DataLoader(TensorDataset(x, x.argmax(1) % 5), batch_size=8)
+        self.prepare(network, optimizer, loader)
+
+    def prepare(self, network: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
+        """Prepares them as scripts do."""
         self.model, self.optimizer, self.loader = self.accelerator.prepare(network, optimizer, loader)
         self.handle = gradsync.attachment_of(self.model)
         self.handles += [self.handle] if self.handle is not None else []
@@ -111,6 +115,20 @@ def resumed() -> dict[str, Any]:
     return {"difference": float((went_on - whole).abs().max()), "apart": apart(went_on), "told": told}
 
 
+def anew() -> dict[str, Any]:
+    """A model is prepared again after `free_memory()`, with another optimiser."""
+    found = []
+    for job in (Job(with_gradsync=False), Job()):
+        job.train()
+        network = job.accelerator.unwrap_model(job.model)
+        optimizer = torch.optim.Adam(network.parameters(), lr=0.01)
+        job.accelerator.free_memory()
+        job.prepare(network, optimizer, job.loader)
+        found.append(job.train())
+    handle = gradsync.attachment_of(job.model)
+    return {"difference": float((found[0] - found[1]).abs().max()), "steps": handle and handle.totals().steps}
+
+
 def refused() -> dict[str, Any]:
     def error_of(function: Callable[[], Any]) -> str:
         try:
@@ -125,6 +143,7 @@ def refused() -> dict[str, Any]:
         "late": error_of(lambda: use(late.accelerator)),
         "twice": error_of(lambda: use(twice.accelerator)),
         "model": error_of(lambda: use(twice.model)),
+        "again": error_of(lambda: twice.prepare(twice.model.module, twice.optimizer, twice.loader)),
         "hook": error_of(lambda: Job(comm_hook=DDPCommunicationHookType.FP16)),
         "inner": error_of(lambda: gradsync.attach(late.model.module)),
     }
@@ -132,7 +151,7 @@ def refused() -> dict[str, Any]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    result = {"equal": equal, "resumed": resumed, "refused": refused}[sys.argv[1]]()
+    result = {"equal": equal, "resumed": resumed, "anew": anew, "refused": refused}[sys.argv[1]]()
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, result)
     if dist.get_rank() == 0:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
+from weakref import WeakSet
 
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
@@ -21,6 +22,10 @@ from .frameworks import check_version
 logger = logging.getLogger(__name__)
 
 NO_ACCELERATOR = "expected an accelerate.Accelerator, got {found}: gradsync.integrations.accelerate.use(accelerator)"
+PARALLEL = (
+    "the accelerator's parallelism_config has {names}, where ranks hold parts of the model or of a sequence: expected "
+    "plain data parallel, so leave parallelism_config out, or use it without gradsync"
+)
 PREPARED = (
     "accelerator.prepare() has wrapped {number} model(s) already, in plain DDP: call "
     "gradsync.integrations.accelerate.use(accelerator) before prepare()"
@@ -55,21 +60,34 @@ class GradsyncKwargs(DistributedDataParallelKwargs):
     """Accelerate's arguments of DDP, and gradsync as DDP's communication hook; `use` makes one.
 
     Args:
-        ddp: the arguments of DDP that the accelerator had.
+        accelerator: the one that wraps models with them; None for DDP's defaults, which Accelerate compares with.
         settings: arguments of `gradsync.attach`.
     """
 
-    def __init__(self, ddp: DistributedDataParallelKwargs | None = None, **settings: Any) -> None:
-        super().__init__(**vars(ddp or DistributedDataParallelKwargs()))
-        self._settings = settings
+    def __init__(self, accelerator: Accelerator | None = None, **settings: Any) -> None:
+        ddp = accelerator.ddp_handler if accelerator is not None else None
+        self._ddp = ddp or DistributedDataParallelKwargs()
+        super().__init__(**vars(self._ddp))
+        self._accelerator, self._settings = accelerator, settings
+        self._wrapped: WeakSet[DistributedDataParallel] = WeakSet()
 
     def to_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Returns DDP's arguments alone."""
-        return {name: value for name, value in super().to_dict(*args, **kwargs).items() if name != "_settings"}
+        arguments: dict[str, Any] = self._ddp.to_dict(*args, **kwargs)
+        return arguments
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
-        """Attaches gradsync to a model that Accelerate has just wrapped, on all ranks."""
+        """Attaches gradsync to a model that Accelerate has just wrapped, on all ranks.
+
+        An earlier wrapper of the model that Accelerate has let go, by `free_memory()`, is detached.
+        """
+        kept = [attachment_of(each) for each in self._accelerator._models] if self._accelerator is not None else []
+        for earlier in list(self._wrapped):
+            handle = attachment_of(earlier)
+            if earlier.module is model.module and handle is not None and handle not in kept:
+                handle.detach()
         attach(model, **self._settings)
+        self._wrapped.add(model)
 
 
 def use(
@@ -114,15 +132,24 @@ def use(
         return
     if kind not in WHOLE_MODEL:
         raise ValueError(SHARDED.format(kind=kind.value))
+    if names := _parallel(accelerator):
+        raise ValueError(PARALLEL.format(names=" and ".join(names)))
     if ddp is not None and ddp.comm_hook != DDPCommunicationHookType.NO:
         raise ValueError(OTHER_HOOK.format(hook=str(ddp.comm_hook)))
     settings: dict[str, Any] = {"plan": plan, "exclude": exclude, "communicator": communicator}
     settings |= {"verify_every": verify_every, "verify_tolerance": verify_tolerance, "grad_scaler": accelerator.scaler}
     if timeout is not None:
         settings["timeout"] = timeout
-    accelerator.ddp_handler = GradsyncKwargs(ddp, **settings)
+    accelerator.ddp_handler = GradsyncKwargs(accelerator, **settings)
     accelerator.register_save_state_pre_hook(_save)
     accelerator.register_load_state_pre_hook(_load)
+
+
+def _parallel(accelerator: Accelerator) -> list[str]:
+    """Returns the kinds of parallelism beside data parallel that the accelerator was configured for."""
+    config = accelerator.parallelism_config
+    kinds = {"tp": "tensor parallel", "cp": "context parallel", "sp": "sequence parallel", "dp_shard": "sharding"}
+    return [words for kind, words in kinds.items() if getattr(config, f"{kind}_enabled", False)]
 
 
 def _save(models: list[Any], weights: list[Any], folder: str) -> None:

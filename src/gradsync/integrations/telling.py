@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from ..engine.totals import Totals
 from ..frontends.attach import Attachment
@@ -49,12 +50,12 @@ class Telling:
             f"{PREFIX}differences": float(now.differences),
         }
 
-    def plan_once(self) -> None:
-        """Logs the plan in words on rank 0, at the first call after it has settled."""
+    def plan_once(self, say: Callable[[str], object] = logger.info) -> None:
+        """Calls `say` with each line of the plan in words on rank 0, at the first call after the plan has settled."""
         if self._has_told_plan or not self._handle.settled:
             return
         self._has_told_plan = True
         if self._handle.rank == 0:
-            logger.info("the plan has settled:")
+            say("gradsync's plan has settled:")
             for line in self._handle.explain():
-                logger.info("  %s", line)
+                say(f"  {line}")

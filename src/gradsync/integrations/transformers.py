@@ -1,0 +1,153 @@
+"""Hugging Face Trainer: one line before `train()` makes gradsync exchange the gradients of the model it wraps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import wraps
+from pathlib import Path
+from typing import Any, Literal
+
+from torch.distributed import is_initialized
+from transformers import Trainer, TrainerCallback
+from transformers.utils import logging
+
+from ..engine.guard import VERIFY_EVERY
+from ..engine.plan_control import Planner
+from ..frontends.attach import Attachment, attachment_of
+from ..plans.plan import Plan
+from . import accelerate
+from .frameworks import check_version
+from .telling import Telling
+
+logger = logging.get_logger(__name__)
+
+FOLDER = "gradsync"  # inside of a checkpoint
+NO_TRAINER = (
+    "expected a transformers.Trainer, got {found}: gradsync.integrations.transformers.use(trainer), before "
+    "trainer.train()"
+)
+TWICE = "use() was called for this Trainer already: call it once, before trainer.train()"
+TRAINED = (
+    "trainer.train() has wrapped the model already: call gradsync.integrations.transformers.use(trainer) before it"
+)
+NOT_WRAPPED = (
+    "the Trainer did not wrap the model in DistributedDataParallel, so gradsync would synchronise nothing: expected "
+    "plain data parallel, where each process has the whole model. Train it without gradsync, or start the script by "
+    "torchrun or accelerate launch without device_map, tp_plan, --fsdp and --deepspeed"
+)
+NO_FOLDER = (
+    "the checkpoint %s has no state of gradsync: residuals, momenta of compressors and the settled plan begin anew"
+)
+
+
+def use(
+    trainer: Trainer,
+    *,
+    plan: Plan | Planner | Literal["auto"] | None = None,
+    exclude: Sequence[str] = (),
+    timeout: timedelta | float | None = None,
+    verify_every: int = VERIFY_EVERY,
+    verify_tolerance: float | None = None,
+    communicator: Literal["own", "shared"] = "own",
+) -> None:
+    """Makes gradsync exchange the gradients of the model that `trainer.train()` is going to wrap in DDP.
+
+    Checkpoints then also hold every rank's state of gradsync, and `trainer.log` gets its bytes and times beside the
+    loss. `gradsync.attachment_of(trainer.model_wrapped)` returns the attachment, during and after `train()`.
+
+    Args:
+        trainer: a `Trainer` or one of a class derived from it, such as `Seq2SeqTrainer`, before `train()`. Arguments
+            of DDP in its `TrainingArguments` are kept.
+        plan, exclude, timeout, verify_every, verify_tolerance, communicator: as in `gradsync.attach`.
+
+    Raises:
+        TypeError: for anything else than a Trainer.
+        ValueError: for a job that shards the model (FSDP, DeepSpeed, tensor parallel).
+        RuntimeError: after `train()`, and for a second call; from `train()`, where the Trainer does not use DDP.
+
+    Example:
+        >>> gradsync.integrations.transformers.use(trainer)  # doctest: +SKIP
+        >>> trainer.train()                                   # doctest: +SKIP
+    """
+    check_version("transformers")
+    if not isinstance(trainer, Trainer):
+        raise TypeError(NO_TRAINER.format(found=type(trainer).__name__))
+    if any(isinstance(each, _Callback) for each in trainer.callback_handler.callbacks):
+        raise RuntimeError(TWICE)
+    if trainer.model_wrapped is not trainer.model:
+        raise RuntimeError(TRAINED)
+    settings: dict[str, Any] = {"plan": plan, "exclude": exclude, "timeout": timeout, "verify_every": verify_every}
+    settings |= {"verify_tolerance": verify_tolerance, "communicator": communicator}
+    trainer.accelerator.free_memory()  # a model that evaluate() prepared before training, as train() does
+    accelerate.use(trainer.accelerator, **settings)
+    callback = _Callback(trainer)
+    trainer.add_callback(callback)
+    # A search for hyperparameters makes an accelerator for each trial.
+    _after(trainer, "create_accelerator_and_postprocess", lambda: accelerate.use(trainer.accelerator, **settings))
+    _after(trainer, "_save_optimizer_and_scheduler", callback.save)
+    _after(trainer, "_load_optimizer_and_scheduler", callback.load)
+    trainer.log = _with_metrics(trainer.log, callback)  # type: ignore[method-assign]
+
+
+class _Callback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed here
+    """Checks that training goes through gradsync, and keeps its state in checkpoints."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._telling: tuple[Attachment, Telling] | None = None
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Raises RuntimeError where there are several processes, and no attachment."""
+        if is_initialized() and self._handle() is None:
+            raise RuntimeError(NOT_WRAPPED)
+
+    def save(self, folder: str) -> None:
+        """Writes this rank's state into the checkpoint at `folder`; the Trainer calls it on all ranks."""
+        if (handle := self._handle()) is not None:
+            handle.checkpoint().save(Path(folder) / FOLDER)
+
+    def load(self, folder: str | None) -> None:
+        """Loads this rank's state from the checkpoint at `folder`; the Trainer calls it on all ranks."""
+        handle = self._handle()
+        if folder is None or handle is None:
+            return
+        if (place := Path(folder) / FOLDER).is_dir():
+            handle.checkpoint().load(place)
+        elif handle.rank == 0:
+            logger.warning(NO_FOLDER, folder)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the metrics of the steps since the last call, and logs the plan once it has settled."""
+        handle = self._handle()
+        if handle is None:
+            return {}
+        if self._telling is None or self._telling[0] is not handle:
+            self._telling = handle, Telling(handle)
+        self._telling[1].plan_once(logger.info)
+        return self._telling[1].metrics()
+
+    def _handle(self) -> Attachment | None:
+        return attachment_of(self._trainer.model_wrapped)
+
+
+def _after(trainer: Trainer, name: str, also: Callable[..., None]) -> None:
+    """Makes `trainer` call `also` after its method `name`, with the same arguments."""
+    method = getattr(trainer, name)
+
+    @wraps(method)
+    def both(*args: Any, **kwargs: Any) -> None:
+        method(*args, **kwargs)
+        also(*args, **kwargs)
+
+    setattr(trainer, name, both)
+
+
+def _with_metrics(log: Callable[..., None], callback: _Callback) -> Callable[..., None]:
+    """Returns `trainer.log` with gradsync's metrics beside the loss in training, for all of the Trainer's loggers."""
+
+    @wraps(log)
+    def both(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        log({**logs, **(callback.metrics() if "loss" in logs else {})}, *args, **kwargs)
+
+    return both
