@@ -121,3 +121,16 @@ class Checkpointed(nn.Module):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=self.reentrant)
         return self.out(x)
+
+
+class Recursive(nn.Module):
+    """Calls itself, so often as it is told, which may differ between the ranks; batch normalisation in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm, self.out = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, depth: int) -> Tensor:
+        x = self.norm(self.layer(x))
+        out: Tensor = self(x, depth - 1) if depth > 1 else self.out(x)
+        return out

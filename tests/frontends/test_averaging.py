@@ -113,7 +113,7 @@ def a_consensus_is_the_mean() -> None:
         train(model, optimizer, step)
     before = everyones(model, handle)
     assert not torch.equal(before[0], before[3])
-    with gradsync.consensus(model):
+    with gradsync.consensus(nn.Sequential(model)):
         now = everyones(model, handle)
         assert all(torch.equal(row, now[0]) for row in now), "the same bits"
         torch.testing.assert_close(now[0], before.mean(dim=0))

@@ -30,7 +30,16 @@ from gradsync.schemes import (
     SparseReduceScatter,
 )
 from gradsync.tensors.bucket import TensorSpec, trainable_parameters
-from tests.frontends.models import Branches, Checkpointed, Convolutions, MixedPrecision, Perceptron, Tables, TiedTable
+from tests.frontends.models import (
+    Branches,
+    Checkpointed,
+    Convolutions,
+    MixedPrecision,
+    Perceptron,
+    Recursive,
+    Tables,
+    TiedTable,
+)
 from tests.frontends.twins import (
     Twin,
     assert_same_gradients,
@@ -118,6 +127,19 @@ def channels_last_and_batch_norm() -> None:
         twin.optimizer.step()
 
     compare_with_ddp(Convolutions, step)
+
+
+def a_model_that_calls_itself() -> None:
+    def step(twin: Twin, number: int) -> None:
+        twin.optimizer.zero_grad()
+        twin.model(rows(), 1 + (number + dist.get_rank()) % 3).square().mean().backward()
+        twin.optimizer.step()
+
+    twins = make_twins(Recursive)
+    follow(twins, step, steps=4)
+    for (name, ours), oracles in zip(twins[1].module.named_buffers(), twins[0].module.buffers(), strict=True):
+        assert torch.equal(ours, oracles), f"{name}: buffers are rank 0's once a step"
+    detach(twins)
 
 
 def evaluation_in_between() -> None:
@@ -481,6 +503,7 @@ CASES = [
     adam,
     gradients_clipped,
     channels_last_and_batch_norm,
+    a_model_that_calls_itself,
     evaluation_in_between,
     losses_of_several_scales,
     micro_batches,

@@ -5,35 +5,22 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+from tests.integrations.launching import EXAMPLES, HERE, ROOT, launched, loss
+
 RANKS = HERE / "lightning_ranks.py"
 PAGE = ROOT / "docs" / "lightning.md"
-EXAMPLE = ROOT / "examples" / "frameworks" / "lightning_trainer.py"
-LIMIT_S = 300
+EXAMPLE = EXAMPLES / "lightning_trainer.py"
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("lightning") is None, reason="needs lightning: make integrations"
 )
 
 Results = dict[str, dict[str, Any]]
-
-
-def launched(ranks: int, script: Path, *arguments: str) -> str:
-    """Returns what the ranks of a script printed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    done = subprocess.run(
-        [*command, str(script), *arguments], capture_output=True, text=True, timeout=LIMIT_S, check=False
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    return done.stdout
 
 
 def results(printed: str) -> Results:
@@ -49,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def said(folder: Path) -> Results:
     """Returns what each scenario found; all run in one job, as importing Lightning takes most of a run's time."""
-    return results(launched(2, RANKS, str(folder)))
+    return results(launched(RANKS, str(folder)))
 
 
 EQUAL = (
@@ -115,7 +102,7 @@ def test_the_settled_plan_is_loaded(said: Results) -> None:
 
 def test_another_number_of_ranks_continues(said: Results, folder: Path) -> None:
     assert said["saved_after_fit"], "this run saved"
-    alone = results(launched(1, RANKS, str(folder), "other_number_of_ranks"))["other_number_of_ranks"]
+    alone = results(launched(RANKS, str(folder), "other_number_of_ranks", ranks=1))["other_number_of_ranks"]
     assert alone == {"ranks": 1, "steps": 16}  # the second epoch, with the batches of both
 
 
@@ -166,17 +153,16 @@ def last_line(printed: str) -> str:
 def test_the_example_equals_ddp_by_the_diff_in_the_docs(tmp_path: Path) -> None:
     theirs = tmp_path / "with_ddp.py"
     theirs.write_text(with_ddp(EXAMPLE.read_text(encoding="utf-8")), encoding="utf-8")
-    ours = last_line(launched(2, EXAMPLE, "exact"))
-    assert ours == last_line(launched(2, theirs, "exact", "ddp"))
-    lossy = last_line(launched(2, EXAMPLE))
-    exact_loss, lossy_loss = (float(re.findall(r"loss ([0-9.]+)", line)[0]) for line in (ours, lossy))
+    ours = last_line(launched(EXAMPLE, "exact"))
+    assert ours == last_line(launched(theirs, "exact", "ddp"))
+    lossy = last_line(launched(EXAMPLE))
     assert ours != lossy
-    assert lossy_loss < exact_loss + 0.05
+    assert loss(lossy) < loss(ours) + 0.05
 
 
 @pytest.mark.skipif(importlib.util.find_spec("pytorch_lightning") is None, reason="needs pytorch-lightning")
 def test_the_other_package_has_the_same_strategy() -> None:
-    assert "ranks agree: True" in launched(2, HERE / "pytorch_lightning_ranks.py")
+    assert "ranks agree: True" in launched(HERE / "pytorch_lightning_ranks.py")
 
 
 def test_the_example_is_short() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -14,12 +13,11 @@ from typing import Any
 
 import pytest
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+from tests.integrations.launching import EXAMPLES, HERE, LIMIT_S, ROOT, last_line, loss, parameters, without_gradsync
+
 PAGE = ROOT / "docs" / "ray.md"
-EXAMPLE = ROOT / "examples" / "frameworks" / "ray_train.py"
+EXAMPLE = EXAMPLES / "ray_train.py"
 NOISE = 0.009  # range of the held-out loss over 5 seeds (0.031 to 0.040), two ranks with whole gradients
-LIMIT_S = 300
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray: make integrations"),
@@ -120,30 +118,9 @@ def test_local_mode_without_a_process_group_is_refused(found: dict[str, Any]) ->
     assert found["local"].startswith("RuntimeError: Ray Train's local mode (num_workers=0) has no process group")
 
 
-def without_gradsync(example: str) -> str:
-    """Returns the example as it is without gradsync, by the first diff in the docs, backwards."""
-    diff = re.search(r"```diff\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    assert diff, "the page shows the lines to change"
-    assert len(re.findall(r"^\+", diff[1], re.MULTILINE)) <= 3
-    for hunk in re.split(r"^ .*\n", diff[1], flags=re.MULTILINE):
-        lines = hunk.splitlines()
-        added = "".join(f"{line[1:]}\n" for line in lines if line.startswith("+"))
-        removed = "".join(f"{line[1:]}\n" for line in lines if line.startswith("-"))
-        assert example.count(added) == 1, f"the example has the page's lines {added!r}"
-        example = example.replace(added, removed)
-    return example
-
-
 def test_the_example_equals_ddp_by_the_diff_in_the_docs(tmp_path: Path) -> None:
-    theirs = tmp_path / "with_ddp.py"
-    theirs.write_text(without_gradsync(EXAMPLE.read_text(encoding="utf-8")), encoding="utf-8")
-    exact, ddp = (run(script, "exact").splitlines()[-1] for script in (EXAMPLE, theirs))
-    assert exact == ddp
-    lossy = run(EXAMPLE).splitlines()[-1]
-    assert lossy != exact
-    exact_loss, lossy_loss = (float(re.findall(r"loss ([0-9.]+)", line)[0]) for line in (exact, lossy))
-    assert lossy_loss < exact_loss + NOISE
-
-
-def test_the_example_is_short() -> None:
-    assert len(EXAMPLE.read_text(encoding="utf-8").splitlines()) <= 80
+    theirs = without_gradsync(EXAMPLE, PAGE, tmp_path)
+    exact, lossy = last_line(run(EXAMPLE, "exact")), last_line(run(EXAMPLE))
+    assert exact == last_line(run(theirs, "exact"))
+    assert parameters(lossy) != parameters(exact)
+    assert loss(lossy) < loss(exact) + NOISE

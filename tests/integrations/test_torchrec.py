@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+from tests.integrations.launching import (
+    EXAMPLES,
+    HERE,
+    LIMIT_S,
+    ROOT,
+    found_in,
+    last_line,
+    launched,
+    loss,
+    parameters,
+    without_gradsync,
+)
+
 PAGE = ROOT / "docs" / "torchrec.md"
-EXAMPLE = ROOT / "examples" / "frameworks" / "torchrec_tables.py"
+EXAMPLE = EXAMPLES / "torchrec_tables.py"
 NOISE = 0.007  # range of the held-out loss over 5 seeds (0.022 to 0.030) with whole gradients
-LIMIT_S = 200
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("torchrec") is None, reason="needs torchrec: make integrations"),
@@ -25,18 +31,10 @@ pytestmark = [
 ]
 
 
-def launched(script: Path, *arguments: str) -> str:
-    """Returns the last line that two ranks of a script printed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    return done.stdout.splitlines()[-1]
-
-
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     """Returns what each scenario found; all run in one job, as importing TorchRec takes most of the time."""
-    result: dict[str, Any] = json.loads(launched(HERE / "torchrec_ranks.py").removeprefix("FOUND "))
+    result: dict[str, Any] = found_in(launched(HERE / "torchrec_ranks.py"))
     return result
 
 
@@ -81,31 +79,9 @@ def test_bad_input_raises_on_both_ranks(found: dict[str, Any], name: str) -> Non
         assert BAD[name] in said
 
 
-def without_gradsync(example: str) -> str:
-    """Returns the example as it is without gradsync, by the first diff in the docs, backwards."""
-    diff = re.search(r"```diff\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    assert diff, "the page shows the lines to change"
-    assert len(re.findall(r"^\+", diff[1], re.MULTILINE)) <= 3
-    for line in diff[1].splitlines():
-        if line.startswith("+"):
-            assert example.count(line[1:]) == 1, f"the example has the page's line {line[1:]!r}"
-    imported, wrapped, removed = (line[1:] for line in diff[1].splitlines())
-    return example.replace(imported + "\n", "").replace(wrapped, removed)
-
-
-def loss(line: str) -> float:
-    return float(re.findall(r"loss ([0-9.]+)", line)[0])
-
-
 def test_the_example_equals_torchrecs_wrapper_by_the_diff_in_the_docs(tmp_path: Path) -> None:
-    theirs = tmp_path / "without.py"
-    theirs.write_text(without_gradsync(EXAMPLE.read_text(encoding="utf-8")), encoding="utf-8")
-    exact = launched(EXAMPLE, "exact")
-    assert exact == launched(theirs, "exact")
-    lossy = launched(EXAMPLE)
-    assert lossy != exact
+    theirs = without_gradsync(EXAMPLE, PAGE, tmp_path)
+    exact, lossy = last_line(launched(EXAMPLE, "exact")), last_line(launched(EXAMPLE))
+    assert exact == last_line(launched(theirs, "exact"))
+    assert parameters(lossy) != parameters(exact)
     assert loss(lossy) < loss(exact) + NOISE
-
-
-def test_the_example_is_short() -> None:
-    assert len(EXAMPLE.read_text(encoding="utf-8").splitlines()) <= 80

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import stat
 import subprocess
@@ -12,59 +11,32 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.integrations.launching import LIMIT_S, ROOT, last_line, launched, loss, parameters, without_gradsync
+
 PAGE = ROOT / "docs" / "torchrun.md"
 EXAMPLE = ROOT / "examples" / "torchrun.py"
 SLURM = ROOT / "examples" / "slurm.sh"
 NOISE = 0.009  # range of the held-out loss over 5 seeds (0.031 to 0.040), two ranks with whole gradients
-LIMIT_S = 120
 
 pytestmark = pytest.mark.timeout(4 * LIMIT_S)
 
 
-def launched(script: Path, *arguments: str, ranks: int = 2, restarts: int = 0) -> str:
-    """Returns the last line that the ranks of a script printed under torchrun."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += ["--max-restarts", str(restarts), str(script), *arguments]
-    env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # as the page says
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    return done.stdout.splitlines()[-1]
-
-
-def parameters(line: str) -> str:
-    return line.rpartition(" ")[2]
-
-
-def loss(line: str) -> float:
-    return float(re.findall(r"loss ([0-9.]+)", line)[0])
+def run(script: Path, *arguments: str, ranks: int = 2, restarts: int = 0) -> str:
+    """Returns the last line that the ranks of a script printed under torchrun, in the environment of the page."""
+    env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    return last_line(launched(script, *arguments, ranks=ranks, restarts=restarts, env=env))
 
 
 @pytest.fixture(scope="module")
 def whole() -> str:
     """Returns what the example says with the lossy plan, run at once."""
-    return launched(EXAMPLE)
-
-
-def with_ddp(example: str) -> str:
-    """Returns the example as it is without gradsync, by the first diff in the docs, backwards."""
-    diff = re.search(r"```diff\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    assert diff, "the page shows the lines to change"
-    assert len(re.findall(r"^\+", diff[1], re.MULTILINE)) <= 3
-    for hunk in re.split(r"^ .*\n", diff[1], flags=re.MULTILINE):
-        lines = hunk.splitlines()
-        added = "".join(f"{line[1:]}\n" for line in lines if line.startswith("+"))
-        removed = "".join(f"{line[1:]}\n" for line in lines if line.startswith("-"))
-        assert example.count(added) == 1, f"the example has the page's lines {added!r}"
-        example = example.replace(added, removed)
-    return example
+    return run(EXAMPLE)
 
 
 def test_the_example_equals_ddp_by_the_diff_in_the_docs(tmp_path: Path, whole: str) -> None:
-    theirs = tmp_path / "with_ddp.py"
-    theirs.write_text(with_ddp(EXAMPLE.read_text(encoding="utf-8")), encoding="utf-8")
-    exact = launched(EXAMPLE, "--exact")
-    assert exact == launched(theirs, "--exact")
+    theirs = without_gradsync(EXAMPLE, PAGE, tmp_path)
+    exact = run(EXAMPLE, "--exact")
+    assert exact == run(theirs, "--exact")
     assert parameters(whole) != parameters(exact)
     assert loss(whole) < loss(exact) + NOISE
 
@@ -77,14 +49,14 @@ def test_a_rank_that_dies_is_started_again_and_nothing_is_lost(tmp_path: Path, w
     assert text.count(loop) == 1
     dies = "        if epoch == 3 and rank == 1 and len(complete) == 0:\n            os._exit(1)\n"
     failing.write_text(text.replace(loop, loop + dies), encoding="utf-8")
-    line = launched(failing, str(folder), restarts=1)
+    line = run(failing, str(folder), restarts=1)
     assert line.startswith("epochs 3 to 6")
     assert parameters(line) == parameters(whole)
     states = [f"gradsync-rank-{rank}-of-2.safetensors" for rank in range(2)]
     assert sorted(path.name for path in (folder / "epoch-006").iterdir()) == [*states, "training.pt"]
 
     shutil.rmtree(folder / "epoch-006")
-    alone = launched(EXAMPLE, str(folder), ranks=1)  # another number of ranks
+    alone = run(EXAMPLE, str(folder), ranks=1)  # another number of ranks
     assert alone.startswith("epochs 5 to 6")
 
 

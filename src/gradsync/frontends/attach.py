@@ -505,16 +505,17 @@ def attachment_of(model: nn.Module) -> Attachment | None:
 def consensus(model: nn.Module) -> Iterator[None]:
     """Sets all ranks' parameters to their mean, to evaluate or save the model in the `with` block. Collective.
 
-    The mean stays after the block, see `Attachment.consensus`.
+    The mean stays after the block, see `Attachment.consensus`. `model` may be a wrapper, as for `attachment_of`.
 
     Raises:
         RuntimeError: if gradsync is not attached to the model.
+        TypeError, ValueError: as of `attachment_of`.
 
     Example:
         >>> with gradsync.consensus(model):  # doctest: +SKIP
         ...     evaluate(model)
     """
-    attachment = _attachments.get(model)
+    attachment = attachment_of(model)
     if attachment is None:
         raise RuntimeError("gradsync is not attached to this model")
     attachment.consensus()

@@ -41,6 +41,7 @@ from .torch_hooks import (
     at_end_of_backward,
     before_optimizer_steps,
     is_backward,
+    is_inside_forward,
     is_nested_backward,
     never_compiled,
     outside_of_transforms,
@@ -158,6 +159,8 @@ class AutogradHooks:
     def _before_forward(self, model: nn.Module) -> None:
         if not torch.is_grad_enabled() or is_backward():  # inside backward, checkpointing repeats a forward
             return
+        if is_inside_forward(model):  # as DDP, whose own forward is called once a step
+            return
         generation = self._changes.generation
         if why := self._changes.check(model) or (self._why_unused() if self._sync else ""):
             if self.uneven is not None:
@@ -191,7 +194,7 @@ class AutogradHooks:
 
     def _after_forward(self, model: nn.Module, output: Any) -> None:
         """Makes a static graph's step begin when backward reaches the model's output, before any nested backward."""
-        if torch.is_grad_enabled() and not is_backward():
+        if torch.is_grad_enabled() and not is_backward() and not is_inside_forward(model):
             for tensor in tree_leaves(output):
                 if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                     tensor.grad_fn.register_prehook(uncompiled(Hook)(self, AutogradHooks._on_output))

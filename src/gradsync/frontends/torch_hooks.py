@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from itertools import islice
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeVar
 
@@ -187,6 +188,13 @@ class ModelHook(Hook):
         owner = self._owner()
         if owner is not None and owner._model() is model:
             self._function(owner, model, *args[1:])
+
+
+def is_inside_forward(model: nn.Module) -> bool:
+    """Whether the forward of `model` whose hook calls this is a part of another forward of `model`, which calls it."""
+    code = nn.Module._call_impl.__code__
+    calls = (frame for frame in _frames() if frame.f_code is code and frame.f_locals["self"] is model)
+    return next(islice(calls, 1, None), None) is not None
 
 
 @cache

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
-from weakref import WeakSet
 
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
@@ -60,16 +59,14 @@ class GradsyncKwargs(DistributedDataParallelKwargs):
     """Accelerate's arguments of DDP, and gradsync as DDP's communication hook; `use` makes one.
 
     Args:
-        accelerator: the one that wraps models with them; None for DDP's defaults, which Accelerate compares with.
+        ddp: the arguments of DDP that the accelerator had.
         settings: arguments of `gradsync.attach`.
     """
 
-    def __init__(self, accelerator: Accelerator | None = None, **settings: Any) -> None:
-        ddp = accelerator.ddp_handler if accelerator is not None else None
+    def __init__(self, ddp: DistributedDataParallelKwargs | None = None, **settings: Any) -> None:
         self._ddp = ddp or DistributedDataParallelKwargs()
         super().__init__(**vars(self._ddp))
-        self._accelerator, self._settings = accelerator, settings
-        self._wrapped: WeakSet[DistributedDataParallel] = WeakSet()
+        self._settings = settings
 
     def to_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Returns DDP's arguments alone."""
@@ -77,17 +74,8 @@ class GradsyncKwargs(DistributedDataParallelKwargs):
         return arguments
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
-        """Attaches gradsync to a model that Accelerate has just wrapped, on all ranks.
-
-        An earlier wrapper of the model that Accelerate has let go, by `free_memory()`, is detached.
-        """
-        kept = [attachment_of(each) for each in self._accelerator._models] if self._accelerator is not None else []
-        for earlier in list(self._wrapped):
-            handle = attachment_of(earlier)
-            if earlier.module is model.module and handle is not None and handle not in kept:
-                handle.detach()
+        """Attaches gradsync to a model that Accelerate has just wrapped, on all ranks."""
         attach(model, **self._settings)
-        self._wrapped.add(model)
 
 
 def use(
@@ -140,7 +128,7 @@ def use(
     settings |= {"verify_every": verify_every, "verify_tolerance": verify_tolerance, "grad_scaler": accelerator.scaler}
     if timeout is not None:
         settings["timeout"] = timeout
-    accelerator.ddp_handler = GradsyncKwargs(accelerator, **settings)
+    accelerator.ddp_handler = GradsyncKwargs(ddp, **settings)
     accelerator.register_save_state_pre_hook(_save)
     accelerator.register_load_state_pre_hook(_load)
 

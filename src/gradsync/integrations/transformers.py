@@ -87,10 +87,10 @@ def use(
     _after(trainer, "create_accelerator_and_postprocess", lambda: accelerate.use(trainer.accelerator, **settings))
     _after(trainer, "_save_optimizer_and_scheduler", callback.save)
     _after(trainer, "_load_optimizer_and_scheduler", callback.load)
-    trainer.log = _with_metrics(trainer.log, callback)  # type: ignore[method-assign]
+    trainer.log = _with_metrics(trainer.log, callback)
 
 
-class _Callback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed here
+class _Callback(TrainerCallback):
     """Checks that training goes through gradsync, and keeps its state in checkpoints."""
 
     def __init__(self, trainer: Trainer) -> None:

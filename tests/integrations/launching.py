@@ -1,0 +1,66 @@
+"""Runs scripts on ranks under torchrun, and examples also as they are without gradsync, by the diffs in the docs."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+EXAMPLES = ROOT / "examples" / "frameworks"
+LIMIT_S = 300.0
+MOST_CHANGED_LINES = 3
+MOST_LINES = 80  # of an example
+
+
+def launched(
+    script: Path, *arguments: str, ranks: int = 2, restarts: int = 0, env: Mapping[str, str] | None = None
+) -> str:
+    """Returns what the ranks of a script printed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += ["--max-restarts", str(restarts), str(script), *arguments]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    return done.stdout
+
+
+def last_line(printed: str) -> str:
+    return printed.splitlines()[-1]
+
+
+def found_in(printed: str) -> Any:
+    """Returns what stands after FOUND, in JSON."""
+    return json.loads(next(line for line in printed.splitlines() if line.startswith("FOUND ")).removeprefix("FOUND "))
+
+
+def without_gradsync(example: Path, page: Path, folder: Path) -> Path:
+    """Writes the example as it is without gradsync into `folder`, by the first diff of the page, backwards."""
+    text = example.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= MOST_LINES
+    diff = re.search(r"```diff\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    assert diff, "the page shows the lines to change"
+    assert len(re.findall(r"^\+", diff[1], re.MULTILINE)) <= MOST_CHANGED_LINES
+    for hunk in re.split(r"^ .*\n", diff[1], flags=re.MULTILINE):
+        lines = hunk.splitlines()
+        added = "".join(f"{line[1:]}\n" for line in lines if line.startswith("+"))
+        removed = "".join(f"{line[1:]}\n" for line in lines if line.startswith("-"))
+        assert not lines or text.count(added) == 1, f"the example has the page's lines {added!r}"
+        text = text.replace(added, removed) if added else text
+    script = folder / "without_gradsync.py"
+    script.write_text(text, encoding="utf-8")
+    return script
+
+
+def parameters(line: str) -> str:
+    """Returns the digest of parameters in an example's last line."""
+    return line.rpartition(" ")[2]
+
+
+def loss(line: str) -> float:
+    """Returns the held-out loss in an example's last line."""
+    return float(re.findall(r"loss ([0-9.]+)", line)[0])
