@@ -47,10 +47,13 @@ def why_not_alone(model: nn.Module, parameters: Mapping[str, Tensor]) -> str:
         return TORCHFT
     for name, module in model.named_modules():
         if module is not model and isinstance(module, DistributedDataParallel) and _reduces(module, ours):
-            return INSIDE.format(name=name)
-    if isinstance(model, DistributedDataParallel) or not any(map(_is_held, parameters.values())):
+            return TORCHFT if _is_of_torchft(module) else INSIDE.format(name=name)
+    is_wrapped = isinstance(model, DistributedDataParallel)
+    if (is_wrapped and "torchft" not in sys.modules) or not any(map(_is_held, parameters.values())):
         return ""
-    around = [weakref.ref(found) for found in _living() if _reduces(found, ours)]
+    # An earlier wrapper of torch's own around a model that is wrapped anew does nothing.
+    others = (each for each in _living() if each is not model and (_is_of_torchft(each) or not is_wrapped))
+    around = [weakref.ref(found) for found in others if _reduces(found, ours)]
     if around:
         gc.collect()  # frees wrappers that nobody uses any more
     found = [ddp for ref in around if (ddp := ref()) is not None]
