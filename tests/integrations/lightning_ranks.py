@@ -11,6 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -345,13 +346,15 @@ def averaging() -> Result:
 
 @scenario
 def logging_of_metrics() -> Result:
-    csv = CSVLogger(FOLDER, name="csv", version=0)
+    csv, lines = CSVLogger(FOLDER, name="csv", version=0), BufferingHandler(1000)
+    logging.getLogger("lightning.pytorch").addHandler(lines)
     fit(GradsyncStrategy(plan=lossy()), logger=csv, callbacks=[GradsyncCallback()], log_every_n_steps=4)
     heading, *rows = (
         (FOLDER / "csv" / "version_0" / "metrics.csv").read_text().splitlines() if dist.get_rank() == 0 else [""]
     )
     fit(GradsyncStrategy(), callbacks=[GradsyncCallback()])
-    return {"heading": heading, "rows": len(rows)}
+    told = [each.getMessage() for each in lines.buffer]
+    return {"heading": heading, "rows": len(rows), "plans": told.count("gradsync's plan has settled:")}
 
 
 def said(act: Callable[[], object]) -> str:

@@ -85,6 +85,7 @@ def test_the_callback_logs_metrics(said: Results) -> None:
         said["logging_of_metrics"]["heading"].split(",")
     )
     assert said["logging_of_metrics"]["rows"] == 4  # of 16 steps
+    assert said["logging_of_metrics"]["plans"] == 2, "once in each of two runs, where Lightning logs"
 
 
 def test_a_checkpoint_written_after_an_error_says_why_it_has_no_state(said: Results) -> None:

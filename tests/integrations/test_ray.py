@@ -80,7 +80,7 @@ def test_metrics_of_gradsync_are_reported(found: dict[str, Any]) -> None:
 
 
 def test_the_plan_is_logged_once(found: dict[str, Any]) -> None:
-    assert found["failed"]["log"].count("the plan has settled:") == 1
+    assert found["failed"]["log"].count("gradsync's plan has settled:") == 1
 
 
 BAD = {

@@ -324,7 +324,7 @@ class Averaging:
         early = self._early
         if early is None:
             used = (name for name in self._undelivered() if _has_come(self._parameters[name].grad))
-            if (name := next(used, None)) is not None:
+            if not step.has_closure and (name := next(used, None)) is not None:  # else of the last step
                 self._found_unseen_use(name)
             self.land()
             return

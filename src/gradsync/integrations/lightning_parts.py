@@ -144,14 +144,15 @@ class _Part(_Base):
         return wrapper
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Makes the step, and logs a plan on rank 0 once it has settled."""
-        output = super().optimizer_step(*args, **kwargs)
+        """Makes the step, and logs a plan on rank 0 once it has settled, where Lightning logs."""
+        of_lightning = super().optimizer_step
+        output = of_lightning(*args, **kwargs)
         for known in list(self._untold):
             attachment = known()
             if attachment is None or attachment.settled:
                 self._untold.remove(known)
                 if attachment is not None:
-                    Telling(attachment).plan_once()
+                    Telling(attachment).plan_once(logging.getLogger(of_lightning.__module__).info)
         return output
 
 
