@@ -15,6 +15,7 @@ from .frontends.attach import consensus as consensus
 from .frontends.data_parallel import DistributedDataParallel as DistributedDataParallel
 from .frontends.ddp import DDPState as DDPState
 from .frontends.ddp import ddp_hook as ddp_hook
+from .frontends.outer import OuterOptimizer as OuterOptimizer
 from .plans.plan import Plan as Plan
 from .plans.profile import Profile as Profile
 from .tuning.auto import AutoPlanner as AutoPlanner
