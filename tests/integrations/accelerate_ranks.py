@@ -160,6 +160,7 @@ def main() -> None:
         print("FOUND", json.dumps(gathered))
     for handle in Job.handles:
         handle.detach()
+    dist.barrier()  # gloo's threads let go of the tensors above, for which they need Python
     dist.destroy_process_group()
 
 

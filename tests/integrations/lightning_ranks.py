@@ -499,6 +499,7 @@ def main() -> None:
         result = SCENARIOS[name]()
         if dist.get_rank() == 0:
             print(name, json.dumps(result), flush=True)
+    dist.barrier()  # gloo's threads let go of the tensors above, for which they need Python
     dist.destroy_process_group()
 
 

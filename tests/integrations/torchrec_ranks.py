@@ -204,6 +204,7 @@ def main() -> None:
     found = {"equal": equal(), "resume": resume(), "only tables": only_tables(), "bad input": bad_input()}
     if dist.get_rank() == 0:
         print("FOUND", json.dumps(found))
+    dist.barrier()  # gloo's threads let go of the tensors above, for which they need Python
     dist.destroy_process_group()
 
 

@@ -230,6 +230,7 @@ def main() -> None:
     dist.all_gather_object(gathered, result)
     if dist.get_rank() == 0:
         print("FOUND", json.dumps(gathered))
+    dist.barrier()  # gloo's threads let go of the tensors above, for which they need Python
     dist.destroy_process_group()
 
 
