@@ -230,6 +230,7 @@ def attach_again(kind: str) -> str:
 def test_attaching_twice_is_refused_until_detach(world: World, kind: str) -> None:
     (text,) = set(world(2).run(attach_again, kind))
     assert "gradsync is attached to this model, or to a part of it, already; call detach() on it first" in text
+    assert "gradsync.attachment_of(model)" in text
 
 
 def attach_during_backward() -> str:

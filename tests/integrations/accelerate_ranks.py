@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gradsync
 from gradsync.compressors import ErrorFeedback, TopK
-from gradsync.integrations.accelerate import use
+from gradsync.integrations.accelerate import metrics, use
 from gradsync.planner import CompressingPlanner
 
 LOSSY = CompressingPlanner(ErrorFeedback(TopK(0.05)), exact=("*.bias",), matrices_only=True)
@@ -87,6 +87,7 @@ def equal() -> dict[str, Any]:
         "apart": apart(values),
         "moved": float((values - start).abs().max()),
         "steps": handle.totals().steps,
+        "metrics": [sorted(metrics(each)) for each in (ours.model, ours.model, nn.Linear(2, 2))],
         "kept": [difference, kept.model.gradient_as_bucket_view, kept.model.find_unused_parameters],
     }
 

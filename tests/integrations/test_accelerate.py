@@ -23,6 +23,7 @@ from tests.integrations.launching import (
 
 PAGE = ROOT / "docs" / "accelerate.md"
 EXAMPLE = EXAMPLES / "accelerate_loop.py"
+METRICS = ("communication_ms", "comparisons", "differences", "exposed_ms", "plan_changes", "sent_mb")
 NOISE = 0.009  # range of the held-out loss over 5 seeds (0.031 to 0.040), two ranks with whole gradients
 
 pytestmark = [
@@ -42,6 +43,7 @@ def test_parameters_are_those_of_accelerates_ddp() -> None:
         assert each["difference"] == 0 and each["apart"] == 0
         assert each["moved"] > 0.01, "training changes parameters"
         assert each["steps"] == 8, "two batches each are exchanged once"
+        assert each["metrics"] == [[f"gradsync/{name}" for name in METRICS], [], []], "once for each step"
         assert each["kept"] == [0, True, True], "arguments of DDP are kept"
 
 

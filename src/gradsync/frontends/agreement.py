@@ -199,7 +199,10 @@ def _examine(
     if refusal:
         raise ValueError(refusal)
     if any(module in _attached for module in model.modules()):
-        raise RuntimeError("gradsync is attached to this model, or to a part of it, already; call detach() on it first")
+        raise RuntimeError(
+            "gradsync is attached to this model, or to a part of it, already; call detach() on it first "
+            "(gradsync.attachment_of(model) returns it)"
+        )
     if not isinstance(plan, Plan) and not callable(plan):
         raise TypeError(
             f"plan must be a Plan (see Plan.load), a function that makes one, 'auto', or None; got {plan!r}"

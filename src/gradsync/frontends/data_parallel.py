@@ -35,9 +35,9 @@ NO_HOOKS = (
     "own use torch.nn.parallel.DistributedDataParallel"
 )
 NO_REDUCER = (
-    "gradsync.DistributedDataParallel has no Reducer; statistics are in its attachment. Where a framework asks for one "
-    "(Lightning's manual optimisation, Accelerate's trigger_sync_in_backward), let it wrap the model in torch's "
-    "DistributedDataParallel and call gradsync.attach(ddp_model)"
+    "gradsync.DistributedDataParallel has no Reducer; statistics are in its attachment. Where a framework asks for "
+    "one, use the adapter for it (gradsync.integrations), or let it wrap the model in torch's DistributedDataParallel "
+    "and call gradsync.attach(ddp_model)"
 )
 NOT_NEEDED = "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
 SUPERSEDED = (

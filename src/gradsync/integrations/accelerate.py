@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..engine.guard import VERIFY_EVERY
@@ -17,6 +18,7 @@ from ..engine.plan_control import Planner
 from ..frontends.attach import Attachment, attach, attachment_of
 from ..plans.plan import Plan
 from .frameworks import check_version
+from .telling import telling_of
 
 logger = logging.getLogger(__name__)
 
@@ -131,6 +133,28 @@ def use(
     accelerator.ddp_handler = GradsyncKwargs(ddp, **settings)
     accelerator.register_save_state_pre_hook(_save)
     accelerator.register_load_state_pre_hook(_load)
+
+
+def metrics(model: nn.Module) -> dict[str, float]:
+    """Returns gradsync's metrics of the steps since the last call, for `accelerator.log`, and logs the plan once.
+
+    Names and units are those of `gradsync.integrations.telling.Telling.metrics`. It takes no communication, so one rank
+    may call it alone.
+
+    Args:
+        model: a model that `accelerator.prepare()` has wrapped.
+
+    Returns:
+        The metrics; {} where no step has ended since the last call, and in a job of one process.
+
+    Example:
+        >>> accelerator.log({"loss": loss.item(), **metrics(model)}, step=step)  # doctest: +SKIP
+    """
+    telling = telling_of(model)
+    if telling is None:
+        return {}
+    telling.plan_once()
+    return telling.metrics()
 
 
 def _parallel(accelerator: Accelerator) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-import weakref
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any, Literal
@@ -21,12 +20,12 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 from ..engine.plan_control import Planner
 from ..frontends.arguments import require_module
-from ..frontends.attach import Attachment, attachment_of
+from ..frontends.attach import Attachment
 from ..frontends.data_parallel import DistributedDataParallel
 from ..planner import AveragingPlanner
 from ..plans.plan import Plan
 from .frameworks import check_version
-from .telling import Telling
+from .telling import telling_of
 
 OTHER_STRATEGY = (
     "parallel_strategy must be 'ddp', got {strategy!r}: {way}. gradsync keeps the whole model on each rank and "
@@ -67,7 +66,6 @@ NO_FOLDER = (
 )
 
 # By model: what `report` told of its attachment so far.
-_tellings: weakref.WeakKeyDictionary[nn.Module, tuple[Attachment, Telling]] = weakref.WeakKeyDictionary()
 
 
 def prepare_model(
@@ -138,10 +136,10 @@ def report(
         >>> report({"loss": loss.item()}, Checkpoint.from_directory(folder), model=model)  # doctest: +SKIP
     """
     require_module(model)
-    handle = attachment_of(model)
-    if handle is None:
+    telling = telling_of(model)
+    if telling is None:
         raise ValueError(NOT_ATTACHED)
-    telling = _telling(model, handle)
+    handle = telling.handle
     telling.plan_once()
     with ExitStack() as after:
         if ray.train.collective.broadcast_from_rank_zero(checkpoint is not None):
@@ -168,10 +166,3 @@ def _with_state(
         raise ValueError(NOT_LOCAL.format(filesystem=type(checkpoint.filesystem).__name__))
     handle.checkpoint().save(checkpoint.path)
     return checkpoint, options
-
-
-def _telling(model: nn.Module, handle: Attachment) -> Telling:
-    known = _tellings.get(model)
-    if known is None or known[0] is not handle:
-        known = _tellings[model] = handle, Telling(handle)
-    return known[1]

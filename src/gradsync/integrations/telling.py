@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from weakref import WeakKeyDictionary
+
+from torch import nn
 
 from ..engine.totals import Totals
-from ..frontends.attach import Attachment
+from ..frontends.attach import Attachment, attachment_of
 
 logger = logging.getLogger(__name__)
 
@@ -20,10 +23,13 @@ class Telling:
 
     Args:
         handle: the result of `gradsync.attach` on this rank.
+
+    Attributes:
+        handle: the same.
     """
 
     def __init__(self, handle: Attachment) -> None:
-        self._handle = handle
+        self.handle = handle
         self._before = Totals()
         self._has_told_plan = False
 
@@ -34,7 +40,7 @@ class Telling:
         and "gradsync/exposed_ms" (of a step; the latter after the end of backward), "gradsync/plan_changes",
         "gradsync/comparisons" and "gradsync/differences" (of the ranks' parameters).
         """
-        now, before = self._handle.totals(), self._before
+        now, before = self.handle.totals(), self._before
         steps = now.steps - before.steps
         if steps < 0:  # counted anew, see `Totals`
             before, steps = Totals(), now.steps
@@ -52,10 +58,24 @@ class Telling:
 
     def plan_once(self, say: Callable[[str], object] = logger.info) -> None:
         """Calls `say` with each line of the plan in words on rank 0, at the first call after the plan has settled."""
-        if self._has_told_plan or not self._handle.settled:
+        if self._has_told_plan or not self.handle.settled:
             return
         self._has_told_plan = True
-        if self._handle.rank == 0:
+        if self.handle.rank == 0:
             say("gradsync's plan has settled:")
-            for line in self._handle.explain():
+            for line in self.handle.explain():
                 say(f"  {line}")
+
+
+_tellings: WeakKeyDictionary[nn.Module, Telling] = WeakKeyDictionary()
+
+
+def telling_of(model: nn.Module) -> Telling | None:
+    """Returns the `Telling` of a model's attachment, the same one at each call; None where gradsync is not attached."""
+    handle = attachment_of(model)
+    if handle is None:
+        return None
+    known = _tellings.get(model)
+    if known is None or known.handle is not handle:
+        known = _tellings[model] = Telling(handle)
+    return known

@@ -18,7 +18,7 @@ from ..frontends.attach import Attachment, attachment_of
 from ..plans.plan import Plan
 from . import accelerate
 from .frameworks import check_version
-from .telling import Telling
+from .telling import telling_of
 
 logger = logging.get_logger(__name__)
 
@@ -95,7 +95,6 @@ class _Callback(TrainerCallback):
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._telling: tuple[Attachment, Telling] | None = None
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         """Raises RuntimeError where there are several processes, and no attachment."""
@@ -119,13 +118,11 @@ class _Callback(TrainerCallback):
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics of the steps since the last call, and logs the plan once it has settled."""
-        handle = self._handle()
-        if handle is None:
+        telling = telling_of(self._trainer.model_wrapped)
+        if telling is None:
             return {}
-        if self._telling is None or self._telling[0] is not handle:
-            self._telling = handle, Telling(handle)
-        self._telling[1].plan_once(logger.info)
-        return self._telling[1].metrics()
+        telling.plan_once(logger.info)
+        return telling.metrics()
 
     def _handle(self) -> Attachment | None:
         return attachment_of(self._trainer.model_wrapped)
