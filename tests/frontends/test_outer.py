@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, Optimizer
 
@@ -156,36 +157,67 @@ def test_a_job_goes_on_in_the_middle_of_a_round(world: World) -> None:
 def said(act: Callable[[], object]) -> str:
     try:
         act()
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, KeyError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
 
 
-def refusals() -> list[str]:
-    attached, ddp = Perceptron(), DistributedDataParallel(Perceptron())
-    handle = gradsync.attach(attached)
-    model = Perceptron()
-    outer = gradsync.OuterOptimizer(model, NESTEROV, timeout=10)
-    next(model.parameters()).requires_grad_(False)
-    found = [
-        said(lambda: gradsync.OuterOptimizer(attached, NESTEROV)),
-        said(lambda: gradsync.OuterOptimizer(ddp, NESTEROV)),
-        said(lambda: gradsync.OuterOptimizer(3, NESTEROV)),  # type: ignore[arg-type]
-        said(lambda: gradsync.OuterOptimizer(Perceptron(), NESTEROV, plan=AveragingPlanner())),
-        said(outer.step),
-    ]
-    handle.detach()
-    outer.attachment.detach()
+def refusals() -> dict[str, str]:
+    attached, ddp, around = Perceptron(), DistributedDataParallel(Perceptron()), Perceptron()
+    handle, wrapper = gradsync.attach(attached), DistributedDataParallel(around)
+    frozen, gone, model = Perceptron(), Perceptron(), Perceptron()
+    outer, detached, last = (gradsync.OuterOptimizer(each, NESTEROV, timeout=10) for each in (frozen, gone, model))
+    detached.attachment.detach()
+    if dist.get_rank() == 1:
+        next(frozen.parameters()).requires_grad_(False)
+    state = last.state_dict()
+    if dist.get_rank() == 1:
+        del state["optimizer"]
+
+    def error(model: Any, **settings: Any) -> str:
+        return said(lambda: gradsync.OuterOptimizer(model, NESTEROV, **settings))
+
+    found = {
+        "attached": error(attached),
+        "ddp": error(ddp),
+        "inside": error(nn.Sequential(ddp)),
+        "around": error(wrapper.module),
+        "sharded": error(FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))),
+        "number": error(3),
+        "averages": error(Perceptron(), plan=AveragingPlanner()),
+        "misspelt": error(Perceptron(), exclude=["hed.*"]),
+        "one text": error(Perceptron(), exclude="head"),
+        "frozen": said(outer.step),
+        "detached": said(detached.step),
+        "part": said(lambda: last.load_state_dict(state)),
+    }
+    for each in (handle, outer.attachment, last.attachment):
+        each.detach()
     return found
 
 
+REFUSALS = {
+    "attached": "RuntimeError: gradsync is attached to this model",
+    "ddp": "ValueError: DistributedDataParallel averages the model's gradients in every step already",
+    "inside": "RuntimeError",
+    "around": "RuntimeError: the model is inside DistributedDataParallel",
+    "sharded": "RuntimeError: FSDP models are not supported yet",
+    "number": "TypeError",
+    "averages": "ValueError",
+    "misspelt": "ValueError: exclude names 'hed.*', which no parameter",
+    "one text": "ValueError: exclude",
+    "detached": "RuntimeError: outer.attachment was detached",
+}
+
+
 def test_bad_input_is_refused_on_all_ranks(world: World) -> None:
-    for attached, ddp, number, averages, frozen in world(2).run(refusals):
-        assert attached.startswith("ValueError") and "averaged in every step already, by gradsync.attach()" in attached
-        assert ddp.startswith("ValueError") and "by DistributedDataParallel" in ddp
-        assert number.startswith("TypeError")
-        assert averages.startswith("ValueError")
-        assert frozen.startswith("RuntimeError") and "trainable parameters have changed" in frozen
+    ranks = world(2).run(refusals)
+    for each in ranks:
+        for name, text in REFUSALS.items():
+            assert each[name].startswith(text), (name, each[name])
+    for name, text in {"frozen": "trainable parameters have changed", "part": "optimizer"}.items():
+        assert "rank 1" in ranks[0][name] and text in ranks[0][name], ranks[0][name]
+        assert text in ranks[1][name], ranks[1][name]
 
 
 def excluded() -> None:

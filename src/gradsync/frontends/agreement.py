@@ -198,17 +198,32 @@ def _examine(
     """Returns the parameters to synchronise, by name; raises if model, plan or settings are wrong on this rank."""
     if refusal:
         raise ValueError(refusal)
-    if any(module in _attached for module in model.modules()):
-        raise RuntimeError(
-            "gradsync is attached to this model, or to a part of it, already; call detach() on it first "
-            "(gradsync.attachment_of(model) returns it)"
-        )
     if not isinstance(plan, Plan) and not callable(plan):
         raise TypeError(
             f"plan must be a Plan (see Plan.load), a function that makes one, 'auto', or None; got {plan!r}"
         )
     if not in_backward and torch._C._current_graph_task_id() != -1:
         raise RuntimeError("attach() was called during backward; call it before the forward of a step")
+    parameters = parameters_of(model, exclude)
+    if isinstance(plan, Plan):
+        specs = {name: TensorSpec.of(p) for name, p in {**parameters, **also}.items()}
+        plan.check(specs, world_size, next((p.device.type for p in parameters.values()), None))
+    return parameters
+
+
+def parameters_of(model: nn.Module, exclude: Sequence[str]) -> dict[str, nn.Parameter]:
+    """Returns the parameters of a model that gradsync can synchronise, by name.
+
+    Raises:
+        RuntimeError: where gradsync is attached to the model, DDP or torchft averages its gradients as well, it is in
+            shards (FSDP), or parameters have no values.
+        ValueError: for complex parameters and those on several devices, and for a pattern in `exclude` without a match.
+    """
+    if any(module in _attached for module in model.modules()):
+        raise RuntimeError(
+            "gradsync is attached to this model, or to a part of it, already; call detach() on it first "
+            "(gradsync.attachment_of(model) returns it)"
+        )
     if any("FullyShardedDataParallel" in c.__name__ or c.__name__ == "FSDPModule" for c in _classes(model)):
         raise RuntimeError("FSDP models are not supported yet: FSDP synchronises its gradients itself")
     if isinstance(model, DistributedDataParallel) and getattr(model, "skip_all_reduce_unused_params", False):
@@ -238,9 +253,6 @@ def _examine(
     devices = {str(p.device) for p in parameters.values()}
     if len(devices) > 1:
         raise ValueError(f"the parameters sit on several devices, {', '.join(sorted(devices))}; one is supported")
-    if isinstance(plan, Plan):
-        specs = {name: TensorSpec.of(p) for name, p in {**parameters, **also}.items()}
-        plan.check(specs, world_size, next((p.device.type for p in parameters.values()), None))
     return parameters
 
 

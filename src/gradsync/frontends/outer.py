@@ -15,18 +15,19 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..tensors.bucket import matches
-from .agreement import exclusions
-from .arguments import require_module
+from ..tensors.bucket import matches, trainable_parameters
+from .agreement import exclusions, parameters_of
+from .arguments import DEFAULT_TIMEOUT_S, Arguments, require_module
 from .attach import attach, attachment_of
 
 SYNCHRONISED = (
-    "the model's gradients are averaged in every step already, by {by}: expected a model that each rank trains alone. "
-    "Leave {by} out, and give OuterOptimizer the model itself"
+    "DistributedDataParallel averages the model's gradients in every step already: expected a model that each rank "
+    "trains alone. Give OuterOptimizer the model itself, and leave DistributedDataParallel out"
 )
 OTHER_PARAMETERS = (
     "the model's trainable parameters have changed since OuterOptimizer was made: {names}; make a new one"
 )
+DETACHED = "outer.attachment was detached, so step() would exchange nothing; make a new OuterOptimizer"
 
 
 class OuterOptimizer:
@@ -52,8 +53,9 @@ class OuterOptimizer:
 
     Raises:
         TypeError: for a model that is none.
-        ValueError: for a model whose gradients DDP or gradsync averages already.
-        RuntimeError, ValueError: as of `gradsync.attach`.
+        ValueError: for a model in DDP, and as of `gradsync.attach`.
+        RuntimeError: for a model that gradsync is attached to, that is in shards (FSDP), or inside of DDP; and as of
+            `gradsync.attach`.
 
     Example:
         >>> outer = gradsync.OuterOptimizer(model, functools.partial(torch.optim.SGD, lr=0.7))  # doctest: +SKIP
@@ -72,11 +74,13 @@ class OuterOptimizer:
         **settings: Any,
     ) -> None:
         require_module(model)
-        if isinstance(model, DistributedDataParallel) or attachment_of(model) is not None:
-            by = "DistributedDataParallel" if isinstance(model, DistributedDataParallel) else "gradsync.attach()"
-            raise ValueError(SYNCHRONISED.format(by=by))
-        self._model, self._exclude = model, exclusions(model, exclude, has_buffers=False)
-        self._start = _Start(self._trained())
+        given = Arguments.read(settings.get("timeout", DEFAULT_TIMEOUT_S), exclude=exclude)
+        if given.refusal:
+            raise ValueError(given.refusal)
+        if isinstance(model, DistributedDataParallel):
+            raise ValueError(SYNCHRONISED)
+        self._model, self._exclude = model, exclusions(model, given.exclude, has_buffers=False)
+        self._start = _Start(parameters_of(model, self._exclude))
         self.optimizer = optimizer(self._start.parameters())
         self.attachment = attach(self._start, **settings)
         self._put_back()
@@ -87,11 +91,14 @@ class OuterOptimizer:
 
         Raises:
             GroupError: where a rank is lost, or does not come within the timeout.
-            RuntimeError: where parameters have come or gone, were frozen or unfrozen.
+            RuntimeError: where parameters have come or gone, were frozen or unfrozen; and after `attachment.detach()`.
         """
+        if attachment_of(self._start) is not self.attachment:
+            raise RuntimeError(DETACHED)
         now, start = self._trained(), dict(self._start.named_parameters())
         if changed := sorted(now.keys() ^ start.keys()):
-            raise RuntimeError(OTHER_PARAMETERS.format(names=", ".join(changed)))
+            self.attachment._engine.fail(why := OTHER_PARAMETERS.format(names=", ".join(changed)))
+            raise RuntimeError(why)
         with torch.enable_grad():
             self._start()  # at whose hook a step of the exchange begins
         changes = [start[name] - now[name].detach() for name in start]
@@ -112,13 +119,18 @@ class OuterOptimizer:
             KeyError: where a part is missing.
             RuntimeError, ValueError: where a part does not fit the model, the optimiser or the plan.
         """
-        self.attachment.load_state_dict(state["gradsync"])
-        self._start.load_state_dict(state["start"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        try:
+            start, optimizer, of_gradsync = (state[part] for part in ("start", "optimizer", "gradsync"))
+            self.attachment.load_state_dict(of_gradsync)
+            self._start.load_state_dict(start)
+            self.optimizer.load_state_dict(optimizer)
+        except Exception as error:
+            self.attachment._engine.fail(error)
+            raise
 
     def _trained(self) -> dict[str, nn.Parameter]:
-        named = self._model.named_parameters()
-        return {name: p for name, p in named if p.requires_grad and not matches(name, self._exclude)}
+        named = trainable_parameters(self._model)
+        return {name: p for name, p in named.items() if not matches(name, self._exclude)}
 
     @torch.no_grad()
     def _put_back(self) -> None:
