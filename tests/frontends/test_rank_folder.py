@@ -104,6 +104,33 @@ def test_a_rank_without_its_file_is_named_on_all_ranks(world: World, tmp_path: P
     assert "rank 1" in first and "gradsync-rank-1-of-2.safetensors" in first
 
 
+def if_there(empty: str, folder: str) -> tuple[bool, str, bool]:
+    """Loads from a folder without state, then from one in which only rank 0 finds some, then where each rank does."""
+
+    def load(place: str) -> bool:
+        return handle.checkpoint().load(place, missing_ok=True)
+
+    model, handle = attached(GATHERED)
+    nothing = load(empty)
+    train(model, 1, seed=0)
+    handle.checkpoint().save(folder)
+    dist.barrier()
+    try:
+        told = str(load(folder if dist.get_rank() == 0 else empty))
+    except (ValueError, RuntimeError) as error:
+        told = str(error)
+    train(model, 1, seed=1)
+    loaded = load(folder)
+    handle.detach()
+    return nothing, told, loaded
+
+
+def test_a_folder_without_state_may_be_passed_over_by_all_ranks_only(world: World, tmp_path: Path) -> None:
+    for nothing, told, loaded in world(2).run(if_there, str(tmp_path / "empty"), str(tmp_path / "full")):
+        assert not nothing and loaded
+        assert "has no state of gradsync" in told
+
+
 def test_files_that_changed_places_are_refused(world: World, tmp_path: Path) -> None:
     world(2).run(saved, str(tmp_path))
     one, two = (tmp_path / f"gradsync-rank-{rank}-of-2.safetensors" for rank in range(2))

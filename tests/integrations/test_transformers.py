@@ -45,6 +45,7 @@ def test_parameters_are_those_of_the_trainers_ddp() -> None:
         assert each["difference"] == 0 and each["apart"] == 0
         assert each["moved"] > 0.01, "training changes parameters"
         assert each["steps"] == 8, "two batches each are exchanged once"
+        assert each["evaluated"], "evaluation returns the same numbers, the epoch among them"
         assert each["logged"] == [[f"gradsync/{name}" for name in METRICS]] * 2
 
 
@@ -61,7 +62,7 @@ def test_sequences_are_trained_and_generated() -> None:
 def test_a_job_goes_on_bit_by_bit_with_every_ranks_residuals() -> None:
     for rank, each in enumerate(on_ranks("resumed")):
         assert each["difference"] == 0 and each["apart"] == 0
-        assert "has no state of gradsync" in each["told"], f"rank {rank}"
+        assert "lacks gradsync-rank-1-of-2.safetensors" in each["told"], f"rank {rank}"
         assert each["anew"] == [True, 0], "residuals matter; a checkpoint without them is loaded"
 
 
@@ -71,6 +72,7 @@ def test_bad_input_is_refused_on_every_rank() -> None:
         assert each["twice"].startswith("RuntimeError") and "call it once" in each["twice"]
         assert each["model"].startswith("TypeError") and "expected a transformers.Trainer" in each["model"]
         assert each["elsewhere"].startswith("RuntimeError") and "did not wrap the model" in each["elsewhere"]
+        assert each["evaluated"].startswith("RuntimeError") and "evaluate() or predict()" in each["evaluated"]
         assert "attach(ddp_model)" in each["inner"]
 
 

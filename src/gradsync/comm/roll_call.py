@@ -44,7 +44,7 @@ class RollCall:
     def __init__(self, store: StoreClient, name: str, rank: int, progress: Callable[[], Progress]) -> None:
         self._store, self._name = store, name
         self._state = _State()
-        self.silent: frozenset[int] = frozenset()  # the ranks that did not answer the last call
+        self.silent: frozenset[int] = frozenset()  # ranks that did not answer the last call, whose answers were heard
         self._thread = threading.Thread(
             target=_answer_calls,
             args=(self._state, name, rank, weakref.WeakMethod(progress)),
@@ -75,8 +75,8 @@ class RollCall:
             found |= {rank: answers[rank] for rank in ranks if rank in answers}
             if len(found) == len(ranks) or waited_s >= until_s:
                 if len(found) < len(ranks) and heard_s < until_s - CALL_S + HEARD_S:
-                    return {}
-                self.silent = frozenset(ranks) - found.keys() if found else self.silent
+                    found = {}
+                self.silent = frozenset(ranks) - found.keys() if found else frozenset()
                 return found
             time.sleep(pause_s)
             waited_s += min(time.monotonic() - began_s, look_s + pause_s)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..comm import gather_bytes
 from ..engine.engine import LOADING, Engine
-from ..state import Origin, from_bytes, handed_over, read_ranks, to_bytes, write_rank
+from ..state import Origin, from_bytes, handed_over, has_ranks, read_ranks, to_bytes, write_rank
 
 MOST_RANKS = 1024  # entries of a checkpoint; an empty one takes a kilobyte
 GATHERING, LOADING_PARTS = "gathering of state", "loading of a checkpoint"
@@ -29,6 +29,10 @@ class Load(Protocol):
     """A function that waits for all ranks at a barrier, then calls `find` and loads the state that `find` returns."""
 
     def __call__(self, find: Callable[[], object], *, strict: bool = True, what: str = LOADING) -> None: ...
+
+
+class _NothingSavedError(Exception):
+    """No rank has found a file."""
 
 
 class RankBytes(bytes):
@@ -98,23 +102,33 @@ class Checkpoint:
         """
         write_rank(folder, self._state_dict())
 
-    def load(self, folder: str | os.PathLike[str], *, strict: bool = True) -> None:
+    def load(self, folder: str | os.PathLike[str], *, strict: bool = True, missing_ok: bool = False) -> bool:
         """Loads what `save` wrote on these ranks, or on another number of ranks; call it on all ranks.
 
         Args:
             strict: as in `Attachment.load_state_dict`.
+            missing_ok: load nothing where no rank finds a file in the folder, as in a checkpoint of another program.
+
+        Returns:
+            Whether state was loaded.
 
         Raises:
             gradsync.state.MissingStateError: if the folder lacks files that this rank takes over; a ValueError.
             TypeError, ValueError, RuntimeError, GroupError: on all ranks, before anything has changed, as
                 `load_state_dict`, and if another rank lacks files.
         """
-        group = self._engine().group
+        engine = self._engine()
 
-        def files() -> dict[str, bytes]:
-            return read_ranks(folder, group.rank, group.size)
+        def find() -> Mapping[str, Any]:
+            if missing_ok and not any(engine.tell(LOADING, has_ranks(folder))):
+                raise _NothingSavedError
+            return self._own_state(lambda: read_ranks(folder, engine.group.rank, engine.group.size))
 
-        self._load(lambda: self._own_state(files), strict=strict, what=LOADING_PARTS)
+        try:
+            self._load(find, strict=strict, what=LOADING_PARTS)
+        except _NothingSavedError:  # on all ranks
+            return False
+        return True
 
     def _own_state(self, find: Callable[[], object]) -> Mapping[str, Any]:
         """Returns this rank's saved state, or a sum of some ranks' (perhaps none) if another number of ranks saved.

@@ -28,7 +28,7 @@ PARALLEL = (
     "plain data parallel, so leave parallelism_config out, or use it without gradsync"
 )
 PREPARED = (
-    "accelerator.prepare() has wrapped {number} model(s) already, in plain DDP: call "
+    "accelerator.prepare() has had {number} model(s) already, without gradsync: call "
     "gradsync.integrations.accelerate.use(accelerator) before prepare()"
 )
 TWICE = "use() was called for this accelerator already: call it once, before prepare()"
@@ -51,6 +51,7 @@ WHOLE_MODEL = (
     DistributedType.MULTI_HPU,
     DistributedType.MULTI_MLU,
     DistributedType.MULTI_MUSA,
+    DistributedType.MULTI_NEURON,
     DistributedType.MULTI_NPU,
     DistributedType.MULTI_SDAA,
     DistributedType.MULTI_XPU,
@@ -58,7 +59,7 @@ WHOLE_MODEL = (
 
 
 class GradsyncKwargs(DistributedDataParallelKwargs):
-    """Accelerate's arguments of DDP, and gradsync as DDP's communication hook; `use` makes one.
+    """Gives DDP the arguments that the accelerator had, and gradsync as its communication hook; `use` makes one.
 
     Args:
         ddp: the arguments of DDP that the accelerator had.
@@ -92,8 +93,9 @@ def use(
 ) -> None:
     """Makes gradsync exchange the gradients of the models that `accelerator.prepare()` is going to wrap.
 
-    `accumulate()`, `clip_grad_norm_()`, `save_state()` and `load_state()` work as before; the latter two also save and
-    load every rank's state of gradsync. `gradsync.attachment_of(model)` returns a prepared model's attachment.
+    `accumulate()` and `clip_grad_norm_()` work as before. `save_state()` and `load_state()` also save and load every
+    rank's state of gradsync, so call both on all ranks. `gradsync.attachment_of(model)` returns a prepared model's
+    attachment.
 
     Args:
         accelerator: one that has prepared no model yet. Arguments of DDP that it was given are kept.
@@ -117,7 +119,7 @@ def use(
     if accelerator._models:
         raise RuntimeError(PREPARED.format(number=len(accelerator._models)))
     kind = accelerator.distributed_type
-    if kind == DistributedType.NO:
+    if accelerator.num_processes == 1:
         logger.warning(ALONE)
         return
     if kind not in WHOLE_MODEL:
@@ -131,8 +133,11 @@ def use(
     if timeout is not None:
         settings["timeout"] = timeout
     accelerator.ddp_handler = GradsyncKwargs(ddp, **settings)
-    accelerator.register_save_state_pre_hook(_save)
-    accelerator.register_load_state_pre_hook(_load)
+    # Before hooks of the user's, which may take models off the list.
+    saves = accelerator.register_save_state_pre_hook(_save)
+    accelerator._save_model_state_pre_hook.move_to_end(saves.id, last=False)
+    loads = accelerator.register_load_state_pre_hook(_load)
+    accelerator._load_model_state_pre_hook.move_to_end(loads.id, last=False)
 
 
 def metrics(model: nn.Module) -> dict[str, float]:
@@ -173,10 +178,7 @@ def _save(models: list[Any], weights: list[Any], folder: str) -> None:
 def _load(models: list[Any], folder: str) -> None:
     """Loads this rank's state of gradsync for each model; Accelerate calls it on all ranks."""
     for number, handle in _attached(models):
-        place = _folder(folder, number)
-        if place.is_dir():
-            handle.checkpoint().load(place)
-        elif handle.rank == 0:
+        if not handle.checkpoint().load(_folder(folder, number), missing_ok=True) and handle.rank == 0:
             logger.warning(NO_FOLDER, folder, number)
 
 

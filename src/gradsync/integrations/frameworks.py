@@ -1,4 +1,4 @@
-"""The framework versions that the adapters were tested with; a warning names an installed one that is another."""
+"""Warns of frameworks in other versions than the adapters were tested with."""
 
 from __future__ import annotations
 

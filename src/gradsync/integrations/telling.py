@@ -1,4 +1,4 @@
-"""An attachment's bytes and times as metrics for a framework's own loggers, and its plan in words."""
+"""Turns an attachment's bytes and times into metrics for a framework's own loggers, and logs its plan in words."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MS_PER_S = 1e3
 
 
 class Telling:
-    """Metrics of an attachment since the last time they were asked for, and its plan in words, once.
+    """Reports an attachment's metrics since the last time they were asked for, and its plan in words, once.
 
     Args:
         handle: the result of `gradsync.attach` on this rank.

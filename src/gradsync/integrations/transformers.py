@@ -8,7 +8,6 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, Literal
 
-from torch.distributed import is_initialized
 from transformers import Trainer, TrainerCallback
 from transformers.utils import logging
 
@@ -33,8 +32,9 @@ TRAINED = (
 )
 NOT_WRAPPED = (
     "the Trainer did not wrap the model in DistributedDataParallel, so gradsync would synchronise nothing: expected "
-    "plain data parallel, where each process has the whole model. Train it without gradsync, or start the script by "
-    "torchrun or accelerate launch without device_map, tp_plan, --fsdp and --deepspeed"
+    "plain data parallel, where each process has the whole model (no device_map, tp_plan, --fsdp, --deepspeed). Was "
+    "evaluate() or predict() called before train()? Then Accelerate takes the model for wrapped, and the ranks would "
+    "train apart, without gradsync too: call them after train(), or on another Trainer"
 )
 NO_FOLDER = (
     "the checkpoint %s has no state of gradsync: residuals, momenta of compressors and the settled plan begin anew"
@@ -79,7 +79,7 @@ def use(
         raise RuntimeError(TRAINED)
     settings: dict[str, Any] = {"plan": plan, "exclude": exclude, "timeout": timeout, "verify_every": verify_every}
     settings |= {"verify_tolerance": verify_tolerance, "communicator": communicator}
-    trainer.accelerator.free_memory()  # a model that evaluate() prepared before training, as train() does
+    trainer.accelerator.free_memory()  # of a model that evaluate() prepared, as train() does
     accelerate.use(trainer.accelerator, **settings)
     callback = _Callback(trainer)
     trainer.add_callback(callback)
@@ -98,7 +98,7 @@ class _Callback(TrainerCallback):
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         """Raises RuntimeError where there are several processes, and no attachment."""
-        if is_initialized() and self._handle() is None:
+        if self._trainer.accelerator.num_processes > 1 and self._handle() is None:
             raise RuntimeError(NOT_WRAPPED)
 
     def save(self, folder: str) -> None:
@@ -111,9 +111,7 @@ class _Callback(TrainerCallback):
         handle = self._handle()
         if folder is None or handle is None:
             return
-        if (place := Path(folder) / FOLDER).is_dir():
-            handle.checkpoint().load(place)
-        elif handle.rank == 0:
+        if not handle.checkpoint().load(Path(folder) / FOLDER, missing_ok=True) and handle.rank == 0:
             logger.warning(NO_FOLDER, folder)
 
     def metrics(self) -> dict[str, float]:
@@ -145,6 +143,8 @@ def _with_metrics(log: Callable[..., None], callback: _Callback) -> Callable[...
 
     @wraps(log)
     def both(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        log({**logs, **(callback.metrics() if "loss" in logs else {})}, *args, **kwargs)
+        if "loss" in logs:
+            logs.update(callback.metrics())
+        log(logs, *args, **kwargs)  # which adds to them, too
 
     return both

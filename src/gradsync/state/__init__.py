@@ -7,6 +7,7 @@ from .files import to_bytes as to_bytes
 from .handover import handed_over as handed_over
 from .handover import redistribute as redistribute
 from .rank_files import MissingStateError as MissingStateError
+from .rank_files import has_ranks as has_ranks
 from .rank_files import read_ranks as read_ranks
 from .rank_files import write_rank as write_rank
 from .saved import NOT_STRICT as NOT_STRICT

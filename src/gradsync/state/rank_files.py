@@ -69,9 +69,15 @@ def read_ranks(folder: str | os.PathLike[str], rank: int, world: int) -> dict[st
     if missing:
         names = ", ".join(f"gradsync-rank-{number}-of-{worlds[0]}.safetensors" for number in missing)
         raise MissingStateError(
-            f"{str(place)!r} lacks {names}, which rank {rank} takes over: copy each rank's file there"
+            f"{str(place)!r} lacks {names}, which rank {rank} takes over: copy each rank's file there. Every "
+            "rank must call what saves (as Accelerate's save_state()), not rank 0 alone"
         )
     return {f"rank {number}": _content(found[number, worlds[0]]) for number in wanted}
+
+
+def has_ranks(folder: str | os.PathLike[str]) -> bool:
+    """Whether a folder has the file of any rank; False where there is no folder."""
+    return bool(_files(Path(folder)))
 
 
 def _files(folder: Path) -> dict[tuple[int, int], Path]:
