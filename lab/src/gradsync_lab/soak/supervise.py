@@ -163,7 +163,8 @@ class _Soak:
             if undo is not None and (restarted or self._has_failed() or bad_for >= undo[0]):
                 undo[1]()
                 undo = None
-            if undo is None and now is not None and (restarted or now >= at + STEPS_ON):
+            is_pending = self.folder.order(strike.victim).exists() or self._has_failed()  # a rank that raises ends
+            if undo is None and now is not None and (restarted or (now >= at + STEPS_ON and not is_pending)):
                 break
             if bad_for > LOST_S:
                 raise SoakError(f"the job did not go on within {LOST_S:.0f} s of fault {strike.number}, {strike.fault}")
