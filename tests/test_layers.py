@@ -15,16 +15,9 @@ TRITON = "kernels/triton"  # imported only where tensors are on a device
 TENSORS = {"torch", "numpy", "jaxtyping"}
 SETTINGS = TENSORS | {"annotated_types"}  # bounds in annotations, of which pydantic, loaded late, makes validators
 DATA = TENSORS | {"pydantic"}
+# Frameworks, each loaded by the adapter for it.
+FRAMEWORKS = {"accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "ray", "torchrec", "transformers"}
 # Third-party libraries that a room may load when it is imported; import-linter cannot tell imports inside functions.
-FRAMEWORKS = {
-    "accelerate",
-    "lightning",
-    "lightning_fabric",
-    "pytorch_lightning",
-    "ray",
-    "torchrec",
-    "transformers",
-}  # an adapter's own
 OUTSIDE = {
     "devices": {"torch"},
     "inputs": {"annotated_types"},

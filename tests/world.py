@@ -136,7 +136,8 @@ class World:
         context.set_forkserver_preload(PRELOADED)
         port = 0
         if not self.store_on_rank_0:
-            self._store, port = _store_server()
+            self._store = _store_server()
+            port = self._store.port
         for rank in range(self.size):
             mine, theirs = context.Pipe()
             trace = Path(self._folder.name) / f"rank{rank}.trace"
@@ -173,8 +174,8 @@ def _rank_main(rank: int, connection: Connection, port: int, trace: str, folder:
         if port:
             store = dist.TCPStore("127.0.0.1", port, is_master=False)
         else:
-            store, port = _store_server()
-            connection.send(port)
+            store = _store_server()
+            connection.send(store.port)
         while True:
             try:
                 module, name, arguments, join, size = pickle.loads(connection.recv_bytes())
@@ -186,8 +187,8 @@ def _rank_main(rank: int, connection: Connection, port: int, trace: str, folder:
                 connection.send_bytes(_call(module, name, arguments))
 
 
-def _store_server() -> tuple[dist.TCPStore, int]:
-    """Returns a new store that listens here, and its port.
+def _store_server() -> dist.TCPStore:
+    """Returns a new store that listens here, at a free `port`.
 
     A store asks for the name of each client's address before it serves the next one. It listens on IPv4 alone, whose
     loopback is in the file of hosts: on IPv6 it would ask a name server, for whose silence it waits 5 s.
@@ -195,10 +196,7 @@ def _store_server() -> tuple[dist.TCPStore, int]:
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     # The store closes the listener.
-    return (
-        dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()),
-        port,
-    )
+    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def _join_group(store: dist.Store, prefix: str, rank: int, size: int) -> None:

@@ -44,6 +44,12 @@ def found_in(printed: str) -> Any:
     return json.loads(next(line for line in printed.splitlines() if line.startswith("FOUND ")).removeprefix("FOUND "))
 
 
+def on_ranks(script: str, scenario: str) -> list[dict[str, Any]]:
+    """Returns what each rank of a script beside this file found in one of its scenarios."""
+    ranks: list[dict[str, Any]] = found_in(launched(HERE / script, scenario))
+    return ranks
+
+
 def without_gradsync(example: Path, page: Path, folder: Path) -> Path:
     """Writes the example as it is without gradsync into `folder`, by the first diff of the page, backwards."""
     text = example.read_text(encoding="utf-8")

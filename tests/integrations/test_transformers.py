@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.integrations.launching import (
     EXAMPLES,
-    HERE,
     LIMIT_S,
     ROOT,
-    found_in,
     last_line,
     launched,
     loss,
+    on_ranks,
     parameters,
     without_gradsync,
 )
 
+RANKS = "transformers_ranks.py"
 PAGE = ROOT / "docs" / "hf-trainer.md"
 EXAMPLE = EXAMPLES / "hf_trainer.py"
 NOISE = 0.012  # range of the held-out loss over 5 seeds (0.016 to 0.028), two ranks with whole gradients
@@ -34,14 +33,8 @@ pytestmark = [
 ]
 
 
-def on_ranks(scenario: str) -> list[dict[str, Any]]:
-    """Returns what each rank found."""
-    ranks: list[dict[str, Any]] = found_in(launched(HERE / "transformers_ranks.py", scenario))
-    return ranks
-
-
 def test_parameters_are_those_of_the_trainers_ddp() -> None:
-    for each in on_ranks("equal"):
+    for each in on_ranks(RANKS, "equal"):
         assert each["difference"] == 0 and each["apart"] == 0
         assert each["moved"] > 0.01, "training changes parameters"
         assert each["steps"] == 8, "two batches each are exchanged once"
@@ -50,24 +43,24 @@ def test_parameters_are_those_of_the_trainers_ddp() -> None:
 
 
 def test_training_again_and_trials_go_through_gradsync() -> None:
-    for each in on_ranks("again"):
+    for each in on_ranks(RANKS, "again"):
         assert each == {"difference": 0, "steps": 16, "of a trial": 8}
 
 
 def test_sequences_are_trained_and_generated() -> None:
-    for each in on_ranks("translated"):
+    for each in on_ranks(RANKS, "translated"):
         assert each == {"difference": 0, "attached": True, "predicted": 512}
 
 
 def test_a_job_goes_on_bit_by_bit_with_every_ranks_residuals() -> None:
-    for rank, each in enumerate(on_ranks("resumed")):
+    for rank, each in enumerate(on_ranks(RANKS, "resumed")):
         assert each["difference"] == 0 and each["apart"] == 0
         assert "lacks gradsync-rank-1-of-2.safetensors" in each["told"], f"rank {rank}"
         assert each["anew"] == [True, 0], "residuals matter; a checkpoint without them is loaded"
 
 
 def test_bad_input_is_refused_on_every_rank() -> None:
-    for each in on_ranks("refused"):
+    for each in on_ranks(RANKS, "refused"):
         assert each["late"].startswith("RuntimeError") and "before it" in each["late"]
         assert each["twice"].startswith("RuntimeError") and "call it once" in each["twice"]
         assert each["model"].startswith("TypeError") and "expected a transformers.Trainer" in each["model"]

@@ -65,8 +65,6 @@ NO_FOLDER = (
     "expected Checkpoint.from_directory(folder) on each rank"
 )
 
-# By model: what `report` told of its attachment so far.
-
 
 def prepare_model(
     model: nn.Module,

@@ -28,7 +28,8 @@ NO_TRAINER = (
 )
 TWICE = "use() was called for this Trainer already: call it once, before trainer.train()"
 TRAINED = (
-    "trainer.train() has wrapped the model already: call gradsync.integrations.transformers.use(trainer) before it"
+    "trainer.train(), or evaluate() under torch_compile, has wrapped the model already: call "
+    "gradsync.integrations.transformers.use(trainer) before it"
 )
 NOT_WRAPPED = (
     "the Trainer did not wrap the model in DistributedDataParallel, so gradsync would synchronise nothing: expected "
