@@ -305,7 +305,8 @@ class _Judge:
                     yield f"{each.name} of bucket {number}: its residual changed though no rank used the parameter"
                 continue
             eps = promised_eps(bucket.scheme, self.dtypes[each.name])
-            bound = (self.case.size + ROUNDINGS) * eps + FLOAT32_ADDITIONS * torch.finfo(torch.float32).eps
+            repeats = max(self._repeats(step, rank, each) for rank in range(self.case.size))
+            bound = (self.case.size + ROUNDINGS + repeats) * eps + FLOAT32_ADDITIONS * torch.finfo(torch.float32).eps
             allowed = torch.full_like(found.came_in, bound * largest + self.case.size * self._spacing(each))
             expected = found.came_in + found.before
             for problem in self._off(each, found.sent + found.after, expected, allowed):
@@ -315,7 +316,9 @@ class _Judge:
         own = torch.stack([x[each.start : each.stop] for x in self.own(step, each.name)])
         sent = self.case.size * self.got(step, 0, each.name)[each.start : each.stop]
         (before, size_before), (after, size_after) = (self._left(number, each) for number in (step - 1, step))
-        sizes = (own.abs().sum(dim=0), sent.abs(), size_before, size_after)
+        # Rows that an embedding's gradient repeats are added first, where they may cancel out.
+        added = torch.stack([self._added(step, rank, each) for rank in range(self.case.size)]).sum(dim=0)
+        sizes = (added, sent.abs(), size_before, size_after)
         largest = max((float(size.amax()) for size in sizes if size.numel()), default=0)
         return _Sums(own.sum(dim=0), sent, before, after, largest)
 
