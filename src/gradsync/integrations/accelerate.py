@@ -13,8 +13,10 @@ from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKw
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..comm.rendezvous import meet
 from ..engine.guard import VERIFY_EVERY
 from ..engine.plan_control import Planner
+from ..frontends.arguments import DEFAULT_TIMEOUT_S, Arguments
 from ..frontends.attach import Attachment, attach, attachment_of
 from ..plans.plan import Plan
 from .frameworks import check_version
@@ -41,6 +43,10 @@ SHARDED = (
     "parallel (accelerate launch --multi_gpu, or --cpu). Use {kind} without gradsync"
 )
 ALONE = "there is one process, so gradsync synchronises nothing: start the script by accelerate launch or torchrun"
+WRAPPING = (
+    "accelerator.prepare() (to which a rank comes back that alone ran out of memory and tries a smaller batch: start "
+    "with one that fits on every rank)"
+)
 NO_FOLDER = (
     "the checkpoint %s has no state of gradsync for model %d: residuals, momenta of compressors and the settled plan "
     "begin anew"
@@ -76,6 +82,19 @@ class GradsyncKwargs(DistributedDataParallelKwargs):
         arguments: dict[str, Any] = self._ddp.to_dict(*args, **kwargs)
         return arguments
 
+    def to_kwargs(self) -> dict[str, Any]:
+        """Returns DDP's arguments once all ranks have come to wrap a model, as Accelerate asks for them just before.
+
+        DDP would wait for the others inside of a collective, and take theirs in a step for one of its own.
+
+        Raises:
+            GroupError: where a rank does not come in time.
+        """
+        given = Arguments.read(self._settings.get("timeout", DEFAULT_TIMEOUT_S))
+        meet(None, WRAPPING, given.timeout).store.close()
+        arguments: dict[str, Any] = super().to_kwargs()
+        return arguments
+
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
         """Attaches gradsync to a model that Accelerate has just wrapped, on all ranks."""
         attach(model, **self._settings)
@@ -104,7 +123,7 @@ def use(
     Raises:
         TypeError: for anything else than an Accelerator.
         ValueError: for a job that shards the model, and where DDP has another communication hook.
-        RuntimeError: after `prepare()`, and for a second call.
+        RuntimeError: after `prepare()`, and for a second call; from `prepare()`, where a rank does not come in time.
 
     Example:
         >>> gradsync.integrations.accelerate.use(accelerator)        # doctest: +SKIP
