@@ -37,6 +37,11 @@ NOT_WRAPPED = (
     "evaluate() or predict() called before train()? Then Accelerate takes the model for wrapped, and the ranks would "
     "train apart, without gradsync too: call them after train(), or on another Trainer"
 )
+NOT_EXCHANGED = (
+    "gradsync exchanged nothing in the first step of this train(), so the ranks would train apart, without gradsync "
+    "too: expected the DistributedDataParallel of an earlier train() in trainer.model_wrapped, which an evaluation "
+    "in a second train() replaces under torch_compile. Make a new Trainer instead of a third train()"
+)
 NO_FOLDER = (
     "the checkpoint %s has no state of gradsync: residuals, momenta of compressors and the settled plan begin anew"
 )
@@ -96,11 +101,21 @@ class _Callback(TrainerCallback):
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
+        self._steps: int | None = None  # exchanged before this train(), until its first step has been checked
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         """Raises RuntimeError where there are several processes, and no attachment."""
-        if self._trainer.accelerator.num_processes > 1 and self._handle() is None:
-            raise RuntimeError(NOT_WRAPPED)
+        if self._trainer.accelerator.num_processes > 1:
+            if (handle := self._handle()) is None:
+                raise RuntimeError(NOT_WRAPPED)
+            self._steps = handle.totals().steps
+
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Raises RuntimeError where an earlier wrapper has the attachment, and the first step exchanged nothing."""
+        handle = self._handle()
+        if self._steps is not None and handle is not None and handle.totals().steps == self._steps:
+            raise RuntimeError(NOT_EXCHANGED)
+        self._steps = None
 
     def save(self, folder: str) -> None:
         """Writes this rank's state into the checkpoint at `folder`; the Trainer calls it on all ranks."""
