@@ -8,7 +8,9 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, Literal
 
+from accelerate.utils import broadcast_object_list
 from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import HPSearchBackend
 from transformers.utils import logging
 
 from ..engine.guard import VERIFY_EVERY
@@ -42,6 +44,10 @@ NOT_EXCHANGED = (
     "too: expected the DistributedDataParallel of an earlier train() in trainer.model_wrapped, which an evaluation "
     "in a second train() replaces under torch_compile. Make a new Trainer instead of a third train()"
 )
+PRUNED = (
+    "optuna pruned this trial, which the Trainer tells rank 0 alone, so the other ranks would wait for it: expected a "
+    "search without pruning, as there are several ranks: hyperparameter_search(..., pruner=optuna.pruners.NopPruner())"
+)
 NO_FOLDER = (
     "the checkpoint %s has no state of gradsync: residuals, momenta of compressors and the settled plan begin anew"
 )
@@ -70,7 +76,8 @@ def use(
     Raises:
         TypeError: for anything else than a Trainer.
         ValueError: for a job that shards the model (FSDP, DeepSpeed, tensor parallel).
-        RuntimeError: after `train()`, and for a second call; from `train()`, where the Trainer does not use DDP.
+        RuntimeError: after `train()`, and for a second call; from `train()`, where the Trainer does not use DDP; from
+            `hyperparameter_search()`, where optuna prunes a trial.
 
     Example:
         >>> gradsync.integrations.transformers.use(trainer)  # doctest: +SKIP
@@ -91,6 +98,7 @@ def use(
     trainer.add_callback(callback)
     # A search for hyperparameters makes an accelerator for each trial.
     _after(trainer, "create_accelerator_and_postprocess", lambda: accelerate.use(trainer.accelerator, **settings))
+    trainer._report_to_hp_search = _on_all_ranks(trainer._report_to_hp_search, trainer)
     _after(trainer, "_save_optimizer_and_scheduler", callback.save)
     _after(trainer, "_load_optimizer_and_scheduler", callback.load)
     trainer.log = _with_metrics(trainer.log, callback)
@@ -152,6 +160,27 @@ def _after(trainer: Trainer, name: str, also: Callable[..., None]) -> None:
         also(*args, **kwargs)
 
     setattr(trainer, name, both)
+
+
+def _on_all_ranks(report: Callable[..., None], trainer: Trainer) -> Callable[..., None]:
+    """Returns `trainer._report_to_hp_search` such that all ranks raise RuntimeError where optuna prunes on rank 0."""
+
+    @wraps(report)
+    def both(*args: Any, **kwargs: Any) -> None:
+        if trainer.hp_search_backend != HPSearchBackend.OPTUNA or trainer.accelerator.num_processes == 1:
+            report(*args, **kwargs)
+            return
+        pruned: Exception | None = None
+        try:
+            report(*args, **kwargs)
+        except Exception as error:
+            if type(error).__name__ != "TrialPruned":
+                raise
+            pruned = error
+        if any(broadcast_object_list([pruned is not None])):
+            raise RuntimeError(PRUNED) from pruned
+
+    return both
 
 
 def _with_metrics(log: Callable[..., None], callback: _Callback) -> Callable[..., None]:
