@@ -44,10 +44,10 @@ def found_in(printed: str) -> Any:
     return json.loads(next(line for line in printed.splitlines() if line.startswith("FOUND ")).removeprefix("FOUND "))
 
 
-def on_ranks(script: str, scenario: str) -> list[dict[str, Any]]:
+def on_ranks(script: str, scenario: str, *arguments: str, ranks: int = 2) -> list[dict[str, Any]]:
     """Returns what each rank of a script beside this file found in one of its scenarios."""
-    ranks: list[dict[str, Any]] = found_in(launched(HERE / script, scenario))
-    return ranks
+    found: list[dict[str, Any]] = found_in(launched(HERE / script, scenario, *arguments, ranks=ranks))
+    return found
 
 
 def without_gradsync(example: Path, page: Path, folder: Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,6 +51,52 @@ def test_a_job_goes_on_bit_by_bit_with_every_ranks_residuals() -> None:
 def test_a_model_may_be_prepared_again() -> None:
     for each in on_ranks(RANKS, "anew"):
         assert each == {"difference": 0, "steps": [0, 0, 8, 8]}
+
+
+@pytest.fixture(scope="module")
+def of_three_ranks(folder: Path) -> list[dict[str, Any]]:
+    """Returns what three ranks found that saved into `folder`."""
+    return on_ranks(RANKS, "resized", str(folder), ranks=3)
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path, of_three_ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns what each rank found in the scenarios of one launch, by scenario."""
+    return on_ranks(RANKS, "resized+several+varied", str(folder))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("accelerate")
+
+
+def test_compiled_models_and_mixed_precision_end_with_the_parameters_of_accelerates_ddp(
+    found: list[dict[str, Any]],
+) -> None:
+    ways = ("compiled", "compiled in regions", "bf16", "comm_wrapper")
+    for each in found:
+        assert each["varied"] == dict.fromkeys(ways, {"difference": 0, "apart": 0, "exchanged": True})
+
+
+def test_two_models_in_turns_are_trained_and_resumed(found: list[dict[str, Any]]) -> None:
+    for each in found:
+        assert each["several"] == {
+            "difference": 0,
+            "lossy": True,
+            "resumed": 0,
+            "apart": 0,
+            "steps": [4, 6],  # since the load; the second one was frozen in two of four steps of the first
+        }
+
+
+def test_fewer_ranks_go_on_with_the_residuals_of_more(
+    found: list[dict[str, Any]], of_three_ranks: list[dict[str, Any]]
+) -> None:
+    loaded = [each["resized"] for each in found]
+    saved = [each["owed"] for each in of_three_ranks]
+    assert sum(each["owed"] for each in loaded) == pytest.approx(sum(saved), rel=1e-6)
+    assert all(saved)
+    assert [each["apart"] for each in loaded] == [0, 0]
 
 
 def test_bad_input_is_refused_on_every_rank() -> None:
