@@ -1,27 +1,30 @@
-"""Scenarios of `test_transformers.py`, by name, on 2 ranks under torchrun; rank 0 prints what was found as JSON."""
+"""Scenarios of `test_transformers.py`, by names ("a", "a+b"), under torchrun; rank 0 prints what was found as JSON."""
 
 from __future__ import annotations
 
 import json
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    EarlyStoppingCallback,
     HfArgumentParser,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     T5Config,
     T5ForConditionalGeneration,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
 )
 
@@ -60,14 +63,30 @@ def arguments(folder: str, **changed: Any) -> Any:
     return parsed
 
 
-def new_trainer(folder: str = "unused", plan: Any = None, *, with_gradsync: bool = True, **changed: Any) -> Trainer:
-    """Returns a Trainer of a small BERT with dropout."""
+def new_model() -> nn.Module:
+    """Returns a small BERT with dropout, the same one each time."""
     torch.manual_seed(0)
-    config = BertConfig(vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
-    kind = changed.pop("kind", Trainer)
-    trainer: Trainer = kind(BertForSequenceClassification(config), arguments(folder, **changed), train_dataset=Words())
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    model: nn.Module = BertForSequenceClassification(BertConfig(vocab_size=50, **sizes))
+    return model
+
+
+def new_trainer(
+    folder: str = "unused",
+    plan: Any = None,
+    *,
+    with_gradsync: bool = True,
+    timeout: float | None = None,
+    given: Mapping[str, Any] | None = None,
+    **changed: Any,
+) -> Trainer:
+    """Returns a Trainer of a small BERT; `given`: to the Trainer itself, `changed`: in its arguments."""
+    kind, chosen = changed.pop("kind", Trainer), {**(given or {})}
+    if "model_init" not in chosen:
+        chosen.setdefault("model", new_model())
+    trainer: Trainer = kind(args=arguments(folder, **changed), train_dataset=Words(), **chosen)
     if with_gradsync:
-        use(trainer, plan=plan)
+        use(trainer, plan=plan, timeout=timeout)
     return trainer
 
 
@@ -200,14 +219,15 @@ class OtherTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed 
         return WrappedElsewhere(model)
 
 
-def refused() -> dict[str, Any]:
-    def error_of(function: Callable[[], Any]) -> str:
-        try:
-            function()
-        except (TypeError, ValueError, RuntimeError) as error:
-            return f"{type(error).__name__}: {error}"
-        return "nothing"
+def error_of(function: Callable[[], Any]) -> str:
+    try:
+        function()
+    except (TypeError, ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
 
+
+def refused() -> dict[str, Any]:
     late = new_trainer(with_gradsync=False)
     late.train()
     twice = new_trainer()
@@ -223,11 +243,198 @@ def refused() -> dict[str, Any]:
     }
 
 
+class RunsOutOfMemory(TrainerCallback):  # type: ignore[misc]
+    """Raises in the third step, once, what torch raises; only on some ranks."""
+
+    def __init__(self, *ranks: int) -> None:
+        self.ranks: tuple[int, ...] = ranks
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Raises RuntimeError."""
+        if state.global_step == 2 and dist.get_rank() in self.ranks:
+            self.ranks = ()
+            raise RuntimeError("CUDA out of memory. Tried to allocate 1 GiB")
+
+
+class Fails(TrainerCallback):  # type: ignore[misc]
+    """Raises an error of the user's on rank 1 alone."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Raises ValueError."""
+        if state.global_step == 3 and dist.get_rank() == 1:
+            raise ValueError("an error of the user's")
+
+
+class Few(Words):
+    """A few of the words, for evaluations during training."""
+
+    def __len__(self) -> int:
+        return 32
+
+
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
+BEST = {**EVALUATED, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 1, "load_best_model_at_end": True}
+
+
+def compared(trainer_of: Callable[[bool], Trainer], times: int = 2) -> dict[str, Any]:
+    """Trains `times` times without gradsync, and with it, and returns how far the parameters are from each other."""
+    values, steps, trainer = [], [], None
+    for ours in (False, True):
+        AcceleratorState._reset_state()  # which keeps the precision of the last Accelerator
+        trainer = trainer_of(ours)
+        for _ in range(times):
+            values.append(trained(trainer))
+            handle = gradsync.attachment_of(trainer.model_wrapped)
+            steps += [handle.totals().steps] if handle is not None else []
+    assert trainer is not None
+    return {
+        "difference": max(float((values[i] - values[times + i]).abs().max()) for i in range(times)),
+        "apart": max(map(apart, values)),
+        "steps": steps,
+        "batch": trainer._train_batch_size,
+    }
+
+
+def varied() -> dict[str, Any]:
+    """Other ways of training, twice each."""
+
+    def stopping(ours: bool) -> Trainer:
+        given = {"callbacks": [EarlyStoppingCallback(1, 10.0)], "eval_dataset": Few()}
+        return new_trainer(common(), with_gradsync=ours, given=given, **BEST)
+
+    def smaller(ours: bool) -> Trainer:
+        given = {"callbacks": [RunsOutOfMemory(0, 1)]}
+        return new_trainer(with_gradsync=ours, given=given, auto_find_batch_size=True)
+
+    return {
+        "best": compared(stopping),
+        "smaller batch": compared(smaller, times=1),
+        "new model": compared(lambda ours: new_trainer(with_gradsync=ours, given={"model_init": new_model})),
+        "bf16": compared(lambda ours: new_trainer(with_gradsync=ours, bf16=True), times=1),
+    }
+
+
+def alone() -> dict[str, Any]:
+    """Errors on rank 1 alone, where the Trainer has no collectives of its own for which rank 0 would wait."""
+
+    def told(callback: TrainerCallback, **changed: Any) -> str:
+        quiet = {"average_tokens_across_devices": False, "ddp_broadcast_buffers": False}
+        trainer = new_trainer(timeout=6.0, given={"callbacks": [callback]}, **quiet, **changed)
+        error = error_of(trainer.train)
+        dist.barrier()
+        return error
+
+    return {"memory": told(RunsOutOfMemory(1), auto_find_batch_size=True), "callback": told(Fails())}
+
+
+def searched() -> dict[str, Any]:
+    """A search for hyperparameters, and one that prunes."""
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    rates = (0.05, 0.1)
+    values: list[Tensor] = []
+    steps: list[int] = []
+
+    class Notes(TrainerCallback):  # type: ignore[misc]
+        def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
+            values.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+            handle = gradsync.attachment_of(model)
+            steps.extend([handle.totals().steps] if handle is not None else [])
+
+    def search(*, ours: bool, pruner: Any) -> Any:
+        given = {"model_init": new_model, "eval_dataset": Few(), "callbacks": [Notes()]}
+        trainer = new_trainer(with_gradsync=ours, given=given, **{**EVALUATED, "eval_steps": 4})
+        return trainer.hyperparameter_search(
+            lambda trial: {"learning_rate": trial.suggest_categorical("learning_rate", rates)},
+            n_trials=len(rates),
+            backend="optuna",
+            sampler=optuna.samplers.GridSampler({"learning_rate": rates}, seed=0),
+            pruner=pruner,
+        )
+
+    found = [search(ours=ours, pruner=optuna.pruners.NopPruner()) for ours in (False, True)]
+    trials = len(rates)
+    return {
+        "difference": max(float((values[i] - values[trials + i]).abs().max()) for i in range(trials)),
+        "of trials": float((values[0] - values[1]).abs().max()) > 0,
+        "steps": steps,
+        "same best": found[0] == found[1],
+        "pruned": error_of(lambda: search(ours=True, pruner=optuna.pruners.ThresholdPruner(upper=0.0))),
+    }
+
+
+def adapted() -> dict[str, Any]:
+    """LoRA of a model that is frozen otherwise: as with DDP, and resumed with residuals."""
+    import peft
+
+    def trainer_of(folder: str = "unused", plan: Any = None, **options: Any) -> Trainer:
+        config = peft.LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["query", "value"])
+        model = peft.get_peft_model(new_model(), config)
+        return new_trainer(folder, plan, given={"model": model}, **options)
+
+    found, folder = compared(lambda ours: trainer_of(with_gradsync=ours), times=1), common()
+    whole = trained(trainer_of(plan=LOSSY))
+    trained(trainer_of(folder, LOSSY, save_strategy="steps", save_steps=4))
+    dist.barrier()
+    went_on = trained(trainer_of(folder, LOSSY), resume_from_checkpoint=str(Path(folder) / "checkpoint-4"))
+    return {**found, "resumed": float((went_on - whole).abs().max())}
+
+
+def compiled() -> dict[str, Any]:
+    """A compiled model; an evaluation in a second `train()` makes the Trainer leave DDP out of the third."""
+
+    def trainer_of(ours: bool) -> Trainer:
+        given = {"eval_dataset": Few()}
+        eager = {"torch_compile": True, "torch_compile_backend": "eager", **EVALUATED}
+        last.append(new_trainer(with_gradsync=ours, given=given, **eager))
+        return last[-1]
+
+    last: list[Trainer] = []
+    return {**compared(trainer_of), "third": error_of(last[-1].train)}
+
+
+def owed(state: Mapping[str, Any]) -> float:
+    """Returns the sum of a rank's residuals."""
+    return sum(float(values.double().sum()) for key, values in state["state"].items() if "residual" in key)
+
+
+class Notices(TrainerCallback):  # type: ignore[misc]
+    """Keeps what this rank owes when training begins and in a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step, self.owed = step, 0.0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
+        """Keeps it before the step after `step`."""
+        handle = gradsync.attachment_of(model)
+        assert handle is not None
+        if state.global_step == self.step:
+            self.owed = owed(handle.state_dict())
+
+
+def resized() -> dict[str, Any]:
+    """Saves after four of eight steps on two ranks; goes on from there on three."""
+    folder, notices = sys.argv[2], Notices(4)
+    last = Path(folder) / "checkpoint-4"
+    options = {"resume_from_checkpoint": str(last)} if last.exists() else {}
+    dist.barrier()
+    trainer = new_trainer(folder, LOSSY, given={"callbacks": [notices]}, save_strategy="steps", save_steps=4)
+    values = trained(trainer, **options)
+    handle = gradsync.attachment_of(trainer.model_wrapped)
+    assert handle is not None
+    return {"owed": notices.owed, "apart": apart(values), "steps": handle.totals().steps}
+
+
+SCENARIOS = (equal, again, translated, resumed, refused, varied, alone, searched, adapted, compiled, resized)
+
+
 def main() -> None:
     torch.set_num_threads(1)
-    scenarios = {"equal": equal, "again": again, "translated": translated, "resumed": resumed, "refused": refused}
     arguments("unused")  # which makes the process group
-    result = scenarios[sys.argv[1]]()
+    known, names = {each.__name__: each for each in SCENARIOS}, sys.argv[1].split("+")
+    found = {name: known[name]() for name in names}
+    result = found if len(names) > 1 else found[names[0]]
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, result)
     if dist.get_rank() == 0:
