@@ -8,7 +8,8 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, Literal
 
-from accelerate.utils import broadcast_object_list
+import torch
+from accelerate.utils import broadcast
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import HPSearchBackend
 from transformers.utils import logging
@@ -177,7 +178,8 @@ def _on_all_ranks(report: Callable[..., None], trainer: Trainer) -> Callable[...
             if type(error).__name__ != "TrialPruned":
                 raise
             pruned = error
-        if any(broadcast_object_list([pruned is not None])):
+        mine = torch.tensor([int(pruned is not None)], device=trainer.accelerator.device)
+        if int(broadcast(mine)):  # rank 0's
             raise RuntimeError(PRUNED) from pruned
 
     return both
