@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsync
-from gradsync.integrations.telling import Telling
+from gradsync.integrations.metrics import StepMetrics
 from gradsync.plans.plan import Plan
 from gradsync.schemes import AllReduce
 from gradsync.tensors.bucket import TensorSpec, trainable_parameters
@@ -35,16 +35,16 @@ def totals_over_two_plans() -> tuple[list[int], float, float, list[dict[str, flo
     apart = Plan.make(specs, dist.get_world_size(), [([name], AllReduce()) for name in specs])
     handle = gradsync.attach(model, plan=plan, verify_every=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    telling, metrics = Telling(handle), []
+    ours, metrics = StepMetrics(handle), []
     for _ in range(3):
         step(model, optimizer)
-    metrics.append(telling.metrics())
-    metrics.append(telling.metrics())
+    metrics.append(ours.read())
+    metrics.append(ours.read())
     first = handle.totals()
     handle._engine.replan(apart)
     for _ in range(4):
         step(model, optimizer)
-    metrics.append(telling.metrics())
+    metrics.append(ours.read())
     now = handle.totals()
     sent = first.sent_bytes + sum(bucket.sent_bytes for bucket in handle.statistics())
     handle.detach()

@@ -20,7 +20,7 @@ from ..frontends.arguments import DEFAULT_TIMEOUT_S, Arguments
 from ..frontends.attach import Attachment, attach, attachment_of
 from ..plans.plan import Plan
 from .frameworks import check_version
-from .telling import telling_of
+from .metrics import metrics_of
 
 logger = logging.getLogger(__name__)
 
@@ -162,8 +162,8 @@ def use(
 def metrics(model: nn.Module) -> dict[str, float]:
     """Returns gradsync's metrics of the steps since the last call, for `accelerator.log`, and logs the plan once.
 
-    Names and units are those of `gradsync.integrations.telling.Telling.metrics`. It takes no communication, so one rank
-    may call it alone.
+    Names and units are those of `gradsync.integrations.metrics.StepMetrics.read`. It takes no communication, so one
+    rank may call it alone.
 
     Args:
         model: a model that `accelerator.prepare()` has wrapped.
@@ -174,11 +174,11 @@ def metrics(model: nn.Module) -> dict[str, float]:
     Example:
         >>> accelerator.log({"loss": loss.item(), **metrics(model)}, step=step)  # doctest: +SKIP
     """
-    telling = telling_of(model)
-    if telling is None:
+    ours = metrics_of(model)
+    if ours is None:
         return {}
-    telling.plan_once()
-    return telling.metrics()
+    ours.log_plan_once()
+    return ours.read()
 
 
 def _parallel(accelerator: Accelerator) -> list[str]:

@@ -28,7 +28,7 @@ from ..planner import AveragingPlanner
 from ..plans.plan import Plan, What
 from ..state import to_bytes
 from .frameworks import check_version
-from .telling import Telling
+from .metrics import StepMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ class _Part(_Base):
             if attachment is None or attachment.settled:
                 self._untold.remove(known)
                 if attachment is not None:
-                    Telling(attachment).plan_once(logging.getLogger(of_lightning.__module__).info)
+                    StepMetrics(attachment).log_plan_once(logging.getLogger(of_lightning.__module__).info)
         return output
 
 
@@ -329,7 +329,7 @@ class FabricPart(_Part):
 class CallbackPart(_Base):
     """The part of `GradsyncCallback` that handles the Trainer's events."""
 
-    _telling: Telling | None = None
+    _metrics: StepMetrics | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Looks for the strategy's attachment, and says if the Trainer has no logger.
@@ -341,7 +341,7 @@ class CallbackPart(_Base):
             raise TypeError(OTHER_STRATEGY.format(found=type(trainer.strategy).__name__))
         if not trainer.loggers and trainer.is_global_zero:
             logger.warning(NO_LOGGER)
-        self._telling = Telling(trainer.strategy.attachment) if trainer.loggers else None
+        self._metrics = StepMetrics(trainer.strategy.attachment) if trainer.loggers else None
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         """Logs metrics as often as the Trainer logs (`log_every_n_steps`)."""
@@ -353,7 +353,7 @@ class CallbackPart(_Base):
         self._log(trainer)
 
     def _log(self, trainer: Any) -> None:
-        metrics = {} if self._telling is None else self._telling.metrics()
+        metrics = {} if self._metrics is None else self._metrics.read()
         if metrics:
             for each in trainer.loggers:
                 each.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)

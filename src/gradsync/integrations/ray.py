@@ -25,7 +25,7 @@ from ..frontends.data_parallel import DistributedDataParallel
 from ..planner import AveragingPlanner
 from ..plans.plan import Plan
 from .frameworks import check_version
-from .telling import telling_of
+from .metrics import metrics_of
 
 OTHER_STRATEGY = (
     "parallel_strategy must be 'ddp', got {strategy!r}: {way}. gradsync keeps the whole model on each rank and "
@@ -121,7 +121,7 @@ def report(
     once, on rank 0, when it has settled.
 
     Args:
-        metrics: numbers to report; those of gradsync are added: see `gradsync.integrations.telling.Telling.metrics`.
+        metrics: numbers to report; those of gradsync are added: see `gradsync.integrations.metrics.StepMetrics.read`.
         checkpoint: a local folder, as of `Checkpoint.from_directory`.
         model: the result of `prepare_model`.
         options: other arguments of `ray.train.report`.
@@ -134,17 +134,17 @@ def report(
         >>> report({"loss": loss.item()}, Checkpoint.from_directory(folder), model=model)  # doctest: +SKIP
     """
     require_module(model)
-    telling = telling_of(model)
-    if telling is None:
+    ours = metrics_of(model)
+    if ours is None:
         raise ValueError(NOT_ATTACHED)
-    handle = telling.handle
-    telling.plan_once()
+    handle = ours.handle
+    ours.log_plan_once()
     with ExitStack() as after:
         if ray.train.collective.broadcast_from_rank_zero(checkpoint is not None):
             checkpoint, options = _with_state(handle, checkpoint, options, after)
         elif checkpoint is not None:
             raise ValueError(ONLY_SOME.format(rank=handle.rank))
-        ray.train.report({**telling.metrics(), **metrics}, checkpoint, **options)
+        ray.train.report({**ours.read(), **metrics}, checkpoint, **options)
 
 
 def _with_state(

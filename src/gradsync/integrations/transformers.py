@@ -20,7 +20,7 @@ from ..frontends.attach import Attachment, attachment_of
 from ..plans.plan import Plan
 from . import accelerate
 from .frameworks import check_version
-from .telling import telling_of
+from .metrics import metrics_of
 
 logger = logging.get_logger(__name__)
 
@@ -141,11 +141,11 @@ class _Callback(TrainerCallback):
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics of the steps since the last call, and logs the plan once it has settled."""
-        telling = telling_of(self._trainer.model_wrapped)
-        if telling is None:
+        metrics = metrics_of(self._trainer.model_wrapped)
+        if metrics is None:
             return {}
-        telling.plan_once(logger.info)
-        return telling.metrics()
+        metrics.log_plan_once(logger.info)
+        return metrics.read()
 
     def _handle(self) -> Attachment | None:
         return attachment_of(self._trainer.model_wrapped)

@@ -1,4 +1,4 @@
-"""Turns an attachment's bytes and times into metrics for a framework's own loggers, and logs its plan in words."""
+"""`StepMetrics` turns an attachment's bytes and times into metrics for a framework's loggers, and logs its plan."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ MEGABYTE = 1e6
 MS_PER_S = 1e3
 
 
-class Telling:
-    """Reports an attachment's metrics since the last time they were asked for, and its plan in words, once.
+class StepMetrics:
+    """Reads an attachment's metrics since the last time that they were read, and logs its plan in words, once.
 
     Args:
         handle: the result of `gradsync.attach` on this rank.
@@ -31,9 +31,9 @@ class Telling:
     def __init__(self, handle: Attachment) -> None:
         self.handle = handle
         self._before = Totals()
-        self._has_told_plan = False
+        self._has_logged_plan = False
 
-    def metrics(self) -> dict[str, float]:
+    def read(self) -> dict[str, float]:
         """Returns means per step since the last call, and counts since attach, by name; {} if no step has ended since.
 
         Keys are "gradsync/sent_mb" (payload in 10^6 bytes that this rank sent in a step), "gradsync/communication_ms"
@@ -56,26 +56,26 @@ class Telling:
             f"{PREFIX}differences": float(now.differences),
         }
 
-    def plan_once(self, say: Callable[[str], object] = logger.info) -> None:
+    def log_plan_once(self, say: Callable[[str], object] = logger.info) -> None:
         """Calls `say` with each line of the plan in words on rank 0, at the first call after the plan has settled."""
-        if self._has_told_plan or not self.handle.settled:
+        if self._has_logged_plan or not self.handle.settled:
             return
-        self._has_told_plan = True
+        self._has_logged_plan = True
         if self.handle.rank == 0:
             say("gradsync's plan has settled:")
             for line in self.handle.explain():
                 say(f"  {line}")
 
 
-_tellings: WeakKeyDictionary[nn.Module, Telling] = WeakKeyDictionary()
+_known: WeakKeyDictionary[nn.Module, StepMetrics] = WeakKeyDictionary()
 
 
-def telling_of(model: nn.Module) -> Telling | None:
-    """Returns the `Telling` of a model's attachment, the same one at each call; None where gradsync is not attached."""
+def metrics_of(model: nn.Module) -> StepMetrics | None:
+    """Returns the `StepMetrics` of a model's attachment, the same at each call; None where gradsync is not attached."""
     handle = attachment_of(model)
     if handle is None:
         return None
-    known = _tellings.get(model)
+    known = _known.get(model)
     if known is None or known.handle is not handle:
-        known = _tellings[model] = Telling(handle)
+        known = _known[model] = StepMetrics(handle)
     return known
