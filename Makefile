@@ -7,6 +7,8 @@ WORKERS ?= 2
 WAITING_WORKERS ?= 3
 PIP_ARGS ?=
 SOAK_MINUTES ?= 10
+# Tests start thousands of processes, each of which would compile all modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo test lint types tests device-tests loss-tests lab-tests integrations torch-tests sanitize gpu fuzz bench
 .PHONY: faults soak clean
