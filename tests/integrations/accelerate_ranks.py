@@ -14,6 +14,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, TorchDynamoPlugin
+from findings import apart, error_of, owed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -101,12 +102,6 @@ def common(name: str) -> str:
     box = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(box)
     return str(Path(str(box[0])) / name)
-
-
-def apart(values: Tensor) -> float:
-    found = [torch.empty_like(values) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, values)
-    return max(float((each - found[0]).abs().max()) for each in found)
 
 
 def equal() -> dict[str, Any]:
@@ -259,34 +254,20 @@ def several() -> dict[str, Any]:
     }
 
 
-def owed(handle: gradsync.Attachment | None) -> float:
-    """Returns the sum of a rank's residuals."""
-    assert handle is not None
-    kept = handle.state_dict()["state"]
-    return sum(float(values.double().sum()) for key, values in kept.items() if "residual" in key)
-
-
 def resized() -> dict[str, Any]:
     """Saves after four steps on three ranks; goes on from there on two."""
     folder, job = Path(sys.argv[2], "state"), Job(LOSSY)
     if folder.exists():
         job.accelerator.load_state(str(folder))
-        found = owed(job.handle)
+        found = owed(job.handle.state_dict())
     else:
         job.train(last=8)
-        found = owed(job.handle)
+        found = owed(job.handle.state_dict())
         job.accelerator.save_state(str(folder))
     return {"owed": found, "apart": apart(job.train(first=8))}
 
 
 def refused() -> dict[str, Any]:
-    def error_of(function: Callable[[], Any]) -> str:
-        try:
-            function()
-        except (TypeError, ValueError, RuntimeError) as error:
-            return f"{type(error).__name__}: {error}"
-        return "nothing"
-
     late = Job(with_gradsync=False)
     twice = Job()
     return {

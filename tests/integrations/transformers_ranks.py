@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
+from findings import apart, error_of, owed
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import (
@@ -98,12 +99,6 @@ def trained(trainer: Trainer, **options: Any) -> Tensor:
     torch.manual_seed(1)  # of dropout: a Trainer sets it where it is made
     trainer.train(**options)
     return parameters(trainer)
-
-
-def apart(values: Tensor) -> float:
-    found = [torch.empty_like(values) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, values)
-    return max(float((each - found[0]).abs().max()) for each in found)
 
 
 def common() -> str:
@@ -217,14 +212,6 @@ class OtherTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed 
 
     def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         return WrappedElsewhere(model)
-
-
-def error_of(function: Callable[[], Any]) -> str:
-    try:
-        function()
-    except (TypeError, ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def refused() -> dict[str, Any]:
@@ -392,11 +379,6 @@ def compiled() -> dict[str, Any]:
 
     last: list[Trainer] = []
     return {**compared(trainer_of), "third": error_of(last[-1].train)}
-
-
-def owed(state: Mapping[str, Any]) -> float:
-    """Returns the sum of a rank's residuals."""
-    return sum(float(values.double().sum()) for key, values in state["state"].items() if "residual" in key)
 
 
 class Notices(TrainerCallback):  # type: ignore[misc]

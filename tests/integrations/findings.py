@@ -1,0 +1,31 @@
+"""Figures that several scripts of ranks report; they import this file from beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def apart(values: Tensor) -> float:
+    """Returns the largest difference between any rank's values and rank 0's, of the same shape. Collective."""
+    found = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, values)
+    return max(float((each - found[0]).abs().max()) for each in found)
+
+
+def error_of(function: Callable[[], Any]) -> str:
+    """Returns the class and the text of the error that `function` raises; "nothing" without one."""
+    try:
+        function()
+    except (TypeError, ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def owed(state: Mapping[str, Any]) -> float:
+    """Returns the sum of a rank's residuals in an attachment's `state_dict`."""
+    return sum(float(values.double().sum()) for key, values in state["state"].items() if "residual" in key)
