@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import time
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -52,7 +53,8 @@ def test_a_sound_installation_trains_and_passes() -> None:
     report = json.loads(done.output)
     assert done.exit_code == 0 and {found["verdict"] for found in report["findings"]} == {"ok"}, done.output
     assert "trained by gradsync and by DDP on cpu over gloo, to the same bits" in report["findings"][-1]["text"]
-    assert report["versions"]["torch"] == torch.__version__ and report["backends"] == {"cpu": "gloo"}
+    installed = version("torch")  # which may lack the build, as in 2.13.0+cu130
+    assert report["versions"]["torch"] == installed and report["backends"] == {"cpu": "gloo"}
 
 
 def test_the_report_has_a_line_for_each_finding(monkeypatch: pytest.MonkeyPatch) -> None:
