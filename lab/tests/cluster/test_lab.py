@@ -297,7 +297,7 @@ def test_changed_rate_holds_in_both_directions(lab: Lab) -> None:
 def test_a_lossy_link_loses_its_share_and_other_links_nothing() -> None:
     send = "import os, socket, time; s = socket.socket(2, 2); r = int(os.environ['RANK']); "
     send += "[(s.sendto(b'x', (f'10.77.0.{(r + 1) % 3 + 1}', 99)), time.sleep(5e-4)) for _ in range(1000)]"
-    receive = "import os, socket; s = socket.socket(2, 2); s.setsockopt(1, 33, 1 << 24)\n"  # room for what waits
+    receive = "import os, socket; s = socket.socket(2, 2); s.setsockopt(1, 33, 1 << 24)\n"  # SO_RCVBUFFORCE
     receive += "s.bind(('', 99)); print('ready', flush=True)\n"
     receive += "s.recv(9); s.settimeout(2); n = 1\ntry:\n    while s.recv(9): n += 1\nexcept TimeoutError: print(n)"
     with Lab(Scenario(nodes=3, link="unshaped")) as lab:
