@@ -378,7 +378,8 @@ def one_of(every: int, length: int) -> frozenset[int]:
 def with_local_steps(schedule: GroupSchedule, every: int) -> GroupSchedule:
     """Returns the schedule with `every` - 1 rounds without averaging inserted before each of its rounds (local SGD).
 
-    A cycle is as exact as before; in the inserted rounds the ranks' values drift apart.
+    If one pass through all rounds brought all ranks to their common mean, it still does; in the inserted rounds the
+    ranks' values drift apart.
 
     Raises:
         ValueError: for `every` below 1.

@@ -55,7 +55,7 @@ class Work(Pending[T]):
         self._streams, self._inputs = streams, streams.record()
 
     def submit_to(self, submit: Callable[[Callable[[], None]], None]) -> None:
-        """Submits the work to another thread by `submit`; waiting threads then no longer do it themselves."""
+        """Hands the work to another thread by `submit(self.run)`; a thread that waits then no longer runs it itself."""
         self._handed = True
         submit(self.run)
 

@@ -38,7 +38,11 @@ class Contraction:
 
 @dataclass(frozen=True)
 class Absolute:
-    """A law for x decoded as C(x): |C(x) - x| <= tau in every element of any x. Residuals keep the same bound."""
+    """The promise of a compressor that no element of a decoded tensor is off by more than `tau`.
+
+    |C(x) - x| <= tau in every element, where C(x) is x compressed and decoded. So error feedback, too, carries at most
+    `tau` an element to the next step.
+    """
 
     tau: float
 

@@ -38,7 +38,7 @@ BFLOAT16_ROUNDING = 2.0**-8  # the largest error of rounding, relative to the va
 
 
 def share_of(ratio: float, numel: int) -> int:
-    """Returns the number of elements that make up the share `ratio` of `numel`, rounded; at least 1 unless 0 of 0."""
+    """Returns how many of `numel` elements the share `ratio` is: rounded, at least 1, at most `numel`."""
     return min(max(1, round(ratio * numel)), numel)
 
 

@@ -122,7 +122,10 @@ class CostModel:
         return self.host.kernels if self.host is not None and work.is_copied else self.kernels
 
     def total_s(self, steps: Iterable[Step], placement: Placement | None = None) -> float:
-        """Returns the seconds of all steps one after the other, nothing overlapping."""
+        """Returns the seconds of a scheme's computations and transfers (`steps`) if they run one after the other.
+
+        `placement`: the node of each rank; None: each on a node of its own.
+        """
         return sum(self.seconds(step, placement) for step in steps)
 
     @cached_property

@@ -73,7 +73,7 @@ class Streams(ABC):
         """Returns the moment at which the device has run what this thread's current stream was given so far."""
 
     def work_moment(self) -> Moment:
-        """Returns the same by a clock for work alone: without streams, it stands while this thread does not run."""
+        """Returns a moment by which to time computations: `moment()`, but on the CPU in this thread's CPU time."""
         return self.moment()
 
     @abstractmethod

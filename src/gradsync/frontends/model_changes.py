@@ -91,7 +91,10 @@ class Changes:
         return self._additions.generation + self._moves
 
     def check(self, model: nn.Module) -> str:
-        """Returns an error text if changes, or a DDP around the model, prevent synchronisation; else ""."""
+        """Returns an error text if the model was changed since `attach` so that gradsync cannot go on; else "".
+
+        A DDP that was put around the model counts as such a change.
+        """
         if why := self._wrapper.check():
             return why
         if self._are_in_place():

@@ -108,7 +108,10 @@ class OuterOptimizer:
         self._put_back()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns this rank's state for a checkpoint of this rank: the last start, the optimiser's, gradsync's."""
+        """Returns this rank's state, which the same rank loads with `load_state_dict`.
+
+        It has the parameters as the last `step()` left them, the outer optimiser's state, and that of gradsync.
+        """
         states = {"optimizer": self.optimizer.state_dict(), "gradsync": self.attachment.state_dict()}
         return {"start": self._start.state_dict(), **states}
 

@@ -107,10 +107,11 @@ class OptimizerRounds:
         self._stepped.clear()
 
     def stepped(self, step: OptimizerStep, *, has_local_gradients: bool) -> None:
-        """Records that an optimiser is about to step.
+        """Counts one call of an optimiser's `step`, before it runs or, if it has a closure, after.
 
         Args:
-            has_local_gradients: whether a local backward came after the synchronised one.
+            step: the call.
+            has_local_gradients: whether a backward that exchanged nothing (`no_sync`) came after the synchronised one.
         """
         optimizer = self._numbers.get(step.optimizer, self._known)
         if optimizer == self._known:

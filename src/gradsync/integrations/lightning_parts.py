@@ -314,7 +314,10 @@ class FabricPart(_Part):
         super().save_checkpoint(path, {**state, KEY: ours} if ours else state, *args, **kwargs)
 
     def load_checkpoint(self, path: Any, state: Any = None, strict: bool = True, **kwargs: Any) -> dict[str, Any]:
-        """Loads a checkpoint into the objects in `state`, and each rank's state of gradsync into the models in it."""
+        """Loads a checkpoint into the objects in `state`, and gradsync's state of each rank into its models.
+
+        Returns what the checkpoint has beyond `state`, or all of it without a `state`, as Fabric does.
+        """
         remainder: dict[str, Any] = super().load_checkpoint(path, state, strict, **kwargs)
         if not isinstance(state, dict) or not state:  # raw content for the caller, or raw weights
             return remainder

@@ -59,7 +59,15 @@ class GradsyncWrapper(DataParallelWrapper):
         self._arguments = {"plan": plan, "find_unused_parameters": True, **arguments}
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
-        """Wraps the model in `dmp`, which calls this on all ranks; nothing is done if no parameter is unsharded."""
+        """Puts `gradsync.DistributedDataParallel` around the model inside `dmp`, which calls this on all ranks.
+
+        It averages gradients of the parameters that TorchRec does not shard; without any, the model stays as it is.
+
+        Args:
+            dmp: TorchRec's wrapper, whose inner model is replaced.
+            env: has the process group.
+            device: the model is moved there.
+        """
         model = dmp._dmp_wrapped_module
         if isinstance(model, TorchDistributedDataParallel | FullyShardedDataParallel):
             package = type(model).__module__.partition(".")[0]

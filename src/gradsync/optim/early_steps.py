@@ -123,7 +123,10 @@ class EarlySteps:
             group["params"] = [p for p in params if p not in self._used]
 
     def put_back(self) -> None:
-        """Restores the optimiser's parameter groups, also after its own step has failed."""
+        """Undoes `take_out`: the optimiser's parameter groups get all their parameters back.
+
+        A second call does nothing. Call it also where the optimiser's own step has raised.
+        """
         for group, params in self._taken_from:
             group["params"] = params
         self._taken_from = []

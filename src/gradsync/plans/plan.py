@@ -197,7 +197,11 @@ class Plan(Document):
 
 
 def default_order(buckets: Sequence[BucketPlan], world_size: int) -> list[tuple[str, str]]:
-    """Returns (bucket id, stage) of each turn: the first stages of all buckets, then all second stages, and so on."""
+    """Returns the order in which to issue the buckets' stages, as (bucket id, stage name) pairs.
+
+    All first stages come first, in the order of `buckets`, then all second ones, and so on. A stage is a named part of
+    a scheme's exchange, such as "push"; how many a scheme has may depend on `world_size`.
+    """
     stages = [(bucket.id, bucket.scheme.stages(world_size)) for bucket in buckets]
     depth = max((len(names) for _, names in stages), default=0)
     return [(i, names[level]) for level in range(depth) for i, names in stages if level < len(names)]

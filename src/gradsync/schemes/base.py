@@ -153,7 +153,7 @@ class Scheme(Nameable, ABC, Generic[X]):
         return self
 
     def has_room_for(self, profiles: Sequence[DensityProfile]) -> bool:
-        """Whether the messages' capacity, set by `planned_for`, is enough for the busiest rank in these profiles."""
+        """Whether the room in messages, set by `planned_for`, is enough for the rank with the most rows to send."""
         return True
 
 

@@ -23,9 +23,10 @@ def plain(specs: tuple[TensorSpec, ...]) -> FlatSpec:
 
 @lru_cache(maxsize=4096)
 def spec_of(whole: FlatSpec, piece: Piece, point: int, keep_fp32: bool) -> FlatSpec:
-    """Returns the spec of a bucket's elements `piece`, in its dtype or, with `keep_fp32`, the dtype of sums.
+    """Returns the layout (`FlatSpec`) of elements [start, stop) = `piece` of the bucket with layout `whole`.
 
-    `point`, the number of the compression, is added to the salt, so that each compression draws other random numbers.
+    Its dtype is the bucket's or, with `keep_fp32`, that of sums: float32, or float64 for float64. `point`, the place of
+    the compression in its route, is added to `FlatSpec.salt`, so that each compression draws other random numbers.
     """
     spec = whole.cut(*piece)
     return replace(spec, dtype=dtype_of(whole, keep_fp32), salt=spec.salt + point)

@@ -113,7 +113,10 @@ class Route(Scheme[Tensor]):
         return f"{self.name}{of}: {', '.join(self.tasks)}"
 
     def compressor_at(self, point: int) -> Compressor[Any]:
-        """Returns the compressor of "compress" task number `point`, from 0: `compressor`, then its `of_sums`."""
+        """Returns the compressor that the route's "compress" task number `point` uses, counted from 0.
+
+        Task 0 uses `self.compressor`; later tasks use its variant for sums over ranks, `Compressor.of_sums`.
+        """
         assert self.compressor is not None
         return self.compressor.of_sums if point else self.compressor
 

@@ -81,9 +81,14 @@ class SparseReduceScatter(Partitioned[Tensor, OwnedRange]):
     def push_steps(
         self, specs: tuple[TensorSpec, ...], profiles: tuple[DensityProfile, ...], size: int
     ) -> tuple[Step, ...]:
-        """Returns the computations and transfers expected of each of `size` ranks in push, in order.
+        """Returns what each of `size` ranks is expected to compute and send in push, the first half, in order.
 
-        The profile counts non-zero elements as rows; without a profile all elements are non-zero.
+        In push, each rank sends its non-zero elements to their owners, which add them up.
+
+        Args:
+            specs: shape and dtype of the bucket, as the only entry.
+            profiles: the bucket's density, as the only entry, in which `rows` counts non-zero elements; empty: all are.
+            size: the number of ranks.
         """
         (flat,) = specs
         form, rows = part_format(flat, size), elements_of(flat, profiles).rows

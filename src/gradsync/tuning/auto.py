@@ -137,7 +137,10 @@ class AutoPlanner:
         return follows
 
     def resume(self, engine: Engine, profile: Profile) -> None:
-        """Ends the measurement of this engine, if any, and stores the profile that its present plan was made from."""
+        """Accepts that the engine continues with a checkpoint's plan: stores its profile, and stops measuring.
+
+        `profile`: the measurements that the plan was made from; `profile_of` returns them from now on.
+        """
         self.close(engine)
         self._profiles[engine] = profile
 

@@ -48,7 +48,7 @@ class Aside:
         return 0.0 if self.began is None or self.ended is None else self.ended.since(self.began)
 
     def shared_s(self, step: StepMoments) -> float:
-        """Returns the seconds in which both the transfer or compression and the step's backward were running."""
+        """Returns the seconds in which this transfer or compression ran beside the step's backward; 0 without one."""
         if self.began is None or self.ended is None:
             return 0.0
         began_s, ended_s = self.began.since(step.resumed), self.ended.since(step.resumed)

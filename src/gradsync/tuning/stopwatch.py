@@ -9,10 +9,11 @@ from ..devices.streams import Moment
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Times of one training step on one rank: its parts, which add up to the time between two ends of an exchange.
+    """The seconds that each part of one training step took on one rank.
 
-    A step ends with its gradient exchange, so `optimizer_s` is the optimiser step after the exchange before. `began_s`
-    and `ended_s` are the times of backward, since the exchange before.
+    A step lasts from the end of one gradient exchange to the end of the next; `forward_s` to `other_s` add up to that.
+    So `optimizer_s` is the optimiser step that follows the previous exchange. `began_s` and `ended_s` say when backward
+    began and ended, in seconds after the previous exchange.
     """
 
     forward_s: float

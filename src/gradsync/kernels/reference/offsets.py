@@ -69,9 +69,9 @@ def is_unary(count: int, size: int, bits: int) -> bool:
 def unary_counts(blocks: Tensor, num: int) -> Tensor:
     """Returns the blocks' counts in unary, (nbytes,) uint8: a one bit for each index, a zero bit after each block.
 
-    `num`: the number of blocks.
-
-    `blocks`: the block of each index, ascending, (nnz,) int64.
+    Args:
+        blocks: the block of each index, ascending, (nnz,) int64.
+        num: the number of blocks.
     """
     bits = blocks.new_zeros(8 * unary_nbytes(len(blocks), num))
     bits[blocks + torch.arange(len(blocks), device=blocks.device)] = 1

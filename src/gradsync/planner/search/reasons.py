@@ -37,7 +37,10 @@ class Alternative:
 
 @dataclass(frozen=True)
 class BucketReasons:
-    """The reasons for one bucket's scheme: the alternatives, and the reason why it is exact, if it is."""
+    """The reasons why one bucket of a plan has its scheme: the best other schemes, and why none that loses data.
+
+    `why_exact` is None if the chosen scheme itself loses data (is lossy).
+    """
 
     id: str
     names: tuple[str, ...]

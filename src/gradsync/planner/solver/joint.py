@@ -162,7 +162,10 @@ class Pieces:
     counts: tuple[int, ...]  # number of pieces of each item
 
     def spans(self, part: Part) -> list[tuple[int, float, float]]:
-        """Returns the original items that a part of the cut problem covers: (item, from, to), shares in [0, 1]."""
+        """Returns which original items (gradients) a `part` (bucket) of `self.problem` covers: (item, begin, end).
+
+        Begin and end are shares of the item: (3, 0.5, 1.0) is the second half of item 3.
+        """
         found = []
         first = 0
         for item, count in enumerate(self.counts):

@@ -158,11 +158,11 @@ def layerwise(problem: Problem, option: int) -> tuple[Part, ...]:
 
 
 def check_parts(problem: Problem, parts: Sequence[Part]) -> None:
-    """Checks that the parts are a valid plan for the problem.
+    """Checks that `parts`, one for each bucket, are a plan that the problem allows.
 
     Raises:
-        ValueError: if parts do not cover the items in order, join an item that must be alone, or take options
-            that their items may not.
+        ValueError: if the buckets do not cover the problem's items (gradients) in order, if an item that must be alone
+            shares a bucket, or if an item may not be exchanged by its bucket's option (way of exchange).
     """
     reached = 0
     for part in parts:
