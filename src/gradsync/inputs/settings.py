@@ -67,7 +67,10 @@ def check(settings: Any) -> None:
 def checked(named: Any, given: Mapping[str, Any], whose: str | None = None) -> dict[str, Any]:
     """Checks settings of a dataclass by its annotations; returns them with tuples for lists, objects for JSON.
 
-    `whose`: the words before a setting's name in errors; None: the class and a dot.
+    Args:
+        named: the dataclass.
+        given: the settings by name.
+        whose: the words before a setting's name in errors; None: the class and a dot.
 
     Raises:
         ValueError: for the first setting that does not fit, with its name, what it must be, and what it is.
@@ -87,7 +90,12 @@ def checked(named: Any, given: Mapping[str, Any], whose: str | None = None) -> d
 
 
 def argument(name: str, given: Any, annotation: Any) -> Any:
-    """Checks an argument of a function by its annotation; returns it with tuples for lists, objects for JSON.
+    """Checks an argument of a function by a type annotation; returns it with tuples for lists, objects for JSON.
+
+    Args:
+        name: the argument's name, for errors.
+        given: its value.
+        annotation: the type, which may have bounds, as `PositiveInt`.
 
     Raises:
         ValueError: with the argument's name, what it must be, and what it is.
@@ -131,7 +139,7 @@ def _adapter_of(annotation: Any) -> TypeAdapter[Any]:
 
 @cache
 def types_of(named: Any) -> dict[str, Any]:
-    """Returns the types of a class's settings, by name.
+    """Returns the types of a class's settings by name, as its annotations give them.
 
     Raises:
         ValueError: for an annotation whose names do not exist at run time.
@@ -171,7 +179,7 @@ def _told(first: Any, annotation: Any, whose: str) -> str:
 
 
 def shown(given: object) -> str:
-    """Returns what was given for an error's text, cut to `MOST_SHOWN` characters."""
+    """Returns a value as an error shows it: its `repr`, cut to `MOST_SHOWN` characters."""
     try:
         text = repr(given)
     except Exception:  # of a user's class, or a whole number with too many digits

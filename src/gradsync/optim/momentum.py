@@ -82,10 +82,12 @@ class MomentumCheck:
         self._kept: dict[int, tuple[str, Keeper]] = {}  # by id of the parameter
 
     def check(self, plan: Plan, optimizer: Optimizer) -> None:
-        """Compares the momenta of a plan's compressors and of the optimiser, before its step.
+        """Checks, before a step, that no parameter gets momentum from both its bucket's compressor and the optimiser.
+
+        `plan`: the plan in use, whose schemes have the compressors.
 
         Raises:
-            ValueError: for a parameter to which both its compressor and the optimiser would apply momentum.
+            ValueError: for a parameter to which both would apply momentum.
         """
         if plan is not self._plan:
             self._plan, self._kept = plan, self._kept_by(plan)
