@@ -79,7 +79,7 @@ class RecordingGroup(Group):
         self.inner.reach(moment, timeout_s)
 
     def subgroup(self, places: tuple[int, ...]) -> Group:
-        """Returns the group of the members at indices `places`, which records sent bytes in this group's `ledger`."""
+        """Returns the group of the members at indices `places`, whose operations go into this group's `ledger` too."""
         if len(places) == self.size:
             return self
         if places not in self._subgroups:
