@@ -29,7 +29,9 @@ class Recorder(StepListener):
     `gradsync bench characterize` measures the cost: every 16th step takes less than 1 % of a small model's time.
 
     Args:
+        steps: the number of steps to record.
         sample: the most rows (elements, if a tensor has no rows) read of each gradient; None reads all.
+        every: records one of so many steps.
     """
 
     def __init__(self, steps: int, sample: int | None = DEFAULT_SAMPLE, *, every: int = 1) -> None:
@@ -98,7 +100,9 @@ def discard_recording(folder: str | Path, *, rank: int, ranks: int) -> None:
 
 
 def load_recording(folder: str | Path) -> list[list[Footprints]]:
-    """Returns the recorded indices of non-zeros in gradients: a list of steps, each a list by rank of dicts by name.
+    """Reads the recordings of all ranks: for each step, for each rank, a dict of footprints by parameter name.
+
+    A footprint has the indices of a gradient's non-zeros.
 
     Raises:
         ValueError: if a rank's file is missing, is not a recording, or belongs to another recording.

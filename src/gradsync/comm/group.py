@@ -82,7 +82,7 @@ class Group(ABC):
 
     @property
     def at_once_bytes(self) -> float:
-        """The most bytes that a member sends in an all-gather that starts all messages at once; above, it is a ring."""
+        """The most bytes that a member sends in an all-gather that starts all messages at once; above: a ring."""
         return float(DIRECT_BYTES)
 
     @property
@@ -212,7 +212,9 @@ class Group(ABC):
         """Overwrites `buffer`, 1-D, with member 0's buffer, which has the same shape and dtype, and returns it."""
 
     def reach(self, moment: Moment, timeout_s: float) -> None:  # noqa: B027  waiting for an operation is enough
-        """Waits until the device has reached a moment behind operations of this group, which were waited for before.
+        """Waits until the device has reached `moment`, which was recorded behind operations of this group.
+
+        The operations themselves were waited for before, by which only streams may wait.
 
         Raises:
             GroupError: where one of them does not end within `timeout_s`; only in groups whose operations run on
@@ -246,7 +248,7 @@ class Group(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Destroys the communicator; the group must not be used afterwards."""
+        """Destroys the process groups made for this group and its subgroups; it must not be used afterwards."""
 
 
 def gather_bytes(group: Group, content: bytes, timeout_s: float) -> list[bytes]:

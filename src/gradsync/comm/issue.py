@@ -209,7 +209,7 @@ class Synchronization:
             self._thread.submit(self.advance)
 
     def cancel(self) -> None:
-        """Cancels the step: operations not issued yet never will be, and `wait` raises `CancelledStepError`."""
+        """Cancels the step unless it has ended: no further operation is issued, `wait` raises `CancelledStepError`."""
         self._cancelled = True
         self._give_up_work()
         self._tell_progress()

@@ -18,10 +18,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Entry:
-    """One collective of one rank, and the bytes that the rank sends in it.
+    """One collective that a rank issued, and the bytes that the rank sends in it.
 
     For `all_reduce`, `all_gather` and `broadcast` the bytes are computed by the group's transport model; else they are
     the bytes of the parts or messages. Backends other than gloo pad an `exchange` to its bounds, which is not counted.
+    `inside`: whether all members are on one node.
     """
 
     pattern: Pattern

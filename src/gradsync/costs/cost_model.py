@@ -120,9 +120,10 @@ class CostModel:
         return self.stage_s + self._waits_s(transfer, placement)
 
     def unmeasured(self, steps: Iterable[Step]) -> list[str]:
-        """Returns the names of kernels in a scheme's `steps` that were not measured; none if no kernel at all was.
+        """Returns the names of kernels without measured costs in a scheme's `steps` (computations and transfers).
 
-        Their time is estimated by `memory_bytes_per_s`.
+        None are returned if no kernel at all was measured. The time of unmeasured ones is estimated by
+        `memory_bytes_per_s`.
         """
         if not self.kernels:
             return []

@@ -105,7 +105,7 @@ class Transfer:
         return len(self.part_bytes)
 
     def collectives(self) -> Iterator[tuple[tuple[int, ...], tuple[float, ...]]]:
-        """Yields (members, part_bytes) for each of the collectives that run at the same time."""
+        """Yields (members, bytes of each member) for each of the collectives that run at once in this transfer."""
         if not self.groups:
             yield tuple(range(self.size)), self.part_bytes
         for group in self.groups:

@@ -48,8 +48,8 @@ class Word(StrEnum):
 def check(settings: Any) -> None:
     """Checks a frozen dataclass's fields against their annotations, in its `__post_init__`; defaults are trusted.
 
-    Fields may also have the types of JSON, a list for a tuple, an expression for a scheme or compressor; they are
-    replaced by what the annotation says.
+    JSON's types may stand for a field's own: a list for a tuple, {"name": {settings}} for a scheme or compressor. They
+    are replaced by what the annotation says.
 
     Raises:
         ValueError: for the first field that does not fit, with its name, what it must be, and what it is.
@@ -65,7 +65,10 @@ def check(settings: Any) -> None:
 
 
 def checked(named: Any, given: Mapping[str, Any], whose: str | None = None) -> dict[str, Any]:
-    """Checks settings of a dataclass by its annotations; returns them with tuples for lists, objects for JSON.
+    """Checks settings of a dataclass by its annotations, and returns them in the types that these say.
+
+    JSON's types may stand for them: lists become tuples, and {"name": {settings}} the scheme or compressor of this
+    name.
 
     Args:
         named: the dataclass.
@@ -90,7 +93,9 @@ def checked(named: Any, given: Mapping[str, Any], whose: str | None = None) -> d
 
 
 def argument(name: str, given: Any, annotation: Any) -> Any:
-    """Checks an argument of a function by a type annotation; returns it with tuples for lists, objects for JSON.
+    """Checks an argument of a function by a type annotation, and returns it in the type that this says.
+
+    JSON's types may stand for it: lists become tuples, and {"name": {settings}} the scheme or compressor of this name.
 
     Args:
         name: the argument's name, for errors.

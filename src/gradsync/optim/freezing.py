@@ -76,7 +76,7 @@ class Freezing:
             step.end()
 
     def give_up(self) -> None:
-        """Gives optimisers their own parameters back instead of substitutes, after steps that raised an exception."""
+        """Gives optimisers whose step raised an exception their own parameters back, instead of the substitutes."""
         while self._under_way:
             self._under_way.popitem()[1].give_up()
 

@@ -15,7 +15,7 @@ _NAME = re.compile(r"gradsync-rank-([0-9]{1,9})-of-([0-9]{1,9})\.safetensors")
 
 
 class MissingStateError(ValueError):
-    """A checkpoint has no state of gradsync, or lacks that of a saved rank whose state this rank must load."""
+    """An error: a checkpoint has no state of gradsync, or lacks that of a rank whose state this rank must load."""
 
 
 def write_rank(folder: str | os.PathLike[str], state: Mapping[str, Any]) -> Path:

@@ -122,7 +122,7 @@ def _require_values(key: str, values: object) -> None:
 def slices(bucket: Bucket, state: Mapping[str, Kept]) -> Iterator[StateSlice]:
     """Yields copies of what a bucket's scheme and compressors keep between steps, cut into slices by parameter.
 
-    `state`: the bucket's state by compress point, the place in the scheme where a compressor runs.
+    `state`: their state by compress point, the place in the scheme where a compressor runs.
     """
     for point, kept in state.items():
         if isinstance(kept, Tensor):
@@ -144,7 +144,8 @@ def slices(bucket: Bucket, state: Mapping[str, Kept]) -> Iterator[StateSlice]:
 def at_step(state: Mapping[str, Kept], step: int) -> dict[str, Kept]:
     """Returns a bucket's state with compressors' step numbers set to `step`, so that they are the same on all ranks.
 
-    Compressors' random numbers and schedules depend on this number.
+    The state is what the bucket's scheme and compressors keep between steps. Random numbers and schedules of
+    compressors depend on the step number.
     """
     return {
         point: kept if isinstance(kept, Tensor) else tuple(replace(part, step=step) for part in kept)
@@ -155,7 +156,8 @@ def at_step(state: Mapping[str, Kept], step: int) -> dict[str, Kept]:
 def rescaled(state: Mapping[str, Kept], factor: float) -> dict[str, Kept]:
     """Returns a bucket's state for a loss scale `factor` times as large: residuals and the like are multiplied by it.
 
-    Tensors that belong to a parameter as a whole, such as PowerSGD's factors, stay.
+    The state is what the bucket's scheme and compressors keep between steps. Tensors that belong to a parameter as a
+    whole, such as PowerSGD's factors, stay.
     """
     return {
         point: kept * factor
@@ -170,17 +172,17 @@ def rescaled(state: Mapping[str, Kept], factor: float) -> dict[str, Kept]:
 def arrived(state: Mapping[str, Kept], bucket: Bucket) -> list[tuple[int, int]] | None:
     """Returns the ranges [start, stop) of the bucket's elements that were exchanged in the step that made `state`.
 
-    None: all were. Only state of the whole bucket is read (None without it), as state of a part is known to one rank
-    only.
+    None: all were. The state is what the bucket's scheme and compressors keep. Only state of the whole bucket is read
+    (None without it), as state of a part is known to one rank only.
     """
     parts = (part for kept in state.values() if not isinstance(kept, Tensor) for part in kept)
     return next((part.arrived for part in parts if part.spec.numel == bucket.numel), None)
 
 
 def without(state: Mapping[str, Kept], before: Mapping[str, Kept], names: Collection[str]) -> dict[str, Kept]:
-    """Returns a bucket's next state, but with the values of `before` for the parameters `names`.
+    """Returns what a bucket's scheme and compressors keep after a step, except for the parameters `names`.
 
-    The engine uses it for parameters that no rank used in the step, whose state must not change.
+    Those keep the values of `before` the step: no rank used them, so their state must not change.
     """
     return {point: _without(kept, before[point], names) for point, kept in state.items()}
 
@@ -217,7 +219,10 @@ def with_slices(bucket: Bucket, state: Mapping[str, Kept], saved: Sequence[State
 
 
 def left_to_send(part: StateSlice) -> bool:
-    """Whether the slice of state is a residual of gradients or sums, which any plan can send with later gradients."""
+    """Whether the slice of state is a residual: gradients, or sums of them, that can be sent with later gradients.
+
+    Any plan can send them, unlike other state, which belongs to a scheme or compressor.
+    """
     point, _, name = part.point.partition(".")
     return not part.whole and name == RESIDUAL and (point == SENT or _copies(point) > 0)
 
@@ -280,10 +285,14 @@ def _copies(point: str) -> int:
 
 
 def has_place(states: Iterable[Mapping[str, Kept]], part: StateSlice) -> bool:
-    """Whether a slice of saved state can be loaded into buckets with these states, which keep all of its elements.
+    """Whether buckets keep a tensor for every element of a slice of saved state, so that it can be loaded.
 
     For a tensor that belongs to a parameter as a whole, whether one of the same name is kept, even if its shape differs
     and loading drops the slice.
+
+    Args:
+        states: for each bucket, what its scheme and compressors keep between steps.
+        part: the saved slice.
     """
     point, _, name = part.point.partition(".")
     if part.whole:
@@ -302,7 +311,12 @@ def has_place(states: Iterable[Mapping[str, Kept]], part: StateSlice) -> bool:
 
 
 def dtype_at(states: Iterable[Mapping[str, Kept]], part: StateSlice) -> torch.dtype | None:
-    """Returns the dtype in which buckets with these states keep the elements of `part`; None if they keep none."""
+    """Returns the dtype of the tensor into which a slice of saved state can be loaded; None if there is no such tensor.
+
+    Args:
+        states: for each bucket, what its scheme and compressors keep between steps.
+        part: the saved slice.
+    """
     point, _, name = part.point.partition(".")
     for state in states:
         if not part.whole and isinstance(kept := state.get(part.point), Tensor):

@@ -171,6 +171,8 @@ def step_s(schedule: GroupSchedule, cluster: Cluster, nbytes: float, compute_s: 
     when its last node has arrived, and its nodes go on when it ends.
 
     Args:
+        schedule: says which nodes average in which round; a round follows each training step.
+        cluster: the nodes and their links.
         nbytes: bytes that each node averages in a step.
         compute_s: seconds of a step without the exchange.
     """
@@ -197,7 +199,7 @@ class Ring(NamedTuple):
 
 @cache
 def ring_of(members: int, nbytes: float) -> Ring:
-    """Returns the busiest link's bytes and the rounds of messages when `members` nodes all-reduce `nbytes`."""
+    """Returns the cost of an all-reduce of `nbytes` among nodes: bytes on the busiest link, rounds of messages."""
     bucket = TensorSpec((math.ceil(nbytes / 4),), torch.float32)
     (found,) = transfers(AllReduce().steps((bucket,), (), Placement.one_per_node(members)))
     return Ring(found.busiest_bytes, found.rounds)
@@ -206,7 +208,8 @@ def ring_of(members: int, nbytes: float) -> Ring:
 def round_s(each: Round, cluster: Cluster, nbytes: float) -> dict[RankGroup, float]:
     """Returns the seconds that each group of nodes takes in one round to average `nbytes` by a ring all-reduce.
 
-    All groups of the round exchange at once; groups that cross the same rack's uplink share its rate.
+    `each`: the round, which divides the nodes into groups. All groups exchange at once; groups that cross the same
+    rack's uplink share its rate.
     """
     loads: dict[object, float] = {}
     over: dict[RankGroup, list[tuple[object, Link]]] = {}

@@ -113,7 +113,7 @@ class AveragingPlanner:
         return not given and placement.num_nodes > 1
 
     def remaps(self, placement: Placement) -> bool:
-        """Whether groups are chosen anew during training when the rates of links have changed.
+        """Whether groups of averaging are chosen anew during training when the rates of links have changed.
 
         `placement`: the node of each rank.
         """

@@ -25,7 +25,8 @@ DRIVEN_S = 60.0  # timeout; a group of one rank has nobody to wait for
 def name_of(way: SchemeOrCompressor) -> str:
     """Returns the key under which measured errors of a compressor or lossy scheme are stored.
 
-    It is the compressor's name, also for a scheme that only carries a compressor's payloads, else the scheme's name.
+    It is the compressor's name, also for a scheme that only carries a compressor's payloads (encoded tensors), else the
+    scheme's name.
     """
     return str(way.compressor if isinstance(way, Compressed | Route) and way.compressor is not None else way)
 
@@ -57,7 +58,7 @@ def delay_of(error: float) -> float:
 
 
 def alone(way: SchemeOrCompressor) -> Scheme[Any]:
-    """Returns a scheme that loses the same as `way`, a compressor or scheme, but can run on one rank alone.
+    """Returns a scheme with the loss of `way`, a compressor or scheme, that can run on one rank alone.
 
     `relative_errors` uses it to measure the error on one rank's gradient.
     """

@@ -13,7 +13,10 @@ from ..default.network import Network
 
 @dataclass(frozen=True)
 class Slowdown:
-    """Factors by which backward, transfers and kernels take longer while another of the three runs."""
+    """Factors by which backward, transfers and kernels of the exchange take longer while another of the three runs.
+
+    `a_by_b` is the factor of a while b runs; 1: no longer than alone.
+    """
 
     backward_by_transfer: float = 1.0  # of backward, while a transfer is in flight
     backward_by_kernel: float = 1.0  # of backward, while the communication thread computes

@@ -195,10 +195,10 @@ def unmeasured(plan: Plan, job: Job) -> list[str]:
 
 
 def steps_of(bucket: BucketPlan, scheme: Scheme[Any], job: Job) -> list[Step]:
-    """Returns the computations and transfers of the scheme for this bucket, given the job's densities.
+    """Returns the computations and transfers of `scheme` for this bucket, given the densities measured in the job.
 
     Raises:
-        ValueError: for tables whose density is not known.
+        ValueError: for a scheme of tables (sparse gradients), if the density of one is not known.
     """
     known = {p.name: p for p in job.profiles}
     segments = tuple(Segment(*segment) for segment in bucket.segments)

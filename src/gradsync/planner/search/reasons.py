@@ -108,7 +108,7 @@ def explain(plan: Plan, job: Job, ways: Sequence[Way]) -> Explanation:
 
 
 def rivals(job: Job) -> dict[str, float]:
-    """Returns the predicted seconds of a step with plans as DDP's, by name such as "ddp" or "ddp_bf16".
+    """Returns the predicted seconds of a step with plans such as DDP would have, by name such as "ddp" or "ddp_bf16".
 
     They have several bucket sizes, each in the gradients' dtype and in bfloat16; sparse gradients count as dense.
     """

@@ -98,7 +98,10 @@ class Constraints:
                 raise ValueError(f"Constraints.exact names {pattern!r}, which no parameter to synchronise matches")
 
     def allow(self, way: SchemeOrCompressor, profile: ParameterProfile) -> bool:
-        """Whether the constraints allow the parameter to be sent by this lossy scheme or compressor."""
+        """Whether the constraints allow the gradient of this parameter to be sent by this lossy scheme or compressor.
+
+        Sparse gradients and integers are never allowed.
+        """
         tensor = profile.tensor
         if profile.sparse or not tensor.dtype.is_floating_point or matches(profile.name, self.exact):
             return False
@@ -169,7 +172,7 @@ def _runs_of_tables(profiles: Sequence[ParameterProfile]) -> Iterator[list[Param
 def by_rows(job: Job) -> frozenset[str]:
     """Returns the names of dense gradients that are sent by rows, like tables, as most of their rows are zero.
 
-    They cannot be compressed: schemes of rows keep no residual.
+    They cannot be compressed: schemes that send rows have no error feedback.
     """
     found = found_schemes(job.profiles, job.world_size, job.network, job.network.placement)
     return frozenset(name for name, scheme in found.items() if scheme.traits.layout is Layout.ROWS)

@@ -27,7 +27,7 @@ END = len(Resource)  # when the last part is done; in level DEFERRED, seconds of
 
 
 class Level(Enum):
-    """The treatment of a bucket's later tasks, mostly decoding, in recurrences, which simulate no queue for them.
+    """The ways in which approximate simulations treat decoding, and other tasks for which they have no queue.
 
     CHARGED takes their resource's time at once, before they can begin; DEFERRED runs them after all transfers.
     """
@@ -128,9 +128,11 @@ def recurrence_s(problem: Problem, parts: Sequence[Part], level: Level) -> float
 def matrix(problem: Problem, part: Part, level: Level) -> Matrix:
     """Returns the (max,+) matrix that maps the times when resources are free before a bucket to those after it.
 
-    Multiplying by it does what `advance` does for this bucket.
+    Resources are cores and kinds of links. Multiplying their times by the matrix does what `advance` does for this
+    bucket.
 
     Args:
+        problem: the gradients with their times and bytes, and the ways to exchange them.
         part: the bucket: consecutive items (gradients) and an option (way of exchange).
         level: whether decoding takes its resource's time at once (CHARGED) or follows all transfers (DEFERRED).
     """
@@ -140,7 +142,7 @@ def matrix(problem: Problem, part: Part, level: Level) -> Matrix:
 
 
 def follows(option: Option) -> tuple[bool, ...]:
-    """Returns, for each task of a way to exchange a bucket, whether it is one for which recurrences simulate no queue.
+    """Returns, for each task of a way to exchange a bucket, whether approximate simulations have no queue for it.
 
     These are tasks on backward's core (`COMPUTE`) behind a task elsewhere, mostly decoding, and all tasks but the first
     on each other resource.

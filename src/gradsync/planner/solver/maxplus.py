@@ -60,7 +60,10 @@ class Product:
         return self._count
 
     def after(self, rows: Sequence[float], start: int = 0, stop: int | None = None) -> Vector:
-        """Returns the vector that the matrices [start, stop) of the sequence make of `rows`."""
+        """Returns the (max,+) product of the matrices [start, stop) of the sequence and the vector `rows`.
+
+        It is the state after these steps of a recurrence, which begins with `rows`. `stop`: None for all.
+        """
         reached = tuple(rows)
         for node in self._cover(start, self._count if stop is None else stop):
             self._wake(node)
@@ -68,7 +71,10 @@ class Product:
         return reached
 
     def replace(self, start: int, stop: int, step: Matrix) -> None:
-        """Replaces the matrix at `start` by `step` and the others of [start, stop) by identities; so indices stay."""
+        """Replaces the matrices [start, stop) of the sequence by one, `step`, without changing other matrices' indices.
+
+        It stands at index `start`; the others of the range become identities.
+        """
         self._check(start, stop)
         changed = [self._leaves + start, *self._cover(start + 1, stop)]
         for node in changed:

@@ -23,7 +23,7 @@ from math import inf, isfinite
 
 
 class Resource(IntEnum):
-    """A resource of the machine model, a core or a kind of link, which serves one demand (task) at a time."""
+    """A resource of the solver's machine model, a core or a kind of link, which serves one task (demand) at a time."""
 
     COMPUTE = 0  # where backward runs: its thread, or the GPU's stream
     OFFLOAD = 1
@@ -53,12 +53,15 @@ class Curve:
 
     @classmethod
     def linear(cls, call_s: float, unit_s: float) -> Curve:
-        """Returns a curve of `call_s` plus `unit_s` for every unit of the amount."""
+        """Returns a function from an amount, such as bytes, to seconds: `call_s` plus `unit_s` for every unit."""
         return cls((0.0, 1.0), (call_s, call_s + unit_s))
 
     @classmethod
     def knee(cls, call_s: float, unit_s: float, knee: float) -> Curve:
-        """Returns a curve of `call_s` up to the amount `knee`, then `unit_s` more for every further unit."""
+        """Returns a function from an amount, such as bytes, to seconds that rises only beyond the amount `knee`.
+
+        It is `call_s` up to there, then `unit_s` more for every further unit.
+        """
         return cls((0.0, knee, knee + 1.0), (call_s, call_s, call_s + unit_s))
 
     def __call__(self, amount: float) -> float:
@@ -144,7 +147,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class Part:
-    """A bucket in a search: consecutive items (gradients) [start, stop), exchanged by option number `option`."""
+    """A bucket in a search: consecutive items (gradients) [start, stop), and the index of the option to exchange it.
+
+    An option is a way of exchange among those of the `Problem`.
+    """
 
     start: int
     stop: int

@@ -588,9 +588,12 @@ def _parts(label: _Label, places: Sequence[int]) -> list[Part]:
 
 
 def lower_bound(problem: Problem, upper_s: float, max_items: int) -> float:
-    """Returns a lower bound, in seconds, of any plan's step, `upper_s` at most.
+    """Returns a lower bound, in seconds, of the training step with any plan; `upper_s` at most.
 
-    For each item, one list of lower bounds of times is kept, which holds for all plans of the items up to this one.
+    For each item (gradient), one list of lower bounds of times is kept, which holds for all plans of the items up to
+    it.
+
+    `max_items`: most items of a bucket.
     """
     if not problem.size:
         return problem.rest_s
