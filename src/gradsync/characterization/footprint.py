@@ -118,7 +118,8 @@ class Footprint:
     Attributes:
         shape: the shape of the gradient.
         sampling: which rows were read (elements, of a tensor without rows).
-        units: (n,) int64, ascending: rows read that are not all zero; of a sparse gradient, the rows that it stores.
+        units: (n,) int64, ascending: rows read that are not all zero (elements, of a tensor without rows); of a sparse
+            gradient, the rows that it stores.
         elements: (nnz,) int64, ascending: indices of non-zero elements within `units`; None: all of them.
         sparse: whether the gradient had the sparse layout, or was `SparseRows`.
         full: whether the gradient counts as without zeros (small, not contiguous, or more than half non-zero); indices

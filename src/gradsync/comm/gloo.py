@@ -156,7 +156,8 @@ class GlooGroup(TorchGroup):
     def at_once_bytes(self) -> float:
         """The most bytes that a member sends in an all-gather or all-to-all whose messages all start at once.
 
-        Larger all-gathers go round a ring, larger all-to-alls in rounds of one message per rank.
+        A larger all-gather of equal parts goes round a ring. A larger all-to-all runs in rounds of one message per
+        rank, unless links are fast.
         """
         limit = float(DIRECT_BYTES)
         if self.alpha_s is not None and self.bytes_per_s is not None:

@@ -212,12 +212,13 @@ class Group(ABC):
         """Overwrites `buffer`, 1-D, with member 0's buffer, which has the same shape and dtype, and returns it."""
 
     def reach(self, moment: Moment, timeout_s: float) -> None:  # noqa: B027  waiting for an operation is enough
-        """Waits until the device has reached `moment`, which was recorded behind operations of this group.
+        """Blocks the host until the device has reached `moment`, which was recorded behind operations of this group.
 
-        The operations themselves were waited for before, by which only streams may wait.
+        Waiting for an operation may only make a stream wait for it; this call waits for the device. It does nothing in
+        groups whose operations run on the host.
 
         Raises:
-            GroupError: where one of them does not end within `timeout_s`; only in groups whose operations run on
+            GroupError: where an operation does not end within `timeout_s`; only in groups whose operations run on
                 streams.
         """
 

@@ -51,8 +51,8 @@ class Document(BaseModel):
         """Returns the document that a JSON text describes; the digest must be deleted from a text edited by hand.
 
         Raises:
-            ValueError: for text that is not JSON, has a name twice, or numbers that are no JSON such as NaN; for a
-                field that does not fit (with its name), or a wrong digest.
+            ValueError: for text that is not JSON, has a key twice, or a number that is not finite; for a field that
+                does not fit (with its name), or a wrong digest.
         """
         data = from_json(text, cls.noun)
         if not isinstance(data, dict):

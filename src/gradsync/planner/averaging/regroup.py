@@ -35,7 +35,7 @@ class Rounds:
         self.young_s = young_s  # None: it is too early to say
 
     def add(self, seconds: float) -> None:
-        """Records the seconds of one round of averaging."""
+        """Records the seconds that one round of averaging took on this rank."""
         self._under_way.append(seconds)
         if len(self._under_way) < self._length:
             return
@@ -50,9 +50,10 @@ class Rounds:
         return statistics.median(self._figures) if len(self._figures) == FIGURES else None
 
     def keep_plan(self) -> None:
-        """Takes the present seconds of rounds as the usual ones (`young_s`), for a plan that was examined and stays.
+        """Sets the usual seconds of a round of averaging, `young_s`, to the present ones; the plan stays.
 
-        `links_changed` compares later rounds with them.
+        Call it after links were measured again and no better groups were found. `links_changed` compares later rounds
+        with these seconds.
         """
         self.young_s = self.now_s
 

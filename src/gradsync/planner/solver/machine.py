@@ -128,8 +128,8 @@ def recurrence_s(problem: Problem, parts: Sequence[Part], level: Level) -> float
 def matrix(problem: Problem, part: Part, level: Level) -> Matrix:
     """Returns the (max,+) matrix that maps the times when resources are free before a bucket to those after it.
 
-    Resources are cores and kinds of links. Multiplying their times by the matrix does what `advance` does for this
-    bucket.
+    Resources are cores and kinds of links. `maxplus.apply` of the matrix and these times does what `advance` does for
+    this bucket, by additions and maxima.
 
     Args:
         problem: the gradients with their times and bytes, and the ways to exchange them.
