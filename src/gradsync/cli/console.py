@@ -58,10 +58,10 @@ def plain_errors() -> Iterator[None]:
 
 
 def folder(path: Path) -> Path:
-    """Returns the path if it is a folder, or can be made one; a Typer callback that checks an option.
+    """Returns the path if it is a folder to write into, or can be made one; a Typer callback that checks an option.
 
     Raises:
-        typer.BadParameter: before a command begins its work, if it is none and cannot be made.
+        typer.BadParameter: before a command begins its work, if it is none and cannot be made, or cannot be written.
     """
     there = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
     if not there.is_dir():

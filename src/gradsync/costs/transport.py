@@ -17,7 +17,7 @@ DIRECT_BYTES = 256 << 10  # a collective in which a member sends no more goes st
 
 
 class Pattern(StrEnum):
-    """The kinds of collectives, told apart by which member sends what to which."""
+    """The types of collectives, such as all-reduce: which member sends what to which; MESSAGES is single messages."""
 
     ALL_REDUCE = "all_reduce"  # every member ends with the sum of all buffers, which have one size
     ALL_GATHER = "all_gather"  # member i's part reaches every other member

@@ -76,7 +76,10 @@ class Freezing:
             step.end()
 
     def give_up(self) -> None:
-        """Gives optimisers whose step raised an exception their own parameters back, instead of the substitutes."""
+        """Gives optimisers whose step raised an exception their own parameters back, instead of the substitutes.
+
+        Substitutes are the smaller parameters, with only exchanged elements, that `before` gave them for the step.
+        """
         while self._under_way:
             self._under_way.popitem()[1].give_up()
 

@@ -58,7 +58,7 @@ def delay_of(error: float) -> float:
 
 
 def alone(way: SchemeOrCompressor) -> Scheme[Any]:
-    """Returns a scheme with the loss of `way`, a compressor or scheme, that can run on one rank alone.
+    """Returns a scheme that changes a gradient as `way`, a compressor or scheme, does, but runs on one rank alone.
 
     `relative_errors` uses it to measure the error on one rank's gradient.
     """

@@ -72,7 +72,10 @@ def exhaust(problem: Problem, max_items: int) -> Solution:
 
 
 def lead_of(option: Option) -> int:
-    """Returns how many tasks on backward's core (`COMPUTE`) come first in a way to exchange a bucket (encoding)."""
+    """Returns how many tasks on backward's core (`COMPUTE`) come first in a way to exchange a bucket.
+
+    They are mostly encoding; tasks elsewhere, such as transfers, follow them.
+    """
     links = [place for place, demand in enumerate(option.chain) if demand.resource is not Resource.COMPUTE]
     return links[0] if links else len(option.chain)
 
