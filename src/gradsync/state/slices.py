@@ -219,7 +219,7 @@ def with_slices(bucket: Bucket, state: Mapping[str, Kept], saved: Sequence[State
 
 
 def left_to_send(part: StateSlice) -> bool:
-    """Whether the slice of state is a residual: gradients, or sums of them, that can be sent with later gradients.
+    """Whether the slice of state is a residual: parts of gradients or sums that were left out and can be sent later.
 
     Any plan can send them, unlike other state, which belongs to a scheme or compressor.
     """

@@ -86,12 +86,14 @@ def _among(name: str, momentum: float, world_size: int) -> Compressor[Any]:
 
 
 def fit_optimizer(name: str, optimizer: Optimizer) -> float:
-    """Adapts an optimiser in place to the lossy scheme or compressor `name`; returns the momentum for the latter.
+    """Adapts an optimiser in place to a lossy scheme or compressor; returns the momentum to make that with.
 
-    A scheme that applies momentum itself gets SGD's momentum of the parameters that it compresses, and the optimiser no
-    longer applies it to these; parameters that stay exact keep theirs. Otherwise 0 is returned. Signs that ranks vote
-    with (`sign`, `signum`) are no gradients: SGD would move every element by the whole learning rate, so the rate is
-    multiplied by `RATE_OF_VOTES`. Signum has its own momentum, so optimisers keep none.
+    A scheme or compressor that applies momentum itself gets SGD's momentum of the parameters that it compresses, and
+    the optimiser no longer applies it to these; parameters that stay exact keep theirs. Otherwise 0 is returned. Signs
+    that ranks vote with (`sign`, `signum`) are no gradients: SGD would move every element by the whole learning rate,
+    so the rate is multiplied by `RATE_OF_VOTES`. Signum has its own momentum, so optimisers keep none.
+
+    `name`: the name on command lines; `lossy_of` or `lossy_planner` take it with the momentum.
     """
     if name in VOTES:
         for group in optimizer.param_groups if isinstance(optimizer, SGD) else ():

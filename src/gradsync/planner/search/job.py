@@ -15,7 +15,7 @@ from ..default.network import Network
 class Slowdown:
     """Factors by which backward, transfers and kernels of the exchange take longer while another of the three runs.
 
-    `a_by_b` is the factor of a while b runs; 1: no longer than alone.
+    `a_by_b` is the factor by which a takes longer while b runs; 1: no longer than alone.
     """
 
     backward_by_transfer: float = 1.0  # of backward, while a transfer is in flight

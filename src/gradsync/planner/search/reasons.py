@@ -144,7 +144,9 @@ def alternatives(
 ) -> Iterator[Alternative]:
     """Yields other schemes for the bucket at index `place`, each with the predicted seconds of the training step.
 
-    `steps`: the computations and transfers of the present schemes, by the id of the bucket.
+    Args:
+        ways: the schemes to choose from, each with the gradients that may take it.
+        steps: the computations and transfers of the plan's schemes, by the id of the bucket.
     """
     bucket = plan.buckets[place]
     present = bucket.scheme

@@ -199,9 +199,10 @@ def finish(rows: Sequence[Any], rest_s: float, level: Level, larger: Callable[[A
     """Returns the seconds of the whole step, given when resources get free after the last bucket.
 
     Args:
-        rows: these times by `Resource`, then the end of the last bucket, or in level DEFERRED the seconds of all
-            decoding, which then comes after all else.
+        rows: the time when each resource (a core, or a kind of link) is free, by `Resource`; then the end of the last
+            bucket, or in level DEFERRED the seconds of all decoding, which then comes after all else.
         rest_s: the seconds of backward after the last bucket is ready.
+        level: whether decoding takes its resource's time at once (CHARGED) or follows all transfers (DEFERRED).
         larger: the function that returns the larger of two entries of `rows`.
     """
     if level is not Level.DEFERRED:
