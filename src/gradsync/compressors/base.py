@@ -28,16 +28,21 @@ SENT, SUMS = "sent", "sums"
 
 
 def sums_point(number: int, copies: int = 1) -> str:
-    """Returns the key in a scheme's state of its `number`-th compression, from 1, of sums over ranks: "sums 2", say.
+    """Returns the key of a scheme's state for compressing sums over ranks: "sums", "sums 2" or "sums 2 of 4".
 
-    `copies`: the number of ranks that compress the same sums, and keep the same residual: 4 in "sums 2 of 4".
+    Args:
+        number: counts the scheme's compressions of sums, from 1; the first one's key has no number.
+        copies: how many ranks hold, and compress, the same sums; above 1, "of 4" is added.
     """
     name = SUMS if number == 1 else f"{SUMS} {number}"
     return name if copies == 1 else f"{name} of {copies}"
 
 
 def copies_at(point: str) -> int:
-    """Reads from a state's key how many ranks compress the same sum: 4 for "sums 2 of 4", 1 for "sums 2"; else 0."""
+    """Returns how many ranks compress the same sums, from the key of a state: 4 for "sums 2 of 4", 1 for "sums 2".
+
+    It is 0 for a key of something else than sums, such as "sent", a rank's own gradient.
+    """
     form = re.fullmatch(rf"{SUMS}(?: \d+)?(?: of (?P<copies>\d+))?", point)
     return 0 if form is None else int(form["copies"] or 1)
 
@@ -47,10 +52,12 @@ class CompressorState:
     """A compressor's state for one flat tensor, such as a residual. It is not overwritten, so steps can be undone.
 
     Attributes:
-        spec: names, shapes and dtype of the segments of the tensor.
+        spec: the layout of the tensor: its dtype, and the names and shapes of the parameters, or slices of them, in it
+            (segments).
         stream: a number, usually the rank, by which ranks draw different random numbers.
         step: how often the tensor was compressed before.
-        elements: tensors of shape (numel,), by name; if a new plan cuts the bucket elsewhere, they are cut like it.
+        elements: tensors of shape (numel,), by name; if a new plan cuts the flat tensor elsewhere, they are cut like
+            it.
         tensors: one tensor of any shape for each segment, by name; dropped for segments that a new plan cuts.
         together: tensors for all segments together, by name; they change even if ranks use only some parameters.
         agreed: the maxima over the ranks of what `Compressor.observe` returned in this step, (num_agreed,) float32.
@@ -66,11 +73,14 @@ class CompressorState:
 
     @property
     def arrived(self) -> list[tuple[int, int]] | None:
-        """The ranges [start, stop) of elements that the ranks summed in the last step, the rest being 0; None: all."""
+        """The ranges [start, stop) of elements that the ranks exchanged in the last step; None: all were.
+
+        Elements outside of these ranges were not sent, and their sum is 0. A compressor that always sends all has None.
+        """
         return None
 
     def unused(self, names: Collection[str]) -> CompressorState:
-        """Returns this state adjusted as no rank used the parameters `names` in the last step; by default unchanged.
+        """Returns the state to keep after a step in which no rank used the parameters `names`; by default this one.
 
         A subclass may change `together`. The caller itself sets `elements` and `tensors` of these parameters back to
         their values before the step.
@@ -113,7 +123,14 @@ def _mixed(mixed: np.ndarray, *numbers: int | np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Payload:
-    """A compressed tensor. Only `data` is sent: all ranks know the other attributes already."""
+    """A compressed tensor. Only `data` is sent: all ranks know the other attributes already.
+
+    Attributes:
+        maker: the compressor, which also decodes it.
+        spec: names, shapes and dtype of the compressed tensors.
+        step: how often the maker had compressed the tensor before.
+        data: the encoded tensor; a subclass says its shape and dtype.
+    """
 
     maker: Compressor[Any]
     spec: FlatSpec  # of the compressed tensor
@@ -201,7 +218,10 @@ class Compressor(Nameable, ABC, Generic[P]):
         return self.name
 
     def kernel(self, what: str) -> str:
-        """Returns the name in cost models of an operation `what`, such as "compress": "compress_TopK(ratio=...)"."""
+        """Returns the name by which a cost model lists what an operation of this compressor takes.
+
+        `what` is the operation, such as "compress", for which the name is "compress_TopK(ratio=...)".
+        """
         return f"{what}_{self}"
 
     @abstractmethod
@@ -221,14 +241,15 @@ class Compressor(Nameable, ABC, Generic[P]):
         return 0
 
     def number_dtype(self, spec: FlatSpec) -> torch.dtype:
-        """Returns the dtype of the numbers in the `Summand` (payload) of a tensor like `spec`."""
+        """Returns the dtype of the numbers that ranks sum if a tensor like `spec` is compressed to a `Summand`."""
         return spec.dtype
 
     @property
     def of_sums(self) -> Compressor[Any]:
-        """The compressor used, unless a scheme names another, where a rank compresses sums over ranks to send them on.
+        """The compressor for sums over ranks that a rank sends on, unless a scheme names another one.
 
-        It leaves out operations that each rank applied to its own gradient before the sum, for example momentum.
+        It is this compressor, but without operations that each rank applied to its own gradient before the sum, such as
+        momentum.
         """
         return self
 
@@ -244,7 +265,7 @@ class Compressor(Nameable, ABC, Generic[P]):
         return CompressorState(spec, stream)
 
     def num_agreed(self, spec: FlatSpec) -> int:
-        """Returns how many numbers `observe` returns for a tensor like `spec`."""
+        """Returns how many numbers `observe` returns for a tensor like `spec`, 0 if it returns None."""
         return 0
 
     def observe(self, x: Tensor, state: CompressorState) -> Tensor | None:
@@ -298,10 +319,10 @@ class Compressor(Nameable, ABC, Generic[P]):
     def sum_into(self, out: Tensor, payloads: Sequence[P], scale: float = 1.0) -> None:
         """Overwrites `out`, (numel,) floating, by `scale` times the sum of the decoded payloads, added in their order.
 
-        The sum is made in float32 (float64 for float64), and rounded once.
-
+        The sum is made in float32 (float64 for float64), and rounded once to the dtype of `out`.
         Raises:
-            ValueError: as `decompress`, or if `out` has another number of elements.
+            ValueError: for a payload of another compressor, a damaged one where the damage shows, or if `out` has
+                another number of elements.
         """
         total = memory.zeros(out.numel(), kernels.accumulation_dtype(out.dtype), out.device)
         for payload in payloads:
@@ -328,7 +349,7 @@ class Sparsifier(Compressor[SparseMessage]):
         """Returns the elements in the payload: ascending indices, and values in the dtype of the compressed tensor.
 
         Raises:
-            ValueError: as `decompress`.
+            ValueError: for a payload of another compressor, or a damaged one where the damage shows.
         """
 
     def decompress(self, payload: SparseMessage) -> Tensor:
@@ -420,12 +441,15 @@ def check_size(payload: Payload, out: Tensor) -> None:
 
 
 def by_spec(method: Callable[[Any, FlatSpec], T]) -> Callable[[Any, FlatSpec], T]:
-    """Decorates a method so that its results, which depend only on the settings and the spec, are cached."""
+    """Decorates a method of a compressor and a tensor's layout (`FlatSpec`) so that its results are cached.
+
+    The results may depend only on these two: the compressor's settings, and the shapes and dtype in the layout.
+    """
     return lru_cache(maxsize=256)(method)
 
 
 def alike(keys: Iterable[K]) -> dict[K, list[int]]:
-    """Returns the indices at which each key occurs, so that one operation can handle all tensors of one shape."""
+    """Returns the indices at which each key occurs, such as those of all tensors of one shape, which can be stacked."""
     places: dict[K, list[int]] = {}
     for place, key in enumerate(keys):
         places.setdefault(key, []).append(place)
@@ -446,7 +470,10 @@ Field = tuple[torch.dtype, int]  # of a message: type and number of elements
 
 
 def fields_nbytes(*layout: Field) -> int:
-    """Returns the size in bytes of a message of these fields; all but the last are padded to multiples of 8."""
+    """Returns the bytes of a message made of these fields, each given as (dtype, number of elements).
+
+    Each field but the last is padded to a multiple of 8 bytes.
+    """
     if not layout:
         return 0
     *first, (dtype, count) = layout
@@ -454,7 +481,10 @@ def fields_nbytes(*layout: Field) -> int:
 
 
 def fields(message: Tensor, *layout: Field) -> list[Tensor]:
-    """Returns the fields of a message, (nbytes,) uint8, as 1-D views of its memory, in the order of the layout."""
+    """Returns the fields of a message, (nbytes,) uint8, as 1-D views of its memory.
+
+    `layout` lists (dtype, number of elements) of each field, in their order in the message.
+    """
     views, offset = [], 0
     for dtype, count in layout:
         nbytes = dtype.itemsize * count

@@ -57,7 +57,7 @@ class Feedback(Compressor[P]):
         return self.compressor.number_dtype(spec)
 
     def law(self, spec: FlatSpec) -> Law:
-        """Returns the law of the inner compressor: the error of one step, for which later steps make up."""
+        """Returns the error bound of the inner compressor, for one step; later steps make up for the error."""
         return self.compressor.law(spec)
 
     def init(self, spec: FlatSpec, stream: int = 0) -> CompressorState:

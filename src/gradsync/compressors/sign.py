@@ -32,7 +32,7 @@ class Signs(Compressor[Message]):
     @property
     @abstractmethod
     def kept(self) -> tuple[SignScale, int]:
-        """The kind of scale by which a block is decoded, and the elements of a block (0: a block is a tensor)."""
+        """The kind of scale that blocks have, and the elements of a block (0: a block is a whole tensor)."""
 
     @torch.no_grad()
     def compress(self, x: Tensor, state: CompressorState) -> tuple[Message, CompressorState]:
@@ -175,7 +175,7 @@ class Signum(Sign):
 
     @property
     def of_sums(self) -> Sign:
-        """`Sign`, to compress ranks' sums a second time: each rank applied momentum to its own gradient before."""
+        """`Sign`, for sums over ranks that a rank sends on: they contain momentum already."""
         return Sign()
 
     def init(self, spec: FlatSpec, stream: int = 0) -> CompressorState:
@@ -192,5 +192,9 @@ class Signum(Sign):
     def compress_with_feedback(
         self, x: Tensor, residual: Tensor, state: CompressorState
     ) -> tuple[Message, Tensor, CompressorState]:
-        """Compresses x + residual; the next residual, (numel,), is what is left of that sum, not of the momentum."""
+        """Compresses the sum of the momentum and `residual`, and returns payload, next residual and next state.
+
+        Both `x`, the gradient, and `residual` are (numel,). The residual that is returned is x + residual less the
+        decoded payload.
+        """
         return Compressor.compress_with_feedback(self, x, residual, state)

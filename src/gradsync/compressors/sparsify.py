@@ -43,7 +43,12 @@ def share_of(ratio: float, numel: int) -> int:
 
 
 def least_share(kept: tuple[int, ...], of: tuple[int, ...]) -> float:
-    """Returns the smallest of the shares kept / of over all tensors that are not empty; 1 if all are empty."""
+    """Returns the smallest share of a tensor that is sent: the least kept[i] / of[i]; 1 if all are empty.
+
+    Args:
+        kept: the number of elements (or blocks) that are sent, of each tensor.
+        of: the number that each tensor has.
+    """
     return min((count / numel for count, numel in zip(kept, of, strict=True) if numel), default=1.0)
 
 
@@ -125,14 +130,21 @@ class TopK(Sparsifier):
 
 
 def packed_layout(count: int, length: int, dtype: torch.dtype) -> tuple[Field, Field]:
-    """Returns dtype and size of a message's two fields: positions of `count` elements of [0, length), and values."""
+    """Returns (dtype, number of elements) of a message's two fields: packed positions (uint8), and values.
+
+    The message has `count` elements of a tensor with `length` elements; positions are packed in their smallest format.
+    """
     return (torch.uint8, int(smallest(count, length).nbytes(count, length))), (dtype, count)
 
 
 def packed_positions(packed: Tensor, most: int, length: int, count: int | None = None) -> Positions:
-    """Returns the positions in `packed`, (nbytes,) uint8, which has room for `most` positions of [0, length).
+    """Returns the positions of sent elements in `packed`, (nbytes,) uint8, as a view.
 
-    `count` of them, by default `most`, are at its beginning, in the format that is smallest for `most`.
+    Args:
+        packed: a field with room for `most` positions; they are at its beginning.
+        most: decides on the format: the smallest for this many positions.
+        length: positions are in [0, length).
+        count: how many positions there are; None: `most`.
     """
     form, count = smallest(most, length), most if count is None else count
     return Positions(packed[: int(form.nbytes(count, length))], count, length, form)

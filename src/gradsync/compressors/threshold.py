@@ -49,7 +49,10 @@ class Thresholded(Sparsifier):
 
     @abstractmethod
     def most(self, numel: int) -> int:
-        """Returns how many elements of a tensor with `numel` elements are sent at most: the capacity."""
+        """Returns how many elements of a tensor with `numel` elements are sent at most.
+
+        Messages always have room for as many.
+        """
 
     def elements(self, payload: SparseMessage) -> SparseVector:
         check_payload(self, payload)
