@@ -14,7 +14,12 @@ MOST_SHARED = 2  # columns; sharing more costs more bytes than stripes that diff
 
 @dataclass(frozen=True)
 class ColumnOwners:
-    """The division of a table's columns among ranks: each sums its stripe, consecutive columns, of *every* row."""
+    """The division of a table's columns among ranks: each sums consecutive columns, its stripe, of *every* row.
+
+    Attributes:
+        stripes: the columns [start, stop) of each rank.
+        shared: the columns that every rank sums for itself.
+    """
 
     stripes: tuple[Columns, ...]
     shared: Columns  # summed by every rank
@@ -38,7 +43,10 @@ def column_owners(dim: int, size: int, most_shared: int = MOST_SHARED) -> Column
 
 @dataclass(frozen=True)
 class StripedGroups:
-    """A bucket's groups of tables that have the same rows, with each group's columns divided among owners (ranks)."""
+    """The division of a bucket's tables by columns among the ranks that sum them, their owners.
+
+    Tables with the same rows form a group, whose columns, side by side, are divided as those of one table.
+    """
 
     groups: tuple[RowGroup, ...]
     size: int  # number of owners
@@ -46,7 +54,7 @@ class StripedGroups:
 
     @cached_property
     def formats(self) -> tuple[RowFormat, ...]:
-        """The layout of the message to each owner: per group of tables the owner's columns, then the shared ones."""
+        """The layout of the message to each owner: its columns of each group of tables, then the shared columns."""
         owners = [column_owners(group.dim, self.size, self.most_shared) for group in self.groups]
         return tuple(
             RowFormat(self.groups, tuple((group.stripes[owner], group.shared) for group in owners))
@@ -55,7 +63,10 @@ class StripedGroups:
 
     @cached_property
     def shared(self) -> tuple[tuple[Piece, ...], ...]:
-        """The column ranges that every owner sums for itself, per group of tables; in messages, behind its own ones."""
+        """The ranges of columns that every rank sums for itself, for each group of tables: too few to divide.
+
+        In messages they travel behind the columns that the receiver alone sums.
+        """
         owners = [column_owners(group.dim, self.size, self.most_shared) for group in self.groups]
         return tuple(tuple(group.pieces([of.shared])) for group, of in zip(self.groups, owners, strict=True))
 
@@ -75,7 +86,7 @@ class StripedGroups:
         return tuple(tuple(sum(piece.width for piece in pieces) for pieces in owner) for owner in self.owned)
 
     def pull_bytes(self, rows: Sequence[float]) -> tuple[float, ...]:
-        """Returns for each owner the bytes of sums that it sends in pull, if group g of tables has `rows[g]` rows."""
+        """Returns the bytes of sums that each owner sends to all ranks, if group g of tables has `rows[g]` rows."""
         itemsize = self.groups[0].specs[0].itemsize
         return tuple(
             float(sum(count * width * itemsize for count, width in zip(rows, widths, strict=True)))
@@ -85,8 +96,8 @@ class StripedGroups:
 
 @lru_cache(maxsize=64)
 def striped(groups: tuple[RowGroup, ...], size: int, most_shared: int = MOST_SHARED) -> StripedGroups:
-    """Returns the division of each table group's columns among `size` owners (ranks that sum them); cached.
+    """Returns the division of the columns of each group of tables among `size` ranks, which sum them; cached.
 
-    If equal division leaves up to `most_shared` columns of a group over, every rank sums these.
+    `most_shared`: if equal division leaves up to so many columns over, every rank sums these for itself.
     """
     return StripedGroups(groups, size, most_shared)

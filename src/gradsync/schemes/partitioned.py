@@ -35,7 +35,7 @@ from .tables import (
 
 @dataclass(frozen=True)
 class OwnedColumns:
-    """The sums of one owner (rank) between push and pull: its columns of every row that any rank touched."""
+    """The sums that one rank made, before it sends them: its columns of every row that any rank touched."""
 
     stripes: StripedGroups  # the owner map
     rank: int  # this owner
@@ -45,7 +45,7 @@ class OwnedColumns:
     shared: tuple[tuple[Tensor, ...], ...]  # per group the pieces that every rank sums, each (union, width)
 
     def numel_of(self, owner: int) -> int:
-        """Returns how many elements of sums the rank `owner` sends to every other rank in pull."""
+        """Returns how many elements of sums the rank `owner` sends to every other rank."""
         return sum(len(rows) * width for rows, width in zip(self.indices, self.stripes.widths[owner], strict=True))
 
 
@@ -112,7 +112,10 @@ class BalancedParallelism(RowCapacity, Partitioned[Tables, OwnedColumns]):
         return _join_stripes(await group.all_gather(shard.values, sizes), shard)
 
     def part(self, shard: OwnedColumns) -> Tables:
-        """Returns this owner's columns of every table, perhaps none, as tables of the rows that any rank touched."""
+        """Returns the sums that this rank made, of its columns, as tables of the rows that any rank touched.
+
+        A hierarchy sums them further, across nodes. A table may have no column.
+        """
         widths = shard.stripes.widths[shard.rank]
         sizes = [len(rows) * width for rows, width in zip(shard.indices, widths, strict=True)]
         values = torch.split(shard.values, sizes)

@@ -39,7 +39,11 @@ OWNERS = {None: (), Balance.BALANCED: ("rotated_stripe", "hash"), Balance.IMBALA
 
 @dataclass(frozen=True)
 class DesignPoint(Nameable):
-    """The settings of a scheme in Zen's design space (`space.Point`), by default those of Balanced Parallelism."""
+    """The settings that choose a scheme in Zen's design space of sparse exchanges, by default Balanced Parallelism.
+
+    The choices are the path of messages, when ranks add, whether tensors are split, and whether parts are equally
+    dense.
+    """
 
     formats: ClassVar[tuple[IndexFormat, ...]]  # allowed for positions in this kind of bucket
 
@@ -74,7 +78,7 @@ class DesignPoint(Nameable):
 
     @classmethod
     def at(cls, point: Point, **settings: Any) -> Self:
-        """Returns the scheme at this point of the design space, with `settings` for its other fields."""
+        """Returns the scheme with the four choices of `point`, and with `settings` for its other fields."""
         return cls(point.communication, point.aggregation, point.partition, point.balance, **settings)
 
     @property
@@ -89,7 +93,7 @@ class DesignPoint(Nameable):
         return Point(self.communication, self.aggregation, self.partition, self.balance)
 
     def owners_of(self, num_rows: int, count: int) -> RowOwners:
-        """Returns the owner map of a table with `num_rows` rows over `count` owners."""
+        """Returns which of `count` ranks sums which rows of a table with `num_rows` rows."""
         if count == 1 or self.balance is Balance.IMBALANCED:
             return EvenSplit(num_rows, count)
         return (HashedRows if self.owners == "hash" else RotatedStripe)(num_rows, count, self.seed)
@@ -165,9 +169,13 @@ class ElementPoint(DesignPoint, Scheme[Tensor]):
         placement: Placement,
         step: int = 0,
     ) -> tuple[Step, ...]:
-        """Returns the computations and transfers expected of the busiest rank in a synchronisation, in order.
+        """Returns the computations and transfers of the rank with the most to do in one synchronisation, in order.
 
-        The profile counts non-zero elements as rows; without one all are non-zero. The training step changes nothing.
+        Args:
+            specs: shape and dtype of the flat bucket, as the only entry.
+            profiles: its density, as the only entry, in which `rows` counts non-zero elements; empty: none is zero.
+            placement: the ranks on their nodes.
+            step: changes nothing.
         """
         (flat,) = specs
         profile = elements_of(flat, profiles)

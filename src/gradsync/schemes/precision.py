@@ -127,7 +127,7 @@ class HalfPrecision(Scheme[Any]):
         return replace(table, indices=indices, values=self._narrowed(values.flatten(), 1.0).view(values.shape))
 
     def own_part(self, x: Tensor, state: State, scale: float) -> Tensor | None:
-        """Returns this rank's contribution to the scaled sum, `scale * x` rounded to 16 bits; None for 16-bit `x`.
+        """Returns `scale * x` rounded to 16 bits, which is this rank's contribution to the sum; None for a 16-bit `x`.
 
         `x`, (numel,), is not changed; the result has its shape and dtype. The rounding of sums is left out.
         """

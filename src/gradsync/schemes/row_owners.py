@@ -23,33 +23,48 @@ from .hash_lists import owned_by_hash
 
 @dataclass(frozen=True)
 class RowOwners(ABC):
-    """An owner map: assigns each row of a table to the rank that sums it, and numbers each owner's rows from 0."""
+    """A map that assigns each row of a table to the rank that sums it, its owner, and numbers its rows from 0."""
 
     num_rows: int  # of the table
     owners: int  # the number of owners
 
     @property
     def length(self) -> int:
-        """The most rows that an owner may have; `num_rows` of each part that `split` returns."""
+        """The room for rows of one owner: no owner's rows have a number (from 0) of this or more.
+
+        It is `num_rows` of each part that `split` returns.
+        """
         return -(-self.num_rows // self.owners)
 
     def prepare(self, group: Group, device: torch.device) -> None:  # noqa: B027 (not abstract: most maps are formulas)
-        """Computes the lists of owners' rows, if the map needs any, and caches them as long as `group` exists."""
+        """Computes and caches each owner's list of rows, if the map is no formula; call it before an exchange.
+
+        `group`: the cache lasts as long as this process group.
+        """
 
     @abstractmethod
     def split(self, rows: SparseRows) -> list[SparseRows]:
-        """Returns each owner's part of `rows`, sorted and distinct; indices become positions among the owner's rows."""
+        """Returns the rows of each owner, which are sent to it; `rows` are sorted and distinct.
+
+        In each part an index is the row's number among its owner's rows, not its row number in the table.
+        """
 
     @abstractmethod
     def rows_of(self, owner: int, positions: Tensor) -> Tensor:
-        """Returns the row numbers, (count,) int64, of `positions`, (count,), ascending, among an owner's rows."""
+        """Returns the row numbers in the table, (count,) int64, of rows that are numbered as the rows of `owner`.
+
+        `positions`: the numbers, (count,), ascending.
+        """
 
     def share(self, owner: int, profile: DensityProfile, ranks: int) -> float:
-        """Returns the expected share, in [0, 1], that `owner` has of the rows that `ranks` ranks touch together."""
+        """Returns the expected share, in [0, 1], of the rows that `ranks` ranks touch together which belong to `owner`.
+
+        `profile` is the table's density.
+        """
         return 1.0 / self.owners
 
     def join(self, parts: Sequence[SparseRows]) -> SparseRows:
-        """Returns the rows of all owners' parts, sorted: the inverse of `split`."""
+        """Returns the rows of all owners as one table, sorted by row number: the inverse of `split`."""
         present = any(part.present for part in parts)
         if self.owners == 1:  # in order already
             return SparseRows(parts[0].indices.long(), parts[0].values, self.num_rows, present)
@@ -129,7 +144,10 @@ class HashedRows(RowOwners):
 
     @property
     def length(self) -> int:
-        """The mean number of an owner's rows plus 8 standard deviations, known without computing the lists."""
+        """The room for rows of one owner: their mean number plus 8 standard deviations and 8, at most all rows.
+
+        It is known without computing which rows an owner has.
+        """
         mean = self.num_rows / self.owners
         return min(self.num_rows, math.ceil(mean + 8 * math.sqrt(mean)) + 8)
 

@@ -23,7 +23,7 @@ NO_HANDICAPS: Mapping[Scheme[Any], float] = {}
 
 @dataclass(frozen=True)
 class TimedScheme:
-    """A scheme with the time in which it is expected to synchronise the bucket."""
+    """A scheme with the seconds in which it is expected to synchronise the bucket in question."""
 
     scheme: Scheme[Any]
     seconds: float
