@@ -93,7 +93,7 @@ class Attachment:
 
     @property
     def settled(self) -> bool:
-        """Whether the plan in force stays, as trials are over."""
+        """Whether the trials of several plans are over, so that the plan in force stays."""
         return self._engine.settled and (self._switch.choice is None or self._switch.choice.made)
 
     @property
@@ -108,7 +108,7 @@ class Attachment:
 
     @property
     def profile(self) -> Profile | None:
-        """The job's measurements by which `plan="auto"` made its plans; None before, and with other plans."""
+        """The measurements (times, densities, links) from which `plan="auto"` made its plans; None: no such plans."""
         return self._engine.profile
 
     def explain(self) -> list[str]:
@@ -232,11 +232,15 @@ class Attachment:
         return None
 
     def statistics(self) -> list[BucketStatistics]:
-        """Returns each bucket's sent bytes and seconds of communication since attach, or since the plan changed."""
+        """Returns each bucket's bytes sent and seconds of communication since attach, or since the plan changed."""
         return self._engine.statistics()
 
     def totals(self) -> Totals:
-        """Returns the sums of bytes and seconds since attach, over all plans, and the comparisons of parameters."""
+        """Returns the bytes sent, the seconds and the steps since attach, and how often parameters were compared.
+
+        The sums are over all plans that were in force. They begin anew if parameters are averaged instead of gradients
+        from some step on, or ranks are lost.
+        """
         return self._engine.totals()
 
     def timeline(self) -> list[Task]:
@@ -244,7 +248,10 @@ class Attachment:
         return self._engine.timeline()
 
     def predicted_timeline(self) -> list[Task]:
-        """Returns the last step as predicted from plan and measured network; empty if the network was not measured."""
+        """Returns the tasks of the last step with the times that the cost model predicts, in seconds.
+
+        It follows from the plan and the measured network; [] if the network was not measured.
+        """
         return self._engine.predicted_timeline()
 
     def join(

@@ -163,9 +163,9 @@ class PartFormat:
         return min(self.formats, key=lambda choice: self._nbytes(choice, count))
 
     def part(self, message: Tensor, count: int) -> PartMessage:
-        """Returns views of the positions and values of `count` rows in `message`, (nbytes(count),) uint8.
+        """Returns views of the rows in `message`, a flat tensor, (nbytes(count),) uint8, for reading or writing.
 
-        The caller may read or write them.
+        `count` is their number. The views are their positions and their values, (count, dim).
         """
         choice = self.choice(count)
         rows = self.length if choice is IndexFormat.DENSE else count
