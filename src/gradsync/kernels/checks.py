@@ -57,7 +57,13 @@ class Sections:
 
 @dataclass(frozen=True)
 class PackedPositions:
-    """Ascending distinct positions of elements in one part of a tensor, packed into bytes in one of several formats."""
+    """Ascending distinct positions of elements in one part of a tensor, packed into bytes.
+
+    Attributes:
+        packed: (packed_nbytes(count, size, bits),) uint8, for positions in [0, size); some padding may follow.
+        count: the number of positions.
+        bits: the format: 1 a bitmap, 8 and 16 offsets as in `encode_offsets`, 32 and 64 integers of so many bits.
+    """
 
     packed: Tensor  # (packed_nbytes(count, size, bits),) uint8; some padding may follow
     count: int
