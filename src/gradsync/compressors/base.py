@@ -145,7 +145,7 @@ class Payload:
 
 @dataclass(frozen=True)
 class Message(Payload):
-    """A payload of (nbytes,) uint8 that cannot be summed: each receiver decodes the message of each rank."""
+    """A compressed tensor as (nbytes,) uint8 that cannot be summed: each receiver decodes the message of each rank."""
 
 
 @dataclass(frozen=True)
@@ -155,10 +155,10 @@ class SparseMessage(Message):
 
 @dataclass(frozen=True)
 class Summand(Payload):
-    """A payload of numbers that an all-reduce can sum: the sum decodes to the sum of the ranks' decoded tensors.
+    """A compressed tensor of numbers that an all-reduce can sum, so that the sum of the tensors is decoded.
 
-    The sum of count sketches decodes to an estimate of that sum. `agreed` has numbers that decoding needs, such as
-    scales: maxima over the ranks, the same on all; None if it needs none.
+    The sum decodes to the sum of the ranks' decoded tensors; that of count sketches, to an estimate of it. `agreed` has
+    numbers that decoding needs, such as scales: maxima over the ranks, the same on all; None if it needs none.
     """
 
     agreed: Tensor | None = None
@@ -177,7 +177,7 @@ class CompressorTraits:
     `replace(inner.traits, made_for_ranks=4)`.
 
     Attributes:
-        payload: the class of the payloads, which decides which schemes can send them.
+        payload: the class of the compressed tensors, which decides which schemes can send them.
         agrees: whether ranks compute the maxima of some numbers before they compress, see `Compressor.observe`.
         feeds_back: whether error feedback can make up for what the compressor leaves out. It cannot if the sum of
             payloads does not decode to the sum of the ranks' decoded tensors.
@@ -198,11 +198,12 @@ USUAL_TRAITS, SPARSE_TRAITS = CompressorTraits(), CompressorTraits(SparseMessage
 
 
 class Compressor(Nameable, ABC, Generic[P]):
-    """A compressor turns a flat tensor of one rank into a payload, and a payload into a tensor again.
+    """A compressor turns a flat tensor of one rank into a payload (encoded tensor), and a payload into a tensor again.
 
-    A compressor is a frozen dataclass of settings. A subclass defines `law`, `compress`, `decompress` and `nbytes`, and
-    its `traits` if they are not the usual ones. State is passed in, and the next state is returned: a compressor keeps
-    nothing, and overwrites none of its arguments. It does not communicate: a scheme sends and sums the payloads.
+    A compressor is a frozen dataclass of settings. A subclass defines `law` (the error bound), `compress`, `decompress`
+    and `nbytes`, and its `traits` if they are not the usual ones. State is passed in, and the next state is returned: a
+    compressor keeps nothing, and overwrites none of its arguments. It does not communicate: a scheme sends and sums the
+    payloads.
     """
 
     kind: ClassVar[str] = "compressor"
@@ -230,10 +231,20 @@ class Compressor(Nameable, ABC, Generic[P]):
 
     @abstractmethod
     def nbytes(self, spec: FlatSpec, step: int = 0) -> int:
-        """Returns the bytes of the payload of a tensor like `spec` at step `step`, which all ranks know in advance."""
+        """Returns the bytes of a tensor like `spec` when it is compressed, which all ranks know in advance.
+
+        Args:
+            spec: shapes and dtype of the tensor.
+            step: how often the tensor was compressed before.
+        """
 
     def num_kept(self, spec: FlatSpec, step: int = 0) -> int:
-        """Returns the largest number of non-zero elements that a decoded tensor like `spec` can have."""
+        """Returns the largest number of non-zero elements that a tensor can have after it was compressed and decoded.
+
+        Args:
+            spec: shapes and dtype of the tensor.
+            step: how often the tensor was compressed before.
+        """
         return spec.numel
 
     def unchanged_since(self, step: int) -> int:
@@ -265,7 +276,7 @@ class Compressor(Nameable, ABC, Generic[P]):
         return CompressorState(spec, stream)
 
     def num_agreed(self, spec: FlatSpec) -> int:
-        """Returns how many numbers `observe` returns for a tensor like `spec`, 0 if it returns None."""
+        """Returns how many numbers `observe` returns for a tensor like `spec` (shapes and dtype); 0 if none."""
         return 0
 
     def observe(self, x: Tensor, state: CompressorState) -> Tensor | None:
@@ -283,7 +294,7 @@ class Compressor(Nameable, ABC, Generic[P]):
 
     @abstractmethod
     def compress(self, x: Tensor, state: CompressorState) -> tuple[P, CompressorState]:
-        """Returns the payload of `x`, (numel,) in the dtype of `state.spec`, and the state after this step.
+        """Returns `x` compressed (the payload), and the state after this step; `x` is (numel,) as `state.spec` says.
 
         Raises:
             ValueError: if the state is of another tensor.
@@ -320,6 +331,7 @@ class Compressor(Nameable, ABC, Generic[P]):
         """Overwrites `out`, (numel,) floating, by `scale` times the sum of the decoded payloads, added in their order.
 
         The sum is made in float32 (float64 for float64), and rounded once to the dtype of `out`.
+
         Raises:
             ValueError: for a payload of another compressor, a damaged one where the damage shows, or if `out` has
                 another number of elements.
@@ -331,7 +343,10 @@ class Compressor(Nameable, ABC, Generic[P]):
         out.copy_(total.mul_(scale))
 
     def remainder(self, x: Tensor, payload: P) -> Tensor:
-        """Subtracts the decoded payload in place from `x`, (numel,) of the same or a wider dtype, and returns `x`."""
+        """Subtracts the decoded `payload` (a compressed tensor) from `x` in place, and returns `x`.
+
+        `x`: (numel,) of the dtype that was compressed, or a wider one.
+        """
         sent = memory.empty_like(x)
         self.sum_into(sent, [payload])
         return x.sub_(sent)
@@ -373,7 +388,7 @@ class Sparsifier(Compressor[SparseMessage]):
 
 
 def corrected_by(residual: Tensor, x: Tensor) -> Tensor:
-    """Returns residual + x, both (numel,), in the dtype of the residual."""
+    """Returns x + residual, both (numel,), in the dtype of the residual (what compression left out before)."""
     return torch.add(residual, x, out=memory.empty_like(residual))
 
 
@@ -431,7 +446,7 @@ def check_payload(maker: Compressor[Any], payload: Payload, out: Tensor | None =
 
 
 def check_size(payload: Payload, out: Tensor) -> None:
-    """Checks that a payload decodes to as many elements as `out`, (numel,), has.
+    """Checks that a payload (compressed tensor) decodes to as many elements as `out`, (numel,), has.
 
     Raises:
         ValueError: if it does not.

@@ -91,6 +91,7 @@ def to_expression(named: Nameable) -> dict[str, Any]:
     """Returns a scheme or compressor as nested dicts of names and settings, ready for JSON.
 
     For TopK(0.01) it is {"top_k": {"ratio": 0.01, "values": "same"}}.
+
     Raises:
         ValueError: if the class is not registered. A subclass of a registered class must be registered itself.
     """

@@ -61,7 +61,9 @@ class Feedback(Compressor[P]):
         return self.compressor.law(spec)
 
     def init(self, spec: FlatSpec, stream: int = 0) -> CompressorState:
-        """Returns the state before the first step, with a residual of zeros, (numel,) float32 (float64 for float64).
+        """Returns the state before the first step, with a residual (what was left out) of zeros.
+
+        The residual is (numel,) float32, or float64 for float64.
 
         Raises:
             ValueError: if the error may be larger than the tensor, so that residuals would grow.

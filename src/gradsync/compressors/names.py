@@ -132,6 +132,7 @@ def named(name: str, *, momentum: float = 0.0, summands: int = USUAL_RANKS) -> N
         name: the family and its number, and perhaps "_feedback" or "_no_feedback" behind them.
         momentum: the optimiser's momentum, which only a compressor that applies momentum itself takes (`Family.asks`).
         summands: the number of ranks, which only a compressor whose codes are summed takes.
+
     Raises:
         ValueError: for an unknown name, listing the known ones, or a number that the compressor refuses.
     """

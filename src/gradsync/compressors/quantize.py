@@ -373,6 +373,7 @@ def of_largest(length: int, levels: int, stochastic: bool) -> Law:
 
     The error reaches the bound if all elements but the largest have one value: half of a / levels (rounding to
     nearest), or 1 / (2 (1 + omega)) of it (`stochastic`, with the omega that is returned).
+
     Args:
         length: the number of elements in a block.
         levels: the largest multiple.

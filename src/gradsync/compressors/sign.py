@@ -129,7 +129,7 @@ class OneBit(Signs):
     """Sends signs, the mean of the negative elements, and the mean of the other elements. (Seide et al., 2014)
 
     Each tensor, or each `block` of elements, has its two means. No other two levels have a smaller squared error, so
-    the error is never larger than that of ScaledSign: a contraction by at least 1 / d for blocks of d elements. In the
+    the error is never larger than that of ScaledSign: |error|^2 <= (1 - 1 / d) |x|^2 for blocks of d elements. In the
     paper a block is a column. Needs ErrorFeedback.
     Wire: 1 bit an element and 8 bytes a block.
     """

@@ -58,9 +58,9 @@ class TopK(Sparsifier):
     """Keeps the `ratio` largest elements of each tensor by magnitude. (Aji & Heafield, 2017)
 
     Exactly k = max(1, round(ratio * numel)) of a tensor; of equal elements the first ones. NaN is larger than infinity,
-    so both are sent. Biased, a contraction by k / numel: wrap it in ErrorFeedback. Values are sent as they are, or
-    rounded to 16 bits; the residual then holds the rounding error, also of magnitudes beyond 65504 or too small for
-    float16.
+    so both are sent. Biased, with |error|^2 <= (1 - k / numel) |x|^2: wrap it in ErrorFeedback. Values are sent as they
+    are, or rounded to 16 bits; the residual (what is sent later) then holds the rounding error, also of magnitudes
+    beyond 65504 or too small for float16.
     Wire: k values, and their positions in the smallest format for k of numel (`tensors.index_formats`).
     """
 
@@ -157,7 +157,7 @@ class BlockTopK(Sparsifier):
 
     Exactly max(1, round(ratio * blocks)) of the blocks of a tensor, the last of which may be shorter; of equal blocks
     the first, and blocks with NaN before blocks with infinity. There are few positions, and memory is read in runs.
-    Biased, a contraction by the share of blocks: wrap it in ErrorFeedback.
+    Biased, with |error|^2 <= (1 - share of blocks) |x|^2: wrap it in ErrorFeedback.
     Wire: the values of this number of whole blocks, and the positions of the blocks.
     """
 

@@ -182,6 +182,7 @@ class Tiling(NamedTuple):
     """Dimensions of a matrix and of the equal rectangles into which it is cut.
 
     Rectangles that reach beyond the lower or right edge of the matrix are filled up with zeros.
+
     Attributes:
         rows: of the matrix.
         columns: of the matrix.
@@ -243,7 +244,7 @@ class DCTTopK(Compressor[Message]):
     DeMo. DeMo takes the nearest divisor of other sides, 1 for a prime.) Of a rectangle of `chunk` x `chunk`, the `k`
     coefficients of the largest magnitude are kept; of a smaller one the same share, at least one. NaN is larger than
     infinity, and makes its whole rectangle NaN.
-    The transform is orthonormal: a contraction by kept / elements of a rectangle. Wrap it in ErrorFeedback.
+    The transform is orthonormal: |error|^2 <= (1 - kept / elements of a rectangle) |x|^2. Wrap it in ErrorFeedback.
     Wire: for each kept coefficient 2 bytes (the place in its rectangle), and its value in the dtype of the tensor.
     """
 
@@ -270,7 +271,7 @@ class DCTTopK(Compressor[Message]):
         return max(1, round(self.k * tiling.size / self.chunk**2))
 
     def num_coefficients(self, spec: FlatSpec) -> int:
-        """Returns how many coefficients of all tensors in `spec` are sent together."""
+        """Returns how many coefficients are sent of all tensors whose shapes `spec` has."""
         return sum(tiling.tiles * self.kept(tiling) for tiling in map(self.tiling, spec.shapes))
 
     def law(self, spec: FlatSpec) -> Law:

@@ -72,9 +72,9 @@ class Warmup(Compressor[P]):
         )
 
     def num_agreed(self, spec: FlatSpec) -> int:
-        """Returns how many numbers `observe` returns for a tensor like `spec`: maxima over the ranks are taken of them.
+        """Returns how many numbers `observe` returns for a tensor like `spec`, whose maxima over the ranks are needed.
 
-        The number is the same for all compressors; `init` checks it.
+        `spec` has its shapes and dtype. The number is the same for all compressors; `init` checks it.
         """
         return self.compressors[0].num_agreed(spec)
 

@@ -66,6 +66,7 @@ def agreed_engine(
 
     If model, plan or settings are wrong on some rank, or differ, all ranks raise. In the `with` block the caller
     installs the hooks that call the engine. If the block raises, the engine is closed, and the model is free again.
+
     Args:
         model: the model, perhaps in DDP.
         plan: the plan, or the function that makes one.
@@ -80,6 +81,7 @@ def agreed_engine(
         in_backward: all ranks call this inside a backward, as DDP's hook does.
         verification: how ranks compare parameters during training.
         communicator: as in `gradsync.attach`, the same on all ranks.
+
     Raises:
         RuntimeError, ValueError, GroupError: as `gradsync.attach`.
     """
@@ -126,6 +128,7 @@ def announcing(group: Group, what: str) -> Iterator[None]:
     """Tells the other ranks if a collective fails, or the user interrupts this rank, in the `with` block.
 
     `what` names the block in error messages. Other exceptions pass: the ranks tell each other of these themselves.
+
     Raises:
         GroupError: for collectives that failed, with `what` in front of its text.
     """
@@ -161,6 +164,7 @@ def group_of(
         what: the purpose, for error messages.
         device: of the tensors that the ranks will exchange.
         communicator: as in `gradsync.attach`.
+
     Raises:
         ValueError: if the process group has no backend for the device.
         GroupError: where another rank does not come in time, comes for something else, died or stopped.

@@ -144,9 +144,9 @@ class Attachment:
     def state_dict(self) -> dict[str, Any]:
         """Returns plan, step and, by parameter, what schemes keep (residuals, momenta), for this rank's checkpoint.
 
-        The dict also has `rank`, `world` and a digest of the parameters' names, shapes and dtypes. It holds tensors,
-        numbers and text only, so `torch.load(..., weights_only=True)` reads it; for safetensors there is
-        `gradsync.state.save_file`.
+        A residual is what compression left out, to be sent later. The dict also has `rank`, `world` and a digest of the
+        parameters' names, shapes and dtypes. It holds tensors, numbers and text only, so `torch.load(...,
+        weights_only=True)` reads it; for safetensors there is `gradsync.state.save_file`.
 
         Raises:
             RuntimeError: after `detach`, when residuals are gone, and after a load that failed midway.

@@ -73,6 +73,7 @@ def check_saved(
         references: shapes and dtypes of the reference tensors, which are subtracted from parameters before these are
             sent; None: gradients are averaged.
         strict: False accepts a state of models that differed between ranks, and goes on from the models that are here.
+
     Raises:
         TypeError, ValueError, RuntimeError: on all ranks, if it is no state or its reference tensors do not fit; or
             with `strict`, if the saved models differed between ranks, and either the number of ranks has changed or
@@ -213,6 +214,7 @@ class Averaging:
         """Waits until the exchange under way, if any, has ended and its averages are in the model.
 
         On an accelerator it also waits for the answer whether somebody wrote to parameters during an exchange.
+
         Raises:
             RuntimeError: on all ranks, if somebody wrote to what was being averaged.
         """

@@ -29,6 +29,7 @@ class Buffers:
     Only values are sent while names, shapes and dtypes stay as they are. When these change, ranks first compare them
     while all wait for each other, so that no rank reads a message of another size. A model without buffers at attach is
     left alone for good, as with DDP.
+
     Args:
         model: the model, held weakly.
         engine: runs the broadcasts.
@@ -81,10 +82,12 @@ class Buffers:
         """Overwrites this rank's buffers with rank 0's. Collective.
 
         Version counters stay, as with DDP: to autograd, tensors that an earlier forward saved have not changed.
+
         Args:
             generation: a number that changes whenever modules have changed (`Changes.generation`).
             send: the function that broadcasts tensors (group, tensors, seconds to wait at most), such as
                 `broadcast_tensors`.
+
         Raises:
             ValueError, GroupError: if buffers changed on some ranks only, or differently.
         """

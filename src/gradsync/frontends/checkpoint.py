@@ -66,6 +66,7 @@ class Checkpoint:
         Entries for ranks that do not exist have None, divided among the ranks: on rank 3 of 8 they are "rank 11", "rank
         19", ... to 1023, so that a checkpoint can be loaded on more ranks. With `gather` the entries are tensors of
         bytes, (nbytes,) uint8, and the call is collective.
+
         Raises:
             RuntimeError: after `detach`, and with `gather` inside a step.
             ValueError: without `gather`, for more ranks than a checkpoint has entries for.

@@ -56,8 +56,9 @@ class Parameters(Protocol):
 class GradientsOrParameters:
     """A trial on real training steps whether averaging parameters is clearly faster than averaging gradients.
 
-    If it is, parameters are averaged from then on.
-    A change from one to the other waits for the next forward, as an optimiser's hooks cannot add hooks to it.
+    If it is, parameters are averaged from then on. A change from one to the other waits for the next forward, as an
+    optimiser's hooks cannot add hooks to it.
+
     Args:
         engine: averages the gradients.
         model: the model, held weakly.

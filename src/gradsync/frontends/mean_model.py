@@ -25,6 +25,7 @@ def take_mean(
 
     Variances of batch normalisation are pooled, as if of the samples of all ranks together. Counters and other integer
     buffers become the maximum over ranks; complex buffers stay.
+
     Args:
         group: the ranks.
         model: the model whose buffers are averaged; None if it was deleted: then only `parameters` are averaged.

@@ -90,6 +90,7 @@ class OuterOptimizer:
         """Averages the pseudo-gradients over all ranks, and lets the outer optimiser step; call it on all ranks.
 
         Pseudo-gradients are the parameters at the last call minus those of now.
+
         Raises:
             GroupError: where a rank is lost, or does not come within the timeout.
             RuntimeError: where parameters have come or gone, were frozen or unfrozen; and after `attachment.detach()`.
@@ -120,6 +121,7 @@ class OuterOptimizer:
         """Loads what `state_dict()` returned on this rank; call it on all ranks.
 
         The model's own state must be loaded apart from it.
+
         Raises:
             KeyError: where a part is missing.
             RuntimeError, ValueError: where a part does not fit the model, the optimiser or the plan.

@@ -110,6 +110,7 @@ class Regrouping:
         """Returns a checkpoint's plan of groups; None if it was made by another planner or for other nodes.
 
         Collective. `state` has this object's `state_dict` as "groups", and the plan as "plan".
+
         Raises:
             ValueError, RuntimeError: on all ranks, for a plan that does not fit, or other plans on other ranks.
         """

@@ -62,6 +62,7 @@ class Frontend:
     """The object that synchronises a model: its gradients in backward, or its parameters after an optimiser step.
 
     All references to the model are weak: the model's modules keep this object alive.
+
     Attributes:
         engine: exchanges tensors as the plan says.
         no_sync: returns a context manager in which nothing is exchanged.
@@ -132,6 +133,7 @@ class Attached:
     """The arguments of `attach` that are needed to attach anew: a model, its optimiser, and how its ranks communicate.
 
     References to model and optimiser are weak.
+
     Args:
         model: the model.
         optimizer: its optimiser; None if it was not given.
@@ -369,6 +371,7 @@ def averaging_frontend(
         regroups: the planner that made the plan, and the links between nodes that it was made for, so that the ranks'
             groups may change; needed only if `plan` is no planner.
         apart: True: the ranks' models differ, and become their mean; False: they become rank 0's.
+
     Raises:
         RuntimeError, ValueError, GroupError: on all ranks, as `gradsync.attach`.
     """

@@ -104,9 +104,11 @@ class UnevenInputs(Joinable):
         """Tells ranks without inputs what a forward of this rank brings; returns the rank whose buffers are broadcast.
 
         Call it on ranks with inputs, at each forward; outside of `Join` nothing is sent.
+
         Args:
             synchronizes: whether the backward of this forward exchanges gradients.
             broadcasts: whether buffers are broadcast in this forward.
+
         Raises:
             RuntimeError: on all ranks, if `Join` is to end with the first rank without inputs, or a forward had no
                 backward.

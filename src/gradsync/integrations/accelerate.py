@@ -68,6 +68,7 @@ class GradsyncKwargs(DistributedDataParallelKwargs):
     """Accelerate's handler of DDP arguments (`kwargs_handlers`) that also makes gradsync the communication hook.
 
     `use` makes one and gives it to the accelerator.
+
     Args:
         ddp: the arguments of DDP that the accelerator had.
         settings: arguments of `gradsync.attach`.
@@ -88,6 +89,7 @@ class GradsyncKwargs(DistributedDataParallelKwargs):
 
         Accelerate calls it just before it wraps. Without the wait, DDP would wait inside of a collective, which could
         meet one of another rank's training step.
+
         Raises:
             GroupError: where a rank does not come in time.
         """
@@ -116,13 +118,16 @@ def use(
     `accumulate()` and `clip_grad_norm_()` work as before. `save_state()` and `load_state()` also save and load every
     rank's state of gradsync, such as what compression left out, so call both on all ranks.
     `gradsync.attachment_of(model)` returns what `gradsync.attach` returned for a prepared model.
+
     Args:
         accelerator: one that has prepared no model yet. Arguments of DDP that it was given are kept.
         plan, exclude, timeout, verify_every, verify_tolerance, communicator: as in `gradsync.attach`.
+
     Raises:
         TypeError: for anything else than an Accelerator.
         ValueError: for a job that shards the model, and where DDP has another communication hook.
         RuntimeError: after `prepare()`, and for a second call; from `prepare()`, where a rank does not come in time.
+
     Example:
         >>> gradsync.integrations.accelerate.use(accelerator)        # doctest: +SKIP
         >>> model, optimizer = accelerator.prepare(model, optimizer)  # doctest: +SKIP
@@ -162,10 +167,13 @@ def metrics(model: nn.Module) -> dict[str, float]:
 
     Names and units are those of `gradsync.integrations.metrics.StepMetrics.read`. It takes no communication, so one
     rank may call it alone.
+
     Args:
         model: a model that `accelerator.prepare()` has wrapped.
+
     Returns:
         The metrics, by name; {} where no step has ended since the last call, and in a job of one process.
+
     Example:
         >>> accelerator.log({"loss": loss.item(), **metrics(model)}, step=step)  # doctest: +SKIP
     """

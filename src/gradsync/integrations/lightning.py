@@ -18,15 +18,18 @@ class GradsyncStrategy(TrainerPart, DDPStrategy):
     Accumulation, clipping, precision, several optimisers and manual optimisation are as with DDPStrategy. Checkpoints
     also have every rank's residuals (what compression left out) and the plan that trials chose, and
     `trainer.fit(ckpt_path=...)` loads them.
+
     Args:
         plan, exclude, verify_every, verify_tolerance, communicator: as in `gradsync.attach`.
         timeout: seconds (or a timedelta) after which a rank that waits for the others raises, in gradsync and in the
             process group; None: the default of each.
         kwargs: other arguments of Lightning's DDPStrategy and of DistributedDataParallel, such as
             `find_unused_parameters`.
+
     Raises:
         ValueError: for arguments of communication hooks.
         TypeError: for unknown arguments, such as those of a strategy that shards.
+
     Example:
         >>> trainer = Trainer(strategy=GradsyncStrategy(plan="auto"))  # doctest: +SKIP
     """
@@ -37,10 +40,13 @@ class GradsyncFabricStrategy(FabricPart, FabricDDPStrategy):
 
     `fabric.save` and `fabric.load` also keep every rank's residuals (what compression left out) and the plan that
     trials chose, for each model that is a value of their `state`.
+
     Args:
         plan, exclude, timeout, verify_every, verify_tolerance, communicator, kwargs: as in `GradsyncStrategy`.
+
     Raises:
         ValueError, TypeError: as `GradsyncStrategy`.
+
     Example:
         >>> fabric = Fabric(strategy=GradsyncFabricStrategy(plan="auto"))  # doctest: +SKIP
     """
@@ -50,6 +56,7 @@ class GradsyncCallback(CallbackPart, Callback):
     """Logs gradsync's metrics of rank 0 to the Trainer's loggers, where the Trainer logs its own.
 
     They are bytes and times per step, changes of the plan, and comparisons of the ranks' parameters.
+
     Example:
         >>> Trainer(strategy=GradsyncStrategy(), callbacks=[GradsyncCallback()])  # doctest: +SKIP
     """

@@ -167,6 +167,7 @@ class TrainerPart(_Part):
         """The result of `gradsync.attach` for the model of the last `trainer.fit()`: plan, statistics, state.
 
         After the training its statistics stay.
+
         Raises:
             RuntimeError: before the first `trainer.fit()` has set up the model.
         """
@@ -333,6 +334,7 @@ class FabricPart(_Part):
         """Saves what `state` has, and every rank's state of gradsync for the models in it. Collective.
 
         If a plan averages parameters, they are set to their mean over the ranks before.
+
         Raises:
             ValueError: if `state` has the key that gradsync uses for its own state.
         """

@@ -23,6 +23,7 @@ class StepMetrics:
 
     Args:
         handle: the result of `gradsync.attach` on this rank.
+
     Attributes:
         handle: this result.
     """

@@ -80,8 +80,9 @@ def prepare_model(
     A single worker's model is wrapped, too, unlike by Ray's function, so that a job may go on with fewer workers.
 
     Args:
+        model: the model.
         move_to_device: whether to move the model, or the device for it, as in `ray.train.torch.prepare_model`.
-        parallel_strategy: "ddp".
+        parallel_strategy: "ddp", the only one.
         parallel_strategy_kwargs: arguments of DistributedDataParallel, such as `find_unused_parameters`.
         plan, arguments: those of `gradsync.DistributedDataParallel`, such as `exclude` and `grad_scaler`.
 

@@ -434,7 +434,10 @@ def check_signs(words: Tensor, scales: Tensor, sections: Sections, block: int, s
 
 
 def check_residuals(x: Tensor, residual: Tensor | None, next_residual: Tensor | None, dtype: torch.dtype) -> None:
-    """Raises unless `residual` and `next_residual` are both None, or both of `dtype` and `x`'s shape, (numel,)."""
+    """Raises unless `residual` (to be added) and `next_residual` (an output) are both None, or both fit.
+
+    They fit if they are of `dtype` and of `x`'s shape, (numel,).
+    """
     if (residual is None) != (next_residual is None):
         raise ValueError("residual and next_residual belong together, got one of them")
     for name, tensor in (("residual", residual), ("next_residual", next_residual)):

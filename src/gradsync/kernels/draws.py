@@ -32,6 +32,7 @@ class RunDraw(NamedTuple):
     """The numbers by which `random_k` draws runs (adjacent elements) of one section of a flat tensor.
 
     A random permutation of [0, a * b), of at least `runs` numbers, maps 0, 1, ... to the numbers of the drawn runs.
+
     Attributes:
         offset: the place of the section in the flat tensor.
         length: the elements of the section.

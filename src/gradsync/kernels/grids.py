@@ -126,12 +126,12 @@ def runs(sections: Sections, grid: AnyGrid) -> Iterator[Run]:
 
 
 def draws(grid: AnyGrid) -> bool:
-    """Whether quantising to this grid rounds at random, so that sections need seeds."""
+    """Whether quantising to this grid rounds at random, so that tensors (`Sections`) need seeds."""
     return grid.rounding in ("stochastic", "exponent")
 
 
 def check_drawn(sections: Sections, grid: AnyGrid) -> None:
-    """Raises ValueError if the grid rounds at random and the sections have no seeds."""
+    """Raises ValueError if the grid rounds at random and the sections (tensors in a flat tensor) have no seeds."""
     if draws(grid) and sections.lengths and not sections.seeds:
         raise ValueError(f"{grid} draws numbers: Sections.seeds must have one for each section")
 

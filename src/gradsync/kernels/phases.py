@@ -26,11 +26,13 @@ class RowUnion(Protocol):
         Sums are added in the order of `sum_rows`. With one stripe of columns for each owner (rank that sums it) and
         views into the messages to owners as `outs`, this splits row-sparse gradients among owners (Zen, OSDI 2025, with
         the column stripe as the owner map).
+
         Args:
             values: for each part (its number of indices, dim) floating, all of one dtype.
             outs: for each stripe (count, stop - start), in that dtype; overwritten.
             stripes: [start, stop) of the columns of each output; by default one output of all columns.
             scale: a factor of the sums.
+
         Raises:
             ValueError: shapes that do not fit, stripes outside the columns.
             TypeError: different dtypes.

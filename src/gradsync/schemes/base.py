@@ -33,7 +33,7 @@ class Traits:
 
     Attributes:
         layout: the kind of bucket that the scheme synchronises: one flat tensor, or tables with sparse rows.
-        lossy: the payloads lack something of the ranks' gradients, more than the rounding of a sum takes away.
+        lossy: what is sent lacks something of the ranks' gradients, more than the rounding of a sum takes away.
         mixes: each rank gets a result of its own, nearer to the mean; only averages of parameters use such a scheme.
         carries_flags: the flags behind a flat bucket's elements (did any rank use a parameter?) are summed too, or at
             least show whether the sum is zero. By default true for exact schemes.
@@ -70,11 +70,11 @@ class Traits:
 
 
 class Scheme(Nameable, ABC, Generic[X]):
-    """A scheme turns one bucket of gradients into `scale` times its sum over a group of ranks, bit-identical on all.
+    """A scheme turns one bucket of gradients into `scale` times its sum over a group of ranks.
 
-    It is a frozen dataclass of settings. A subclass defines `traits`, `stages`, `synchronize` and `steps`. The state is
-    passed in, and the next state is returned: a scheme keeps no state itself and overwrites none, so that a training
-    step can be undone.
+    All ranks get the same bits, unless the scheme has the trait `mixes`. It is a frozen dataclass of settings. A
+    subclass defines `traits`, `stages`, `synchronize` and `steps`. The state is passed in, and the next state is
+    returned: a scheme keeps no state itself and overwrites none, so that a training step can be undone.
     """
 
     kind: ClassVar[str] = "scheme"

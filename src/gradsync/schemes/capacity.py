@@ -69,7 +69,9 @@ class RowCapacity(Nameable):
             self.planned_groups(specs)
 
     def planned_groups(self, specs: tuple[TensorSpec, ...]) -> tuple[RowGroup, ...]:
-        """Returns the tables grouped by `same_rows`: a message holds the row indices of each group of tables once.
+        """Returns the tables in groups that are planned to have the same rows, whose row indices a message holds once.
+
+        `specs`: shape and dtype of each table.
 
         Raises:
             ValueError: if `specs` are other tables than those of the plan.
@@ -92,9 +94,8 @@ class RowCapacity(Nameable):
         """Whether one rank's rows are as planned, so that its message had room for them.
 
         No table may have more than `capacity` rows, and tables planned with the same rows (`same_rows`) must have the
-        same.
-        `header` comes with the rank's message. For each table it has the number of rows, `ABSENT` for no gradient, or
-        `SAME_AS` - t for the rows of an earlier table t.
+        same. `header` comes with the rank's message. For each table it has the number of rows, `ABSENT` for no
+        gradient, or `SAME_AS` - t for the rows of an earlier table t.
         """
         origin = origins(header)
         rows = [max(header[first], 0) for first in origin]
@@ -124,6 +125,7 @@ class RowCapacity(Nameable):
 
         Rows travel behind the header if `at_once`. Else a first transfer carries headers (numbers of rows) if a
         capacity is set, or sizes; the second carries rows.
+
         Args:
             stage: the name of the transfer that is planned to carry rows; rows that do not fit travel in "repeat".
             pattern: the collective in which rows travel once all ranks know the sizes.
@@ -150,7 +152,7 @@ class RowCapacity(Nameable):
 
 
 def busiest(profile: DensityProfile) -> DensityProfile:
-    """Returns `profile` with the most rows that any rank touches as its `rows`, in place of the mean over the ranks."""
+    """Returns the density `profile` with the most rows that any rank touches as its `rows`, in place of the mean."""
     return replace(profile, rows=max(profile.rows, profile.most_rows))
 
 

@@ -410,6 +410,7 @@ class ChunkState(CompressorState):
 
     Residuals, what was not sent yet, are in `elements`; scores, and steps since a chunk was sent, in `together`, alike
     on all ranks.
+
     Attributes:
         chunk: the elements of a chunk.
         sent: the numbers of the chunks that the last step sent; None: not known.
@@ -429,7 +430,7 @@ class ChunkState(CompressorState):
         """Returns the state to keep after a step in which no rank used the parameters `names`.
 
         It counts, for each chunk, the steps in a row in which no rank used any of its parameters. Such chunks get lower
-        scores: their residuals would otherwise be chosen for ever.
+        scores: otherwise what was not sent of them (residuals) would be chosen for ever.
         """
         if names:
             idle, start = self.together[IDLE] + 1, 0
@@ -447,6 +448,7 @@ class Factors:
     """Three factors whose product is the scale of a sum of messages over ranks.
 
     With 16-bit messages `before` is a power of two, which rounds nothing, and `through` is 1.
+
     Attributes:
         before: multiplies each rank's message before it is rounded and sent.
         through: the scale that the scheme which sums the messages applies.

@@ -40,6 +40,7 @@ class Hierarchical(Scheme[Any]):
     `intra`.
     Wire: the traffic of both halves of `intra` among a node's ranks, and of `inter`, for a part, among as many ranks as
     nodes.
+
     Attributes:
         intra: the scheme that sums inside a node, in two halves (push and pull).
         inter: the scheme that sums one part across nodes.
@@ -291,6 +292,7 @@ def at_once(word: str, size: int, groups: Sequence[tuple[int, ...]], each: Seque
 
     Computations are those of the group with the most to do; transfers of the same kind become one transfer of all
     ranks.
+
     Args:
         word: a prefix of the transfers' stage names, such as "node".
         size: the number of all ranks.

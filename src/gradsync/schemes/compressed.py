@@ -84,7 +84,7 @@ class Compressed(Scheme[Tensor]):
             )
 
     def agreement(self) -> tuple[str, ...]:
-        """Returns ("agree",), the stage in which ranks share numbers such as a common scale; () if they need none."""
+        """Returns ("agree",), the name of the exchange of numbers such as a common scale; () if ranks need none."""
         return ("agree",) if self.compressor.traits.agrees else ()
 
     async def agreed(self, values: Tensor, state: CompressorState, group: Group) -> CompressorState:
@@ -187,10 +187,10 @@ class CompressedAllReduce(Compressed):
 @register
 @dataclass(frozen=True)
 class CompressedAllGather(Compressed):
-    """An all-gather of payloads: every rank decodes all of them and adds the tensors in the order of ranks.
+    """A scheme that gathers all ranks' compressed gradients on each rank, which decodes them and adds them up.
 
-    Ranks add in float32 (float64 for float64) and round once.
-    Wire: n-1 payloads, sent and received by each rank.
+    Ranks add in the order of ranks, in float32 (float64 for float64), and round once.
+    Wire: n-1 payloads (compressed tensors), sent and received by each rank.
     """
 
     compressor: Compressor[Any]
@@ -243,10 +243,10 @@ class CompressedAllGather(Compressed):
 class CompressedTwoWay(Compressed):
     """A scheme that sends gradients compressed, sums one range of them on each rank, and compresses the sums, too.
 
-    Ranges are about equally long. Each rank compresses its sums and sends them to all ranks.
-    `sums` compresses the sums, by default as `compressor` does, with other random draws and without adding momentum a
-    second time. With error feedback for gradients and sums there are two residuals; a rank keeps that of its sums, in
-    units of the sum before the scale. A tensor that lies in several ranges is compressed in as many parts.
+    Ranges are about equally long. Each rank compresses its sums and sends them to all ranks. `sums` is the compressor
+    for that, by default `compressor`, with other random draws and without adding momentum a second time. With error
+    feedback for gradients and sums there are two residuals; a rank keeps that of its sums, in units of the sum before
+    the scale. A tensor that lies in several ranges is compressed in as many parts.
     Wire: 2(n-1)/n of a payload (compressed tensor).
     """
 
@@ -454,22 +454,27 @@ def _sums_of(spec: FlatSpec, dtype: torch.dtype) -> FlatSpec:
 def message_nbytes(payload_nbytes: int, behind: int = 0) -> int:
     """Returns the bytes of a message: a compressed tensor of `payload_nbytes` bytes, and `behind` flags, a byte each.
 
-    The number is a multiple of 8, so that the next message in a buffer begins where any dtype can be viewed.
+    A flag says whether a rank used a parameter. The number of bytes is a multiple of 8, so that the next message in a
+    buffer begins where any dtype can be viewed.
     """
     return int(aligned(payload_nbytes + behind))
 
 
 def message_of(payload: Payload, behind: Tensor | None = None) -> Tensor:
-    """Returns a new message, (bytes,) uint8: the payload, and one byte, 0 or 1, for each of the flags `behind`.
+    """Returns a new message, (bytes,) uint8: the compressed tensor, and one byte, 0 or 1, for each flag in `behind`.
 
-    `behind` (was each parameter used?) is 1-D, of any dtype; a byte is 1 where a number is not zero.
+    A flag (was the parameter used?) is a number; its byte is 1 if it is not zero. `behind` is 1-D, of any dtype.
     """
     nbytes = message_nbytes(payload.nbytes, 0 if behind is None else len(behind))
     return write_message(memory.empty(nbytes, torch.uint8, payload.data.device), payload, behind)
 
 
 def write_message(room: Tensor, payload: Payload, behind: Tensor | None = None) -> Tensor:
-    """Writes `payload`, then 0 or 1 for each flag in `behind`, to `room`, (`message_nbytes`,) uint8; returns `room`."""
+    """Writes a compressed tensor, and a byte for each flag in `behind`, 1-D, to `room`, and returns `room`.
+
+    A flag (was the parameter used?) is a number; its byte is 1 if it is not zero, else 0. `room`:
+    (message_nbytes(...),) uint8.
+    """
     room[: payload.nbytes] = payload.data.view(torch.uint8)
     after = room[payload.nbytes :].zero_()
     if behind is not None:

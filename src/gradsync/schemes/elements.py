@@ -81,9 +81,10 @@ class BalancedElements(Scheme[Tensor]):
         return bool(self.capacity) and most <= self.capacity[0] and _union_rows(known) <= self.capacity[1]
 
     def stages(self, size: int) -> tuple[str, ...]:
-        """Returns the names of the exchanges: ("push", "pull") or, without `capacity`, more, for sizes.
+        """Returns the names of the exchanges: "push" (to the ranks that sum), "pull" (of the sums), two of sizes.
 
-        In a step in which the bucket is too dense, the first one runs as named, and then an all-reduce.
+        With `capacity`, room in messages that was planned, there are none of sizes. In a step in which the bucket is
+        too dense, the first exchange runs as named, and then an all-reduce.
         """
         return ("push", "pull") if self.capacity else ("sizes", "push", "counts", "pull")
 

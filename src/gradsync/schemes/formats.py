@@ -54,7 +54,10 @@ class RowFormat:
 
     @cached_property
     def pieces(self) -> tuple[tuple[Piece, ...], ...]:
-        """The ranges of columns that travel, for each group of tables; a range never goes beyond one table."""
+        """The ranges of columns that travel, for each group of tables that have the same rows.
+
+        A range never goes beyond one table.
+        """
         return tuple(tuple(group.pieces(spans)) for group, spans in zip(self.groups, self.spans, strict=True))
 
     @cached_property
@@ -63,7 +66,10 @@ class RowFormat:
         return tuple(tuple(piece.width * piece.itemsize for piece in pieces) for pieces in self.pieces)
 
     def nbytes(self, rows: Sequence[float]) -> float:
-        """Returns the bytes of a message with `rows[i]` rows of the i-th group of tables; of means, the mean."""
+        """Returns the bytes of a message with `rows[i]` rows of the i-th group of tables; of means, the mean.
+
+        Tables of a group have the same rows, whose indices travel once.
+        """
         total = 0.0
         for group, widths, count in zip(self.groups, self._widths, rows, strict=True):
             total += smallest(count, group.num_rows).nbytes(count, group.num_rows)
@@ -75,7 +81,7 @@ class RowFormat:
 
         Args:
             message: (nbytes(rows),) uint8.
-            rows: the number of rows of each group in the message.
+            rows: the number of rows of each group in the message; tables of a group have the same rows.
         """
         found, offset = [], 0
         for group, pieces, widths, count in zip(self.groups, self.pieces, self._widths, rows, strict=True):

@@ -34,6 +34,7 @@ class Leg:
     """One task of a scheme that runs a sequence of tasks (`Route`), with the data on each rank before and after it.
 
     A task is a compression, a decompression or a collective.
+
     Attributes:
         task: the task.
         groups: the ranks of each process group in which the collective runs; none for a local task.
@@ -87,6 +88,7 @@ def legs_of(leaf: Leaf, numel: int, placement: Placement, most_added: float) -> 
         numel: the number of elements of the bucket.
         placement: the node of each rank.
         most_added: how many of the compressor's payloads can be added to one.
+
     Raises:
         ValueError: if an all-reduce of payloads would add more than `most_added`.
     """

@@ -16,9 +16,10 @@ from .legs import Leg, Piece
 
 
 def plain(specs: tuple[TensorSpec, ...]) -> FlatSpec:
-    """Returns the layout of a flat bucket as one nameless run of elements, including any flags (numbers at its end).
+    """Returns the layout of a flat bucket as one nameless run of elements, with the flags at its end.
 
-    `specs` has the bucket's shape and dtype, as its only entry.
+    Flags are numbers that say, for example, whether a rank used a parameter. `specs` has the bucket's shape and dtype,
+    as its only entry.
     """
     (flat,) = specs
     return FlatSpec.of(torch.empty(flat.numel, dtype=flat.dtype, device="meta"))
@@ -64,6 +65,6 @@ def starts_of(sizes: Sequence[int]) -> list[int]:
 def room_nbytes(sizes: Sequence[int], flags: int) -> int:
     """Returns the bytes of a message: items with these sizes in bytes, and `flags` flags, a byte each, behind them.
 
-    Each item is padded to a multiple of 8 bytes.
+    A flag says, for example, whether a rank used a parameter. Each item is padded to a multiple of 8 bytes.
     """
     return int(sum(map(aligned, sizes[:-1])) + aligned(sizes[-1] + flags))

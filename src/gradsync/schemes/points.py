@@ -99,7 +99,7 @@ class DesignPoint(Nameable):
         return (HashedRows if self.owners == "hash" else RotatedStripe)(num_rows, count, self.seed)
 
     def stages(self, size: int) -> tuple[str, ...]:
-        """Returns the stage name, as "push", of each round of messages among `size` ranks, in order."""
+        """Returns the names of the rounds of messages among `size` ranks, such as "push" (to ranks that sum)."""
         return tuple(each.stage for each in self.schedule(size).rounds)
 
     def schedule(self, size: int) -> Schedule:

@@ -87,6 +87,7 @@ class Route(Scheme[Tensor]):
 
         A `compressor` that no task uses is left out, and `ranks_per_node` is left out if all collectives are among all
         ranks.
+
         Raises:
             ValueError: if a collective among the tasks cannot send, or sum, the compressor's payloads.
         """
@@ -402,11 +403,13 @@ def routes(
     """Returns all routes, with or without compression, whose collectives can send or sum what the compressor makes.
 
     A route is a sequence of compressions, decompressions and collectives that sums a flat bucket.
+
     Args:
         compressor: used by the routes that compress.
         ranks_per_node: if above 1, routes with collectives inside and across nodes are among them.
         devices: the devices on which routes may compress and decompress.
         constraints: limits on the routes; None: no limits.
+
     Raises:
         ValueError: if constraints exclude all routes, or name unknown collectives or devices.
     """

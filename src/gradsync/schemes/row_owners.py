@@ -30,30 +30,30 @@ class RowOwners(ABC):
 
     @property
     def length(self) -> int:
-        """The room for rows of one owner: no owner's rows have a number (from 0) of this or more.
+        """The room for rows of one owner (rank that sums them): all of its rows have numbers, from 0, below this.
 
         It is `num_rows` of each part that `split` returns.
         """
         return -(-self.num_rows // self.owners)
 
     def prepare(self, group: Group, device: torch.device) -> None:  # noqa: B027 (not abstract: most maps are formulas)
-        """Computes and caches each owner's list of rows, if the map is no formula; call it before an exchange.
+        """Computes and caches which rows each rank sums, if the map is no formula; call it before an exchange.
 
         `group`: the cache lasts as long as this process group.
         """
 
     @abstractmethod
     def split(self, rows: SparseRows) -> list[SparseRows]:
-        """Returns the rows of each owner, which are sent to it; `rows` are sorted and distinct.
+        """Returns the rows that each rank is to sum, and which are sent to it; `rows` are sorted and distinct.
 
-        In each part an index is the row's number among its owner's rows, not its row number in the table.
+        In each part an index is the row's number among those that the rank sums, not its row number in the table.
         """
 
     @abstractmethod
     def rows_of(self, owner: int, positions: Tensor) -> Tensor:
-        """Returns the row numbers in the table, (count,) int64, of rows that are numbered as the rows of `owner`.
+        """Returns the row numbers in the table, (count,) int64, of some of the rows that rank `owner` sums.
 
-        `positions`: the numbers, (count,), ascending.
+        `positions`: their numbers among the rows of this rank, (count,), ascending.
         """
 
     def share(self, owner: int, profile: DensityProfile, ranks: int) -> float:
@@ -64,7 +64,7 @@ class RowOwners(ABC):
         return 1.0 / self.owners
 
     def join(self, parts: Sequence[SparseRows]) -> SparseRows:
-        """Returns the rows of all owners as one table, sorted by row number: the inverse of `split`."""
+        """Returns the rows that all ranks summed as one table, sorted by row number: the inverse of `split`."""
         present = any(part.present for part in parts)
         if self.owners == 1:  # in order already
             return SparseRows(parts[0].indices.long(), parts[0].values, self.num_rows, present)
@@ -76,10 +76,10 @@ class RowOwners(ABC):
 
 @dataclass(frozen=True)
 class EvenSplit(RowOwners):
-    """The map of a parameter server: consecutive rows, equally many for each owner, fewer or none for the last ones.
+    """The map of a parameter server: each rank sums consecutive rows, equally many, the last ones fewer or none.
 
-    Imbalanced: if a table's frequent rows come first, the first owner gets most of the load (Zen,
-    section 2: more than half of all rows).
+    Imbalanced: if a table's frequent rows come first, the first rank gets most of the load (Zen, section 2: more than
+    half of all rows).
     """
 
     def split(self, rows: SparseRows) -> list[SparseRows]:
@@ -104,10 +104,11 @@ class EvenSplit(RowOwners):
 
 @dataclass(frozen=True)
 class RotatedStripe(RowOwners):
-    """An owner map that rotates the owners of neighbouring rows: row n q + r is row q of owner (r + rho(q)) mod n.
+    """A map that spreads neighbouring rows over ranks: row n q + r is row q of those that rank (r + rho(q)) mod n sums.
 
-    n is the number of owners, rho(q) a hash of q and the seed. Balanced: each run of n neighbours goes to n
-    owners, so that neither dense regions nor regular patterns of rows load one owner. See `kernels.partition_rotated`.
+    n is the number of these ranks (owners), rho(q) a hash of q and the seed. Balanced: each run of n neighbours goes to
+    n owners, so that neither dense regions nor regular patterns of rows load one owner. See
+    `kernels.partition_rotated`.
     """
 
     seed: int = 0
@@ -144,9 +145,9 @@ class HashedRows(RowOwners):
 
     @property
     def length(self) -> int:
-        """The room for rows of one owner: their mean number plus 8 standard deviations and 8, at most all rows.
+        """The room for rows of one rank: their mean number plus 8 standard deviations and 8, at most all rows.
 
-        It is known without computing which rows an owner has.
+        It is known without computing which rows a rank sums.
         """
         mean = self.num_rows / self.owners
         return min(self.num_rows, math.ceil(mean + 8 * math.sqrt(mean)) + 8)

@@ -106,6 +106,7 @@ class Shuffled(Scheme[Tensor]):
         """Returns the state before the first round: that of `scheme`, and a counter of rounds.
 
         Process groups are made for the groups of ranks, in the same order on all ranks.
+
         Raises:
             ValueError: if `rounds` are for another number of ranks, `scheme` keeps residuals (what compression left
                 out), or cannot sum within some group, also within one that this rank is not in.

@@ -110,7 +110,10 @@ class OwnRows:
 
 @dataclass(frozen=True)
 class AgreedRows:
-    """The number of rows that each rank has in each group of tables: the same on every rank, read from headers."""
+    """The number of rows that each rank has in each group of tables, read from headers: the same on every rank.
+
+    Tables of a group have the same rows.
+    """
 
     groups: tuple[RowGroup, ...]
     rows: tuple[tuple[int, ...], ...]  # per rank: the number of rows in each group
@@ -182,7 +185,7 @@ def single_groups(specs: tuple[TensorSpec, ...]) -> tuple[RowGroup, ...]:
 def groups_of(members: Iterable[Sequence[int]], specs: tuple[TensorSpec, ...]) -> tuple[RowGroup, ...]:
     """Returns one group of tables for each entry of `members`, which lists the positions of its tables in the bucket.
 
-    `specs`: shape and dtype of all tables of the bucket.
+    Tables of a group have the same rows. `specs`: shape and dtype of all tables of the bucket.
     """
     return tuple(RowGroup(tuple(positions), tuple(specs[i] for i in positions)) for positions in members)
 

@@ -209,7 +209,7 @@ class Transit:
         return group.all_gather(self._message(leg, mine, slice(None)), sizes)
 
     def take(self, leg: Leg, arrived: list[Tensor]) -> None:
-        """Reads the messages of the task `leg`, and sets the tensor or payloads that this rank holds next.
+        """Reads the messages of the task `leg`, and sets the dense or compressed tensors that this rank holds next.
 
         `arrived` is what waiting for `issue`, or `alone`, returned.
         """

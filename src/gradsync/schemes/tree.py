@@ -59,7 +59,7 @@ class Kind(StrEnum):
 
     @property
     def of_payloads(self) -> bool:
-        """Whether the task is a collective that exchanges payloads, not dense data."""
+        """Whether the task is a collective that exchanges compressed tensors (payloads), not dense data."""
         return self in (Kind.COMM_C, Kind.COMM_1C, Kind.COMM_2C, Kind.COMM_L)
 
 
@@ -158,6 +158,7 @@ class Grammar:
         Args:
             devices: the devices on which compressions and decompressions may run.
             constraints: limits on the leaves; None: no limits.
+
         Raises:
             ValueError: if constraints name unknown collectives or devices, or exclude all leaves; the message names the
                 constraints that conflict.
@@ -194,6 +195,7 @@ class Grammar:
         """Returns the tasks that have these names, in order, as they stand in a plan: the inverse of `words_of`.
 
         `devices`: the devices that names may have, as in "compress@offload".
+
         Raises:
             ValueError: for names that make no complete leaf; the message has the first illegal one, if any, and legal
                 ones.
@@ -262,7 +264,7 @@ class Grammar:
 
 
 def compressions(leaf: Leaf) -> int:
-    """Returns how many of the leaf's tasks compress."""
+    """Returns how many tasks of the leaf (sequence of tasks by which a bucket is exchanged) compress."""
     return sum(task.kind is Kind.COMP for task in leaf)
 
 
@@ -272,7 +274,7 @@ def is_flat(leaf: Leaf) -> bool:
 
 
 def is_local(stage: str) -> bool:
-    """Whether a stage of a route, by its name, is a compression or decompression on one rank, and not a collective."""
+    """Whether a task of this name compresses or decompresses on one rank, and is no collective."""
     return stage.partition("@")[0] in (COMPRESS, DECOMPRESS)
 
 

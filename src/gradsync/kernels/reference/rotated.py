@@ -44,9 +44,9 @@ def mixed_seed(seed: int) -> int:
 def rotation(q: Tensor, n: int, seed: int) -> Tensor:
     """Returns a random shift rho(q) in [0, n) for each q, integers of any shape, as int64.
 
-    Element n q + r goes to owner (r + rho(q)) mod n. The shift is a multiply-xorshift mix of q and a key made of the
-    seed, scaled to n: murmur3's 32-bit finaliser with the key once more between the multiplications. Without that,
-    evenly spaced q, as in a hot column, are spread less evenly than by chance.
+    Element n q + r goes to owner (rank that sums it) number (r + rho(q)) mod n. The shift is a multiply-xorshift mix of
+    q and a key made of the seed, scaled to n: murmur3's 32-bit finaliser with the key once more between the
+    multiplications. Without that, evenly spaced q, as in a hot column, are spread less evenly than by chance.
     """
     key = rotation_key(seed)
     h = q.long() ^ key
@@ -194,11 +194,14 @@ def join_rotated(positions: Sequence[Tensor], values: Sequence[Tensor], seed: in
 def rotated_index(owner: int, positions: Tensor, n: int, seed: int, out: Tensor) -> None:
     """Writes the index in the whole tensor of each position q in one owner's part: n q + (owner - rho(q)) mod n.
 
-    This is the inverse of the map of `partition_rotated`, which splits a tensor's elements among n owners; rho is the
-    function `rotation` with this seed.
+    An owner is a rank that sums one part of the tensor. This is the inverse of the map of `partition_rotated`, which
+    splits a tensor's elements among n owners; rho is the function `rotation` with this seed.
 
     Args:
+        owner: the number of the owner, in [0, n).
         positions: (count,) int32.
+        n: owners, at most 2^16.
+        seed: that of the map.
         out: (count,) int64, or int32 if all results fit. Overwritten.
 
     Raises:

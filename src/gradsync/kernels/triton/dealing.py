@@ -95,7 +95,7 @@ class OwnerPartition:
         return found
 
     def dealt_indices(self) -> list[Tensor]:
-        """Returns the indices of each owner, (count,), as views of one tensor."""
+        """Returns the indices of each owner (rank that sums them), (count,), as views of one tensor."""
         return list(self._indices[self._order].split(self.counts))
 
     def write(self, values: Tensor, places: Sequence[Tensor], outs: Sequence[Tensor]) -> None:

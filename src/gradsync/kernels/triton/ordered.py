@@ -64,7 +64,13 @@ def refuse(
 ) -> None:
     """Raises the ValueError of the reference implementation if `indices`, 1-D, have a fault.
 
-    `faults`: the three flags of `faults_of`. Descents count if `ascending`, and repetitions too if `strictly`.
+    Args:
+        faults: the three flags of `faults_of`: outside [0, bound), below the one before, equal to the one before.
+        kernel: its name, for the message.
+        indices: the indices in question.
+        bound, bound_name: the bound, and its name for the message.
+        ascending: whether an index below the one before is a fault.
+        strictly: whether an index equal to the one before is one, too.
     """
     outside, descends, repeats = faults
     if outside:

@@ -35,6 +35,7 @@ class RankBitmap:
     """Bitmaps of positions in [0, size), one for each of several rows, with counts that make ranks fast to find.
 
     The rows lie end to end: block b of row r, of 256 positions, is number r * blocks + b.
+
     Attributes:
         words: the bits, (rows * blocks * 8,) int32.
         begins: how many bits are set before each block, and at last in all, (rows * blocks + 1,) int64.
@@ -176,6 +177,7 @@ def store_position(
 
     An item has the lowest bytes of its position. In messages with counts of one byte, the items of full blocks, which
     have all 256 positions, are 255, 0, 1, ..., 254.
+
     Args:
         table: of `message_table`, with so many `messages`.
         message: the number of the message.
@@ -369,6 +371,7 @@ def message_table(messages: Sequence[PackedPositions], size: int, bounds: Sequen
     bytes of positions. Rows of the table are: address, address of the items, number of items, bytes of an item, bits of
     an entry of the head, number of these entries, and the bound of the positions, `size` without `bounds`. A bitmap has
     items of 0 bytes; only heads of counts have entries, of 1 (unary counts), 8 or 32 bits.
+
     Raises:
         ValueError, TypeError: for a message of another size or dtype.
     """
