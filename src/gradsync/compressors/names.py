@@ -112,12 +112,18 @@ class Named:
 
 
 def usual_names() -> tuple[str, ...]:
-    """Returns the names that benchmarks measure by default: each family with each of its `numbers`, as "topk0.01"."""
+    """Returns the names of compressors that benchmarks measure by default, such as "topk0.01" and "int8".
+
+    They are all families, each with each of its usual `numbers`.
+    """
     return tuple(f"{family}{number}" for family, of in FAMILIES.items() for number in of.numbers or ("",))
 
 
 def is_known(name: str) -> bool:
-    """Whether a name, with any number, is that of a compressor in one of the `FAMILIES`."""
+    """Whether a name is one of a compressor, as "topk" with any number behind it ("topk0.02") or "int8".
+
+    Known names are those of `FAMILIES`, perhaps with "_feedback" or "_no_feedback" behind them.
+    """
     try:
         _parted(name)
     except ValueError:

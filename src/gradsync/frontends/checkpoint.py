@@ -112,6 +112,7 @@ class Checkpoint:
         """Loads what `save` wrote on these ranks, or on another number of ranks; call it on all ranks.
 
         Args:
+            folder: the folder that was given to `save`.
             strict: as in `Attachment.load_state_dict`.
             missing_ok: load nothing where no rank finds a file in the folder, as in a checkpoint of another program.
 
@@ -119,7 +120,8 @@ class Checkpoint:
             Whether state was loaded.
 
         Raises:
-            gradsync.state.MissingStateError: if the folder lacks files that this rank takes over; a ValueError.
+            gradsync.state.MissingStateError: if the folder lacks files of ranks whose state this rank must load; a
+            ValueError.
             TypeError, ValueError, RuntimeError, GroupError: on all ranks, before anything has changed, as
                 `load_state_dict`, and if another rank lacks files.
         """

@@ -287,7 +287,7 @@ def check_positions(positions: Tensor) -> None:
 
 
 def check_rotated_size(size: int, n: int) -> None:
-    """Raises ValueError if int32 cannot number the elements of one part, when n owners share `size` elements evenly."""
+    """Raises ValueError if int32 cannot number the elements of one part, when n ranks share `size` elements evenly."""
     check_size("size", size)
     if size > n * INT32_INDICES:
         raise ValueError(f"size must be at most {n} * 2^31, for local positions to fit int32, got {size}: split it")

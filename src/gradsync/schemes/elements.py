@@ -81,10 +81,10 @@ class BalancedElements(Scheme[Tensor]):
         return bool(self.capacity) and most <= self.capacity[0] and _union_rows(known) <= self.capacity[1]
 
     def stages(self, size: int) -> tuple[str, ...]:
-        """Returns the names of the exchanges: "push" (to the ranks that sum), "pull" (of the sums), two of sizes.
+        """Returns the names of the exchanges: "push" (to the ranks that sum) and "pull" (of their sums), among others.
 
-        With `capacity`, room in messages that was planned, there are none of sizes. In a step in which the bucket is
-        too dense, the first exchange runs as named, and then an all-reduce.
+        Without `capacity` (room in messages that was planned), two exchanges of sizes are added. In a step in which the
+        bucket is too dense, the first exchange runs as named, and then an all-reduce.
         """
         return ("push", "pull") if self.capacity else ("sizes", "push", "counts", "pull")
 
@@ -338,7 +338,10 @@ class Sums:
         return cls(message, union.count)
 
     def write_count(self) -> None:
-        """Writes `count` into the message, behind its first `LENGTH_BYTES` bytes, which are for its length."""
+        """Writes `count`, the number of sums, into the message, behind its first `LENGTH_BYTES` bytes.
+
+        These are for the message's length.
+        """
         self.message[LENGTH_BYTES : self.head].copy_(torch.tensor([self.count]).view(torch.uint8), non_blocking=True)
 
 

@@ -78,7 +78,10 @@ class DesignPoint(Nameable):
 
     @classmethod
     def at(cls, point: Point, **settings: Any) -> Self:
-        """Returns the scheme with the four choices of `point`, and with `settings` for its other fields."""
+        """Returns the scheme that makes the choices of `point`: path of messages, when to add, how to split tensors.
+
+        `settings` are values of its other fields.
+        """
         return cls(point.communication, point.aggregation, point.partition, point.balance, **settings)
 
     @property
@@ -110,9 +113,9 @@ class DesignPoint(Nameable):
 @register
 @dataclass(frozen=True)
 class RowPoint(DesignPoint, Scheme[Tables]):
-    """A scheme for row-sparse tables at any point of Zen's design space (`space.Point`). Exact.
+    """A scheme for row-sparse tables at any point of Zen's design space (`space.Point`). Exact up to rounding.
 
-    Owners have whole rows: the paper has no owner maps of columns, as `BalancedParallelism` uses.
+    If tensors are split, each rank sums whole rows: the paper does not divide columns, as `BalancedParallelism` does.
     Wire: see `space.schedule`; a sum over some ranks travels as values of rows, and positions in the smallest format.
     """
 

@@ -138,11 +138,14 @@ class Route(Scheme[Tensor]):
             raise ValueError(f"{self.compressor.title} cannot take this route: {error}") from None
 
     def check_ranks(self, placement: Placement) -> None:
-        """Checks that the route can run on this placement of ranks on nodes.
+        """Checks that the ranks, placed on nodes like this, can run the route (a sequence of tasks).
+
+        Tasks are compressions, decompressions and collectives.
 
         Raises:
-            ValueError: if nodes have another number of ranks than planned, an all-reduce would add more payloads than
-                the compressor allows, or more or fewer ranks compress the same range than the compressor is made for.
+            ValueError: if nodes have another number of ranks than planned, an all-reduce would add more payloads
+                (compressed tensors) than the compressor allows, or more or fewer ranks compress the same range than the
+                compressor is made for.
         """
         legs = self.legs(placement.size**2, placement)
         expected = None if self.compressor is None else self.compressor.traits.made_for_ranks

@@ -135,10 +135,11 @@ class RotatedStripe(RowOwners):
 
 @dataclass(frozen=True)
 class HashedRows(RowOwners):
-    """The owner map of Zen's paper: a hash of row and seed (h0) gives the owner; its rows are numbered in order.
+    """The map of rows to the ranks that sum them in Zen's paper: a hash of row and seed (h0) gives the rank, its owner.
 
-    Balanced as random owners are. No formula gives an owner's rows: all ranks keep the lists of all owners, an integer
-    for each row of the table, to decode a bitmap over an owner's rows (Zen's hash bitmap).
+    An owner's rows are numbered in order. Balanced as random owners are. No formula gives an owner's rows: all ranks
+    keep the lists of all owners, an integer for each row of the table, to decode a bitmap over an owner's rows (Zen's
+    hash bitmap).
     """
 
     seed: int = 0

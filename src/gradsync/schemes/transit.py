@@ -93,7 +93,10 @@ class Transit:
         self.agreed: list[Tensor] = []  # for each piece
 
     def tensors(self) -> object:
-        """Returns an object with all tensors that the next task reads, or the last one has left, to keep them."""
+        """Returns an object that holds all tensors that the next task reads, or that the last one has left.
+
+        Whoever runs the task on another stream or thread keeps it, so that their memory is not used again.
+        """
         return self.dense, self.bundles, self.template, self.agreed, dict(self.next_state)
 
     def compress(self, leg: Leg) -> None:

@@ -112,7 +112,9 @@ def write_by_owner(
     places: tuple[str, Tensor, Sequence[Tensor]],
     outs: Sequence[Tensor],
 ) -> None:
-    """Copies the positions (or indices) and the values of each owner's items to the outputs of this owner.
+    """Copies the positions (or indices) and the values of the items that each rank sums to the outputs for this rank.
+
+    Items are elements or rows; the rank that sums one is its owner.
 
     Args:
         order: (nnz,) int64: the numbers of all items, the first owner's first.
@@ -148,6 +150,8 @@ def partition_rotated(indices: Tensor, size: int, n: int, seed: int) -> phases.R
 def check_owned(positions: Sequence[Tensor], values: Sequence[Tensor], out: Tensor) -> int:
     """Checks each owner's positions, (count,) int32, and values, (count,) in the dtype of `out`, and counts owners.
 
+    An owner is a rank that sums one part of the tensor.
+
     Returns:
         The number of owners.
 
@@ -170,9 +174,12 @@ def check_owned(positions: Sequence[Tensor], values: Sequence[Tensor], out: Tens
 def join_rotated(positions: Sequence[Tensor], values: Sequence[Tensor], seed: int, out: Tensor) -> None:
     """Writes the elements of all owners to `out` at their indices, zero elsewhere: the inverse of `partition_rotated`.
 
+    An owner is a rank that sums one part of the tensor.
+
     Args:
         positions: for each owner (count,) int32, ascending.
         values: for each owner (count,), in the dtype of `out`.
+        seed: that of `partition_rotated`.
         out: (size,) floating. Overwritten.
 
     Raises:

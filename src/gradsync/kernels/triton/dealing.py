@@ -61,9 +61,10 @@ def _deal(
 
 
 def narrow_owners(indices: Tensor, n: int) -> Tensor:
-    """Returns an uninitialised tensor for the owner of each index, (nnz,), in the narrowest integer dtype for n owners.
+    """Returns an uninitialised tensor, (nnz,), for the owner (rank that sums it) of each index, in the narrowest dtype.
 
-    `indices`, (nnz,), decides the size. The dtype is narrow, as the radix sort by owner takes one pass for each byte.
+    `indices`, (nnz,), decides the size; the integer dtype is the narrowest for n owners, as the radix sort by owner
+    takes one pass for each byte.
     """
     dtype = torch.uint8 if n <= 1 << 8 else torch.int16 if n <= 1 << 15 else torch.int32
     return torch.empty(len(indices), dtype=dtype, device=indices.device)
@@ -85,9 +86,9 @@ class OwnerPartition:
         self.counts: list[int] = []  # until the host has read them
 
     def read_counts(self, faults: Tensor) -> list[int]:
-        """Reads the number of items of each owner into `counts`, and returns the integers of `faults`, 1-D, as a list.
+        """Reads the number of items of each owner (rank that sums them) into `counts`, and returns `faults` as a list.
 
-        Both come with one transfer to the host.
+        `faults` are integers, 1-D. Both come with one transfer to the host.
         """
         numbers: list[int] = torch.cat([self._begins, faults]).tolist()
         begins, found = numbers[: len(self._begins)], numbers[len(self._begins) :]

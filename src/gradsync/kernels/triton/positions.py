@@ -32,7 +32,7 @@ _SCANNED = 1024  # entries of a message's head that one program works on
 
 @dataclass(frozen=True)
 class RankBitmap:
-    """Bitmaps of positions in [0, size), one for each of several rows, with counts that make ranks fast to find.
+    """Bitmaps of positions in [0, size), one for each row, with counts by which the n-th set bit is found fast.
 
     The rows lie end to end: block b of row r, of 256 positions, is number r * blocks + b.
 
