@@ -150,7 +150,7 @@ class Message(Payload):
 
 @dataclass(frozen=True)
 class SparseMessage(Message):
-    """A message with some elements of a tensor, so that schemes for element-sparse gradients can sum it."""
+    """A compressed tensor with some elements of the tensor, so that schemes for sparse elements can sum it."""
 
 
 @dataclass(frozen=True)
@@ -472,12 +472,12 @@ def alike(keys: Iterable[K]) -> dict[K, list[int]]:
 
 
 def stacked(parts: Sequence[Tensor], places: Sequence[int]) -> Tensor:
-    """Returns the 1-D parts at these places, all of one length, as the rows of a tensor: (places, length)."""
+    """Returns the tensors parts[place] for each of `places`, 1-D and of one length, as rows: (places, length)."""
     return torch.stack([parts[place] for place in places]) if len(places) > 1 else parts[places[0]][None]
 
 
 def unstack(rows: Tensor, parts: Sequence[Tensor], places: Sequence[int]) -> None:
-    """Overwrites the parts at these places, (length,) each, by the rows of `rows`, (places, length)."""
+    """Overwrites the tensors parts[place] for each of `places`, (length,), by the rows of `rows`, (places, length)."""
     torch._foreach_copy_([parts[place] for place in places], list(rows.unbind()))
 
 

@@ -220,8 +220,9 @@ class BlockInt(MessageQuantizer):
 @register
 @dataclass(frozen=True)
 class SharedBlockInt(SharedScaleQuantizer):
-    """`BlockInt` in 8 bits whose scale is the block's largest magnitude over all ranks, with s = 127 // summands.
+    """Rounds each element to an int8 multiple of a / s, with a the largest magnitude of its block on any rank.
 
+    s = 127 // summands, so that an all-reduce can sum the codes of `summands` ranks. Otherwise as `BlockInt` in 8 bits.
     Wire: 1 byte an element in an all-reduce of int8, after an all-reduce of 4 bytes a block (maxima).
     """
 

@@ -216,7 +216,14 @@ class Tiling(NamedTuple):
 
 @dataclass(frozen=True)
 class Tiles:
-    """The rectangles into which all tensors of one shape are cut, tensor by tensor."""
+    """The rectangles into which all tensors of one shape in a flat tensor are cut, tensor by tensor.
+
+    Attributes:
+        tiling: how each of the tensors is cut.
+        places: the tensors' numbers among those of the flat tensor (segments).
+        elements: their part of the coefficients of all tensors.
+        kept: their part of the coefficients that are sent.
+    """
 
     tiling: Tiling  # the same for each tensor
     places: tuple[int, ...]  # the tensors' numbers among the segments

@@ -134,7 +134,14 @@ def tensors_beside_parameters(model: nn.Module, plan: Plan) -> dict[str, Tensor]
 
 
 class Averaging:
-    """Averages a model's parameters over groups of ranks, by an engine, after each step of their optimiser."""
+    """Averages a model's parameters over groups of ranks after each step of their optimiser, by hooks.
+
+    Args:
+        model: the model, held weakly.
+        engine: exchanges the parameters, as its plan says.
+        optimizer: the optimiser of the parameters, held weakly.
+        exclude: names or shell patterns of parameters and buffers that are left alone.
+    """
 
     def __init__(self, model: nn.Module, engine: Engine, optimizer: Optimizer, exclude: Sequence[str] = ()) -> None:
         self._model = weakref.ref(model)

@@ -132,7 +132,7 @@ class Hierarchical(Scheme[Any]):
         self.inter.check(self.intra.part_of(specs, (), self.together, 0)[0])
 
     def init(self, bucket: Bucket, group: Group) -> State:
-        """Returns the state of `inter` for the part that this rank sums across nodes.
+        """Returns the state before the first step: that of `inter`, for the part that this rank sums across nodes.
 
         Raises:
             ValueError: on every rank, if nodes have another number of ranks than planned, or a scheme keeps state that

@@ -130,7 +130,7 @@ class Compressed(Scheme[Tensor]):
 @register
 @dataclass(frozen=True)
 class CompressedAllReduce(Compressed):
-    """An all-reduce of payloads, decoded once, for compressors whose payloads can be summed (`Summand`).
+    """An all-reduce of compressed tensors (payloads) that can be summed (`Summand`); the sum is decoded once.
 
     Ranks first agree on the numbers that the compressor needs from all, such as a common scale. Payloads in float16 are
     scaled before they are summed, others after.

@@ -54,14 +54,15 @@ class OwnedColumns:
 class BalancedParallelism(RowCapacity, Partitioned[Tables, OwnedColumns]):
     """Zen's Balanced Parallelism (OSDI 2025, section 3) for row-sparse tables: each rank sums some columns. Exact.
 
-    An owner sums the same columns of every row, so all owners receive equal volumes however skewed the rows are.
+    Push: each rank sends columns of its rows to the ranks that sum them (owners); pull: the owners' sums go to all
+    ranks. An owner sums the same columns of every row, so all owners receive equal volumes however skewed the rows are.
     Beyond the paper: an owner sees the row indices of all ranks, so all ranks know the union after push, and pull
     carries values only, in equal parts, with no indices and no exchange of sizes; tables with the same rows send their
     indices once and are striped as one table; every rank sums the column or two that equal stripes leave over.
     Wire per rank: push (n-1) * indices + (n-1)/n * values; pull (n-1)/n * values of the union.
 
-    With `capacity` no sizes are exchanged beforehand: a header with the numbers of rows travels in front of the rows.
-    If rows of any rank do not fit, all ranks push once more, by the sizes in the headers.
+    With `capacity`, planned room for rows, no sizes are exchanged beforehand: a header with the numbers of rows travels
+    in front of the rows. If rows of any rank do not fit, all ranks push once more, by the sizes in the headers.
     """
 
     owners: Literal["column_stripe", "table_stripe"] = (
@@ -72,7 +73,10 @@ class BalancedParallelism(RowCapacity, Partitioned[Tables, OwnedColumns]):
 
     @property
     def owns_alike(self) -> bool:
-        """Whether a rank's columns never depend on data: true if each table is divided by itself (`table_stripe`)."""
+        """Whether each rank sums the same columns at every step, whatever the gradients are.
+
+        That is so if each table is divided by itself (`table_stripe`), and not together with tables of the same rows.
+        """
         return self.owners == "table_stripe"
 
     def planned_groups(self, specs: tuple[TensorSpec, ...]) -> tuple[RowGroup, ...]:
