@@ -227,7 +227,7 @@ class Compressor(Nameable, ABC, Generic[P]):
 
     @abstractmethod
     def law(self, spec: FlatSpec) -> Law:
-        """Returns the bound that the compressor promises for its error on any tensor of these shapes and dtype."""
+        """Returns the bound that the compressor promises for its error on tensors of the shapes and dtype in `spec`."""
 
     @abstractmethod
     def nbytes(self, spec: FlatSpec, step: int = 0) -> int:

@@ -60,8 +60,8 @@ class Buffers:
         """Returns the buffers to broadcast (those not excluded), by name, each once; they have any shape and dtype.
 
         Args:
-            generation: a number that changes whenever modules have changed (`Changes.generation`), so that they are
-                searched.
+            generation: a number that changes whenever modules have changed (`Changes.generation`); the model is then
+                searched for buffers anew.
         """
         if generation != self._generation:
             self._find_tables()

@@ -246,7 +246,7 @@ class TrainerPart(_Part):
         self._reach_consensus()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns the model's state; if the plan averages parameters, they become their mean over the ranks before."""
+        """Returns the model's state; if the plan averages parameters, all ranks take their mean before."""
         self._reach_consensus()
         state: dict[str, Any] = super().lightning_module_state_dict()
         return state

@@ -29,8 +29,9 @@ ROOTED = ("reduce", "gather")  # first steps that leave everything with one memb
 class Kind(StrEnum):
     """The kinds of tasks by which a bucket is exchanged, named as by ByteComp (EuroSys 2023).
 
-    "Comp" compresses, "Decomp" decodes, and "Comm..." is a collective: with C it sends payloads, with L it sums
-    payloads, and 1 or 2 is the first or second half of a collective in two steps. ByteComp has no `CommL`.
+    "Comp" compresses, "Decomp" decodes, and "Comm..." is a collective: with C it sends compressed tensors, with L it
+    sums compressed tensors, and 1 or 2 is the first or second half of a collective in two steps. ByteComp has no
+    `CommL`.
     """
 
     COMP = "Comp"
@@ -73,7 +74,10 @@ class Scope(StrEnum):
 
 @dataclass(frozen=True)
 class RouteTask:
-    """One of the tasks by which a route sums a bucket: a compression or decompression on a device, or a collective."""
+    """A task in the sequence by which a bucket is summed (route): coding on a device, or a collective.
+
+    Coding is compression or decompression.
+    """
 
     kind: Kind
     choice: str  # the device, or the collective
@@ -141,7 +145,14 @@ class _Point:
 
 @dataclass(frozen=True)
 class Grammar:
-    """A context-free grammar whose sentences are leaves: sequences of tasks by which ranks sum a bucket."""
+    """A context-free grammar whose sentences are leaves: sequences of tasks by which ranks sum a bucket.
+
+    Attributes:
+        rules: the alternatives of each symbol: symbols and kinds of tasks, separated by blanks.
+        collectives: the collectives of each kind, except second halves.
+        seconds: the second half that belongs to each first half of a collective in two steps.
+        start: the symbol of a whole leaf.
+    """
 
     rules: Mapping[str, tuple[str, ...]]  # the alternatives of each symbol: symbols and kinds, separated by blanks
     collectives: Mapping[Kind, tuple[str, ...]]  # the collectives of each kind, except second steps
