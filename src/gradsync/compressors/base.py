@@ -75,7 +75,8 @@ class CompressorState:
     def arrived(self) -> list[tuple[int, int]] | None:
         """The ranges [start, stop) of elements that the ranks exchanged in the last step; None: all were.
 
-        Elements outside of these ranges were not sent, and their sum is 0. A compressor that always sends all has None.
+        Elements outside of these ranges were sent by no rank, and their sum is 0. Only schemes that choose ranges for
+        all ranks alike, such as `CoarseGrained`, have them.
         """
         return None
 

@@ -192,9 +192,9 @@ class Signum(Sign):
     def compress_with_feedback(
         self, x: Tensor, residual: Tensor, state: CompressorState
     ) -> tuple[Message, Tensor, CompressorState]:
-        """Compresses the sum of the momentum and `residual`, and returns payload, next residual and next state.
+        """Compresses with error feedback: adds `residual` to the gradient `x`, both (numel,), before momentum.
 
-        Both `x`, the gradient, and `residual` are (numel,). The residual that is returned is x + residual less the
-        decoded payload.
+        Returns the payload, the next residual and the next state. The next residual is x + residual less the decoded
+        payload, not the momentum less it.
         """
         return Compressor.compress_with_feedback(self, x, residual, state)

@@ -203,9 +203,9 @@ class Averaging:
             ]
 
     def remove(self) -> None:
-        """Removes the hooks from model and optimiser; the last averages under way are copied into the model before.
+        """Ends the averaging: removes the hooks from model and optimiser, and copies averages under way into the model.
 
-        Call it to end the averaging. The ranks' parameters may differ afterwards.
+        The ranks' parameters may differ afterwards.
         """
         for handle in (*self._handles, *self._accumulations):
             handle.remove()

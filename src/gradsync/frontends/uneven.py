@@ -145,7 +145,7 @@ class UnevenInputs(Joinable):
     def tell(self, mine: int) -> list[int]:
         """Sends the byte `mine` to all ranks, and returns all ranks' bytes, in the order of ranks. Collective.
 
-        Its bits say whether the rank has inputs, synchronises gradients, and broadcasts buffers.
+        At a forward its bits say whether the rank has inputs, synchronises gradients, and broadcasts buffers.
         """
         timeout_s = self._engine.timeout_s
         told: list[bytes] = self._engine.call(

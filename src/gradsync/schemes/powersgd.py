@@ -304,7 +304,8 @@ class Parts:
     def joined(self, factors: Sequence[Tensor], device: torch.device) -> Tensor:
         """Joins the factors Q of all matrices on `device`, 1-D, in the order in which `Parts.factors` expects them.
 
-        `factors` has one of (rank * columns,) for each segment (tensor or slice in the bucket) with a matrix.
+        `factors` has one for each segment (tensor or slice in the bucket), (rank * columns,); those of segments that
+        are not compressed are left out.
         """
         return torch.cat([factors[place] for place in self._places]).to(device)
 
