@@ -58,9 +58,9 @@ class TopK(Sparsifier):
     """Keeps the `ratio` largest elements of each tensor by magnitude. (Aji & Heafield, 2017)
 
     Exactly k = max(1, round(ratio * numel)) of a tensor; of equal elements the first ones. NaN is larger than infinity,
-    so both are sent. Biased, with |error|^2 <= (1 - k / numel) |x|^2: wrap it in ErrorFeedback. Values are sent as they
-    are, or rounded to 16 bits; the residual (what is sent later) then holds the rounding error, also of magnitudes
-    beyond 65504 or too small for float16.
+    so both are sent. Biased, with |error|^2 <= (1 - k / numel) |x|^2 if values are sent as they are: wrap it in
+    ErrorFeedback. If they are rounded to 16 bits, the residual (what is sent later) also holds the rounding error, even
+    of magnitudes beyond 65504 or too small for float16.
     Wire: k values, and their positions in the smallest format for k of numel (`tensors.index_formats`).
     """
 

@@ -232,7 +232,7 @@ class Attachment:
         return None
 
     def statistics(self) -> list[BucketStatistics]:
-        """Returns each bucket's bytes sent and seconds of communication since attach, or since the plan changed."""
+        """Returns each bucket's sent bytes and seconds of communication since attach, or since the plan changed."""
         return self._engine.statistics()
 
     def totals(self) -> Totals:
@@ -248,10 +248,7 @@ class Attachment:
         return self._engine.timeline()
 
     def predicted_timeline(self) -> list[Task]:
-        """Returns the tasks of the last step with the times that the cost model predicts, in seconds.
-
-        It follows from the plan and the measured network; [] if the network was not measured.
-        """
+        """Returns the last step as predicted from plan and measured network; empty if the network was not measured."""
         return self._engine.predicted_timeline()
 
     def join(

@@ -78,13 +78,13 @@ class OptimizerStep(NamedTuple):
 
     @property
     def is_inner(self) -> bool:
-        """Whether the call comes from inside another step of this optimiser, as of a subclass by `super().step()`."""
+        """Whether the call is part of another step of this optimiser, as of a subclass that calls its base class."""
         within = (f for f in _frames() if f.f_code is _step_code() and f.f_locals.get("self") is self.optimizer)
         return sum(1 for _ in within) > 1
 
     @property
     def is_scaled(self) -> bool:
-        """Whether an enabled GradScaler made the call; it may leave out steps with overflows."""
+        """Whether a GradScaler made the call, which may skip steps."""
         by = (f.f_locals["self"] for f in _frames() if f.f_code is torch.amp.GradScaler.step.__code__)
         return any(scaler.is_enabled() for scaler in by)
 
@@ -204,7 +204,7 @@ class ModelHook(Hook):
 
 
 def is_inside_forward(model: nn.Module) -> bool:
-    """Whether the present forward of `model` was called by another forward of `model`; a forward hook asks this."""
+    """Whether the forward of `model` whose hook calls this is a part of another forward of `model`, which calls it."""
     code = nn.Module._call_impl.__code__
     calls = (frame for frame in _frames() if frame.f_code is code and frame.f_locals["self"] is model)
     return next(islice(calls, 1, None), None) is not None
@@ -307,5 +307,5 @@ def outside_of_transforms() -> Iterator[bool]:
 
 
 def is_called_by(code: CodeType) -> bool:
-    """Whether the function with this code object is running on this thread, as a caller of the present one."""
+    """Whether a function with this code is on this thread's stack."""
     return any(frame.f_code is code for frame in _frames())
