@@ -216,17 +216,19 @@ class Partitioned(Scheme[X], Generic[X, S]):
 
     @abstractmethod
     def push_stages(self, size: int) -> tuple[str, ...]:
-        """Returns the names of the exchanges for which `push` awaits on each of `size` ranks, in order."""
+        """Returns the names of the exchanges of `push`, the first half: one for each await on `size` ranks."""
 
     @abstractmethod
     def pull_stages(self, size: int) -> tuple[str, ...]:
-        """Returns the names of the exchanges for which `pull` awaits on each of `size` ranks, in order."""
+        """Returns the names of the exchanges of `pull`, the second half: one for each await on `size` ranks."""
 
     @abstractmethod
     def push_steps(
         self, specs: tuple[TensorSpec, ...], profiles: tuple[DensityProfile, ...], size: int
     ) -> tuple[Step, ...]:
-        """Returns what each of `size` ranks is expected to compute and send in `push`, in order, for cost models.
+        """Returns what each of `size` ranks is expected to compute and send in `push`, the first half, in order.
+
+        In push each rank gets the sums of one part of the bucket. Cost models read the result.
 
         Args:
             specs: shape and dtype of each tensor of the bucket.
@@ -238,7 +240,9 @@ class Partitioned(Scheme[X], Generic[X, S]):
     def pull_steps(
         self, specs: tuple[TensorSpec, ...], profiles: tuple[DensityProfile, ...], size: int, summed: int
     ) -> tuple[Step, ...]:
-        """Returns what each of `size` ranks is expected to compute and send in `pull`, in order, for cost models.
+        """Returns what each of `size` ranks is expected to compute and send in `pull`, the second half, in order.
+
+        In pull each rank sends its sums to all others. Cost models read the result.
 
         Args:
             specs: shape and dtype of each tensor of the bucket.
