@@ -93,7 +93,7 @@ class Attachment:
 
     @property
     def settled(self) -> bool:
-        """Whether the plan in force stays, as trials are over."""
+        """Whether the trials of several plans are over, so that the plan in force stays."""
         return self._engine.settled and (self._switch.choice is None or self._switch.choice.made)
 
     @property
@@ -108,7 +108,7 @@ class Attachment:
 
     @property
     def profile(self) -> Profile | None:
-        """The job's measurements by which `plan="auto"` made its plans; None before, and with other plans."""
+        """The measurements (times, densities, links) from which `plan="auto"` made its plans; None: no such plans."""
         return self._engine.profile
 
     def explain(self) -> list[str]:
@@ -144,9 +144,9 @@ class Attachment:
     def state_dict(self) -> dict[str, Any]:
         """Returns plan, step and, by parameter, what schemes keep (residuals, momenta), for this rank's checkpoint.
 
-        The dict also has `rank`, `world` and a digest of the parameters' names, shapes and dtypes. It holds tensors,
-        numbers and text only, so `torch.load(..., weights_only=True)` reads it; for safetensors there is
-        `gradsync.state.save_file`.
+        A residual is what compression left out, to be sent later. The dict also has `rank`, `world` and a digest of the
+        parameters' names, shapes and dtypes. It holds tensors, numbers and text only, so `torch.load(...,
+        weights_only=True)` reads it; for safetensors there is `gradsync.state.save_file`.
 
         Raises:
             RuntimeError: after `detach`, when residuals are gone, and after a load that failed midway.
@@ -236,7 +236,11 @@ class Attachment:
         return self._engine.statistics()
 
     def totals(self) -> Totals:
-        """Returns the sums of bytes and seconds since attach, over all plans, and the comparisons of parameters."""
+        """Returns the bytes sent, the seconds and the steps since attach, and how often parameters were compared.
+
+        The sums are over all plans that were in force. They begin anew if parameters are averaged instead of gradients
+        from some step on, or ranks are lost.
+        """
         return self._engine.totals()
 
     def timeline(self) -> list[Task]:

@@ -65,11 +65,14 @@ SECOND_BACKWARD = (
 def check_saved(
     engine: Engine, state: object, references: Mapping[str, TensorSpec] | None, *, strict: bool
 ) -> Mapping[str, Any]:
-    """Checks one rank's saved state: its reference tensors, and whether ranks' models differed. Returns it. Collective.
+    """Checks a saved state that this rank is about to load, and returns it; if one is wrong, all raise. Collective.
 
     Args:
-        references: shapes and dtypes of the reference tensors, which are subtracted from what is sent; None: gradients
-            are averaged.
+        engine: by which the ranks tell each other.
+        state: what `state_dict` returned when it was saved.
+        references: shapes and dtypes of the reference tensors, which are subtracted from parameters before these are
+            sent; None: gradients are averaged.
+        strict: False accepts a state of models that differed between ranks, and goes on from the models that are here.
 
     Raises:
         TypeError, ValueError, RuntimeError: on all ranks, if it is no state or its reference tensors do not fit; or
@@ -115,10 +118,10 @@ def _check_saved(size: int, state: object, references: Mapping[str, TensorSpec] 
 
 
 def tensors_beside_parameters(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
-    """Returns, by name, a tensor with the shape and dtype of each buffer and optimiser state that the plan averages.
+    """Returns the tensors that the plan averages besides parameters, by name: buffers, and optimiser state.
 
-    It is the floating-point buffer itself, or the parameter that has the optimiser state. The order matters for a
-    plan's digest: parameters in model order, then these tensors, sorted by name.
+    A buffer stands for itself; for optimiser state, which may not exist yet, the parameter that it belongs to stands,
+    which has its shape and dtype. They are sorted by name, as the plan's digest depends on the order.
     """
     parameters = trainable_parameters(model)
     buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
@@ -131,7 +134,14 @@ def tensors_beside_parameters(model: nn.Module, plan: Plan) -> dict[str, Tensor]
 
 
 class Averaging:
-    """Averages a model's parameters over groups of ranks, by an engine, after each step of their optimiser."""
+    """Averages a model's parameters over groups of ranks after each step of their optimiser, by hooks.
+
+    Args:
+        model: the model, held weakly.
+        engine: exchanges the parameters, as its plan says.
+        optimizer: the optimiser of the parameters, held weakly.
+        exclude: names or shell patterns of parameters and buffers that are left alone.
+    """
 
     def __init__(self, model: nn.Module, engine: Engine, optimizer: Optimizer, exclude: Sequence[str] = ()) -> None:
         self._model = weakref.ref(model)
@@ -193,7 +203,10 @@ class Averaging:
             ]
 
     def remove(self) -> None:
-        """Removes the hooks, and copies averages under way into the model; ranks' parameters may differ afterwards."""
+        """Ends the averaging: removes the hooks from model and optimiser, and copies averages under way into the model.
+
+        The ranks' parameters may differ afterwards.
+        """
         for handle in (*self._handles, *self._accumulations):
             handle.remove()
         self._handles.clear()
@@ -205,7 +218,9 @@ class Averaging:
         self._refuse_all_writes()
 
     def wait(self) -> None:
-        """Waits for the exchange under way, as `land`, and for an accelerator's answers about writes.
+        """Waits until the exchange under way, if any, has ended and its averages are in the model.
+
+        On an accelerator it also waits for the answer whether somebody wrote to parameters during an exchange.
 
         Raises:
             RuntimeError: on all ranks, if somebody wrote to what was being averaged.
@@ -233,7 +248,7 @@ class Averaging:
                     self._put(name)
 
     def give_up(self) -> None:
-        """Stops averaging for good, as after a loss of ranks; averages that are in the model already stay."""
+        """Stops averaging for good, as when ranks were lost; averages that are in the model already stay."""
         self._sent.clear()
         self.gave_up = True
 
@@ -258,18 +273,25 @@ class Averaging:
         self.are_apart = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns "references" (subtracted from what is sent) and "apart": number of ranks if models differ, else 0."""
+        """Returns what this rank needs to go on: its reference tensors, and whether the ranks' models differ.
+
+        "references" has, by name, the tensors that are subtracted from parameters before these are sent; "apart" is the
+        number of ranks if their models differ, else 0.
+        """
         self.wait()
         references = {name: reference.clone() for name, reference in self._references.items()}
         return {"references": references, APART: self._engine.group.size if self.are_apart else 0}
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
-        """Shapes and dtypes, by name, of the reference tensors: copies that are subtracted from what is sent."""
+        """The shapes and dtypes of the reference tensors, by name.
+
+        Reference tensors are subtracted from parameters before these are sent.
+        """
         return {name: TensorSpec.of(reference) for name, reference in self._references.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads what `state_dict` returned; load the model first. Collective.
+        """Loads what `state_dict` returned; load the model's own state first. Collective.
 
         Reference tensors, which are subtracted from parameters before these are sent, are copied from the model where
         `state` lacks them. All ranks then get rank 0's reference tensors.

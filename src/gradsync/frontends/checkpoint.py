@@ -26,7 +26,10 @@ HEAD = {"references"}  # keys that are left out for ranks that take over no part
 
 
 class Load(Protocol):
-    """A function that waits for all ranks at a barrier, then calls `find` and loads the state that `find` returns."""
+    """A function that waits until all ranks have come, then calls `find` and loads the state that `find` returns.
+
+    `what` names the call in error messages; `strict` is as in `Attachment.load_state_dict`.
+    """
 
     def __call__(self, find: Callable[[], object], *, strict: bool = True, what: str = LOADING) -> None: ...
 
@@ -36,10 +39,11 @@ class _NothingSavedError(Exception):
 
 
 class RankBytes(bytes):
-    """The state of one rank, as `gradsync.state.to_bytes` makes it, for libraries that take text, bytes and tensors.
+    """The state of one rank as bytes (`gradsync.state.to_bytes`), for libraries that take text, bytes and tensors only.
 
-    `torch.save` stores bytes as text, half as long again and slowly, so it gets a tensor of uint8, which loading
-    returns. Only `torch.save` pickles by protocol 2; code that copies objects gets bytes.
+    `torch.save` stores bytes as text, half as long again and slowly. So it gets a tensor of uint8 instead, which
+    loading returns; code that copies objects gets bytes. (`torch.save` is told by pickle's protocol 2, which only it
+    uses.)
     """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -49,7 +53,7 @@ class RankBytes(bytes):
 
 
 class Checkpoint:
-    """The state of all ranks, in entries by rank, to save and load; `Attachment.checkpoint` makes one."""
+    """The state of all ranks, with an entry for each rank, to save and load; `Attachment.checkpoint` makes one."""
 
     def __init__(
         self, engine: Callable[[], Engine], state_dict: Callable[[], dict[str, Any]], load: Load, *, gather: bool
@@ -57,9 +61,11 @@ class Checkpoint:
         self._engine, self._state_dict, self._load, self._gather = engine, state_dict, load, gather
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns this rank's part: on rank 3 of 8 as "rank 3", with None as entries "rank 11", "rank 19", ... to 1023.
+        """Returns this rank's state under its own key, such as "rank 3", as bytes; with `gather`, all ranks' states.
 
-        With `gather` returns all ranks' parts as tensors of bytes, (nbytes,) uint8; collective.
+        Entries for ranks that do not exist have None, divided among the ranks: on rank 3 of 8 they are "rank 11", "rank
+        19", ... to 1023, so that a checkpoint can be loaded on more ranks. With `gather` the entries are tensors of
+        bytes, (nbytes,) uint8, and the call is collective.
 
         Raises:
             RuntimeError: after `detach`, and with `gather` inside a step.
@@ -106,6 +112,7 @@ class Checkpoint:
         """Loads what `save` wrote on these ranks, or on another number of ranks; call it on all ranks.
 
         Args:
+            folder: the folder that was given to `save`.
             strict: as in `Attachment.load_state_dict`.
             missing_ok: load nothing where no rank finds a file in the folder, as in a checkpoint of another program.
 
@@ -113,7 +120,8 @@ class Checkpoint:
             Whether state was loaded.
 
         Raises:
-            gradsync.state.MissingStateError: if the folder lacks files that this rank takes over; a ValueError.
+            gradsync.state.MissingStateError: if the folder lacks files of ranks whose state this rank must load; a
+            ValueError.
             TypeError, ValueError, RuntimeError, GroupError: on all ranks, before anything has changed, as
                 `load_state_dict`, and if another rank lacks files.
         """

@@ -87,7 +87,9 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Exchanges pseudo-gradients, and steps; on all ranks.
+        """Averages the pseudo-gradients over all ranks, and lets the outer optimiser step; call it on all ranks.
+
+        Pseudo-gradients are the parameters at the last call minus those of now.
 
         Raises:
             GroupError: where a rank is lost, or does not come within the timeout.
@@ -116,7 +118,9 @@ class OuterOptimizer:
         return {"start": self._start.state_dict(), **states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads what `state_dict()` returned on this rank; on all ranks. The model's own state is loaded apart.
+        """Loads what `state_dict()` returned on this rank; call it on all ranks.
+
+        The model's own state must be loaded apart from it.
 
         Raises:
             KeyError: where a part is missing.

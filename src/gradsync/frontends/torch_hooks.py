@@ -30,7 +30,10 @@ REENTRANT = (
 def before_optimizer_steps(
     owner: T, function: Callable[[T, OptimizerStep], None], optimizer: Optimizer | None = None
 ) -> RemovableHandle:
-    """Runs `function(owner, step)` before each step of the optimiser, or of any optimiser, while the owner lives."""
+    """Registers `function(owner, step)` to run before each step of `optimizer`; None: of any optimiser.
+
+    `owner` is held weakly: when it is gone, nothing runs. Returns a handle whose `remove()` ends it.
+    """
     hook = uncompiled(Hook)(owner, lambda alive, *step: function(alive, OptimizerStep(*step)))
     return register_optimizer_step_pre_hook(hook) if optimizer is None else optimizer.register_step_pre_hook(hook)
 
@@ -38,7 +41,10 @@ def before_optimizer_steps(
 def after_optimizer_steps(
     owner: T, function: Callable[[T, OptimizerStep], None], optimizer: Optimizer | None = None
 ) -> RemovableHandle:
-    """Runs `function(owner, step)` after each step of the optimiser, or of any optimiser, while the owner lives."""
+    """Registers `function(owner, step)` to run after each step of `optimizer`; None: of any optimiser.
+
+    `owner` is held weakly: when it is gone, nothing runs. Returns a handle whose `remove()` ends it.
+    """
     hook = uncompiled(Hook)(owner, lambda alive, *step: function(alive, OptimizerStep(*step)))
     return register_optimizer_step_post_hook(hook) if optimizer is None else optimizer.register_step_post_hook(hook)
 
@@ -56,7 +62,7 @@ class OptimizerStep(NamedTuple):
         return self.kwargs.get("closure", self.args[1] if len(self.args) > 1 else None) is not None
 
     def concerns(self, parameters: Container[int]) -> bool:
-        """Whether the optimiser has some of these parameters, given by id."""
+        """Whether the optimiser steps any of these parameters; `parameters` has their ids (`id(p)`)."""
         return any(id(p) in parameters for group in self.optimizer.param_groups for p in group["params"])
 
     @property
@@ -102,7 +108,7 @@ class OptimizerRounds:
         self._stepped: set[int] = set()  # optimisers that made a step in this round
 
     def synchronized(self) -> None:
-        """Records a synchronised backward: the next step begins a round."""
+        """Records that a backward has exchanged gradients: the next call of an optimiser's `step` begins a round."""
         self._is_synchronized = True
         self._stepped.clear()
 
@@ -129,7 +135,10 @@ class OptimizerRounds:
 
 
 class Hook:
-    """A hook that holds its owner weakly, does nothing in copies of the model, and never enters a pickle."""
+    """A hook that calls `function(owner, *args)` while its owner lives, which it holds weakly.
+
+    It does nothing in copies of the model, and never enters a pickle.
+    """
 
     def __init__(self, owner: object, function: Callable[..., Any]) -> None:
         self._owner: weakref.ref[Any] = weakref.ref(owner)
@@ -148,12 +157,12 @@ class Hook:
 
 
 class AccumulationHook:
-    """A hook on the node that accumulates a parameter's gradient.
+    """A hook on the autograd node that accumulates a parameter's gradient (`AccumulateGrad`).
 
     It runs after all hooks on the parameter, whenever these were registered, and so sees the gradient as they changed
-    it. Its arguments are an empty tuple, and a tuple of what autograd accumulates: a tensor, or None for an undefined
-    gradient. With `early` it runs ahead of the accumulation, and so of DDP's own hooks; its only argument is that
-    second tuple.
+    it. `hook` is called with an empty tuple, and a tuple of what autograd accumulates: a tensor, or None for an
+    undefined gradient. With `early` it runs ahead of the accumulation, and so of DDP's own hooks; its only argument is
+    then the tuple of what autograd accumulates.
     """
 
     def __init__(self, parameter: nn.Parameter, hook: Callable[..., None], *, early: bool = False) -> None:
@@ -183,7 +192,10 @@ class AccumulationHook:
 
 
 class ModelHook(Hook):
-    """A forward hook on the attached model itself, not on its copies."""
+    """A forward hook that runs for the attached model itself (`owner._model()`), not for copies of it.
+
+    It calls `function(owner, model, *args)`, with the further arguments that torch gives to forward hooks.
+    """
 
     def __call__(self, model: nn.Module, *args: Any) -> None:
         owner = self._owner()
@@ -257,7 +269,10 @@ class _EndOfBackward:
 
 
 def at_end_of_backward(finish: Callable[[], None], engine: Engine) -> None:
-    """Runs `finish` at the end of the present backward; if backward raises, abandons the engine's step."""
+    """Makes autograd call `finish` at the end of the present backward; if backward raises, abandons the engine's step.
+
+    Call it inside backward, as from a gradient hook.
+    """
     # Private, but the only way to run code when backward ends; FSDP2 uses it too.
     torch.autograd.Variable._execution_engine.queue_callback(_EndOfBackward(finish, engine))
 
@@ -267,7 +282,7 @@ def is_backward() -> bool:
 
 
 def is_nested_backward() -> bool:
-    """Whether this thread is inside a backward that a backward started."""
+    """Whether this thread is in a backward inside another one, as re-entrant activation checkpointing makes them."""
     from torch.utils.checkpoint import CheckpointFunction
 
     run, checkpoint = torch.autograd.graph._engine_run_backward.__code__, CheckpointFunction.backward.__code__
