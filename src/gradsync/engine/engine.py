@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Siz
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -78,7 +78,9 @@ class Engine:
         self._scale: float | None = None  # in whose units state is
         # Set by frontends: since the last comparison an optimiser made a step that no synchronised backward preceded.
         self.stepped_alone = False
-        self.late = False  # some rank took part in the last step at its optimiser's step only
+        # Whether some rank took part in the last step at its optimiser's step only; None: the answer is under way.
+        self.late: bool | None = False
+        self._not_late = ""  # why it must not have; "": it may have
         self.device = next(iter(self.parameters.values())).device if self.parameters else torch.device("cpu")
         self._streams = streams.streams_of(self.device)
         self._observer = Observer(self.specs, sparse_names)
@@ -288,7 +290,7 @@ class Engine:
         for run in self.bucket_runs:
             run.count_bytes()
         if self.bucket_runs:
-            self._told_marks = self._streams.to_host(self.bucket_runs.marks())
+            self._told_marks, self.late = self._streams.to_host(self.bucket_runs.marks()), None
             if self._told_marks.has_arrived:  # else the host would wait for the device: the next step looks
                 self._check_marks()
         if self._guard.is_under_way:
@@ -300,6 +302,23 @@ class Engine:
         self.step += 1
         if listener is not None:
             listener.step_ended(self, self.parameters)  # may end the script
+
+    def forbid_late(self, why: str) -> None:
+        """Stops all synchronisation if some rank took part in the last step at its optimiser's step only (`late`).
+
+        Where the device's answer is still under way, the next step looks, so that the host need not wait.
+
+        Raises:
+            RuntimeError: with the text `why`, from here or from the next `begin`.
+        """
+        if self._told_marks is None or self._told_marks.has_arrived:
+            self._check_marks()
+            if self.late:
+                self._stop(why)
+        else:
+            self._not_late = (
+                f"{why} (an accelerator's answer came after the step, which was made: the ranks' parameters differ)"
+            )
 
     def stepped(self) -> None:
         """Records an optimiser's step, and takes digests of the parameters if ranks are about to compare parameters."""
@@ -720,18 +739,26 @@ class Engine:
                 run.fill_nan(where)
 
     def _check_marks(self) -> None:
-        """Raises on all ranks if marks (numbers sent with gradients) show that gradients were of different steps."""
+        """Raises if the marks that ranks sent with gradients say that they are out of step, or late where none may be.
+
+        All ranks raise alike for steps that differ.
+        """
         if self._told_marks is None:
             return
         told, self._told_marks = self._told_marks.tolist(), None
         self.late, apart = marks_of_ranks(told)
+        not_late, self._not_late = self._not_late, ""
         if apart:
-            why = (
+            self._stop(
                 "the ranks are out of step: some have made more rounds of backward and optimiser step than others "
                 "before this exchange, so a backward or a whole step happened on some ranks only"
             )
-            self.fail(why)
-            raise RuntimeError(why)
+        if self.late and not_late:
+            self._stop(not_late)
+
+    def _stop(self, why: str) -> NoReturn:
+        self.fail(why)
+        raise RuntimeError(why)
 
     def _require_working(self) -> None:
         if self._closed:

@@ -96,7 +96,8 @@ class AutogradHooks:
         self._rounds = OptimizerRounds()  # since attach; ranks whose numbers differ must not average
         self._momentum = MomentumCheck(self._parameters)
         self._freezing = Freezing(self._parameters, lambda: engine.arrivals)
-        self._versions: dict[str, int] | None = None  # versions of gradients that must not change before the step
+        # Versions of gradients that must not change before the step, if some rank was late.
+        self._versions: dict[str, int] | None = None
         self._task = -1  # autograd's id of the backward under way
         self._accumulated: set[str] = set()  # parameters used by local backwards since the last synchronised one
         self._arrived: set[str] = set()  # parameters that this backward gave gradients
@@ -398,17 +399,18 @@ class AutogradHooks:
     def _require_untouched(self, versions: Mapping[str, int]) -> None:
         """Raises if a `.grad` was changed between the end of backward, when `versions` were recorded, and the step.
 
-        Called if some rank had no backward: it gets gradients only within `step()`, too late for the same change.
+        That holds if some rank had no backward: it gets gradients only within `step()`, too late for the same change.
+        Where the engine does not know yet, the next step raises.
         """
-        changed = [n for n, p in self._parameters.items() if p.grad is not None and p.grad._version != versions.get(n)]
-        if changed:
-            why = (
-                "on some rank backward reached no parameter of the model, so that it took part at optimizer.step() "
-                f"only; but gradients were changed before the step (clipping, unscale_), as that of {changed[0]!r}, "
-                "which that rank cannot have done: let every rank's loss use the output, for example + 0 * output.sum()"
+        grads = ((name, p.grad) for name, p in self._parameters.items())
+        changed = next((n for n, grad in grads if grad is not None and grad._version != versions.get(n)), None)
+        if changed is not None:
+            self._engine.forbid_late(
+                f"in step {self._engine.step - 1} on some rank backward reached no parameter of the model, so that it "
+                "took part at optimizer.step() only; but gradients were changed before the step (clipping, unscale_), "
+                f"as that of {changed!r}, which that rank cannot have done: let every rank's loss use the output, for "
+                "example + 0 * output.sum()"
             )
-            self._engine.fail(why)
-            raise RuntimeError(why)
 
     @property
     def _syncing(self) -> bool:
@@ -501,7 +503,7 @@ class AutogradHooks:
             for name, parameter in self._parameters.items():
                 if parameter.grad is not None and engine.used(name):
                     parameter.grad.mul_(self.factor)
-        if engine.late:
+        if engine.late is not False:  # some rank was late, or it is not known yet
             self._versions = {n: p.grad._version for n, p in self._parameters.items() if p.grad is not None}
 
     def _deliver(self, name: str, parameter: nn.Parameter) -> None:
