@@ -166,7 +166,7 @@ class AutogradHooks:
         if why := self._changes.check(model) or (self._why_unused() if self._sync else ""):
             if self.uneven is not None:
                 self.uneven.forward_fails()
-            self._engine.fail(why)
+            self._engine.peers.fail(why)
             raise RuntimeError(why)
         if self._sync:
             self._reached.clear()
@@ -307,7 +307,7 @@ class AutogradHooks:
                 f"{additions[name]} times in the first backward, now more often; this is not compatible with "
                 "static_graph=True"
             )
-            self._engine.fail(why)
+            self._engine.peers.fail(why)
             raise RuntimeError(why)
         self._task = torch._C._current_graph_task_id()  # may be the id of a nested backward
         return self._additions_left[name] == 0
@@ -366,7 +366,7 @@ class AutogradHooks:
                 "an optimiser stepped inside backward (in a hook?), by gradients that were not averaged yet: let it "
                 "step when backward has ended"
             )
-            self._engine.fail(why)
+            self._engine.peers.fail(why)
             raise RuntimeError(why)
         if self._armed and nothing_new and not self._engine.in_step:
             self._begin(late=True, rounds=self._rounds.number)
@@ -378,7 +378,7 @@ class AutogradHooks:
             self._momentum.check(self._engine.plan, optimizer)
             self._freezing.before(optimizer, has_closure=step.has_closure, is_watched=step.is_watched)
         except ValueError as error:
-            self._engine.fail(error)  # settings may differ by rank: the other ranks would wait for this one
+            self._engine.peers.fail(error)  # settings may differ by rank: the other ranks would wait for this one
             raise
         self._used[optimizer] = self._synchronizations
         if not step.has_closure:  # whose backward is yet to come
