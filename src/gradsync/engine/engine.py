@@ -50,6 +50,11 @@ class Engine:
 
     A plan has buckets, a scheme of exchange for each, and their order. `plan` is a `Plan`, or a planner: a function of
     (every parameter's shape and gradient density, world size) that returns one plan or several to try.
+
+    Attributes:
+        running_plan: the plan in force, its buckets and statistics.
+        state: of schemes, for checkpoints.
+        peers: the other ranks, for what is no gradient.
     """
 
     def __init__(
