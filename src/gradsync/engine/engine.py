@@ -152,7 +152,7 @@ class Engine:
         running = self.running_plan
         running.runs.commit(keep=self._keeps_step)
         self.state.follow_scale()
-        if running.is_due:
+        if running.is_outdated:
             self._change_plan()
             self.state.follow_scale()
         self._observer.begin()
@@ -181,11 +181,6 @@ class Engine:
     def in_step(self) -> bool:
         """Whether a step is under way, between `begin` and `finish`."""
         return self._exchange is not None
-
-    @property
-    def replanning(self) -> bool:
-        """Whether the next `begin` changes the plan; gradients must leave the present buckets' memory before."""
-        return self.running_plan.is_due
 
     @property
     def settled(self) -> bool:
@@ -350,7 +345,7 @@ class Engine:
         except Exception as error:
             self.peers.fail(f"the plans proposed before step {self.step}: {error}")
             raise
-        if self.settled and not self.running_plan.is_due:
+        if self.settled and not self.running_plan.is_outdated:
             self.running_plan.announce()
 
     def replan(self, plan: Plan) -> None:
@@ -366,7 +361,7 @@ class Engine:
         self._check_marks()
         self.running_plan.runs.commit(keep=self._keeps_step)
         self.propose([plan])
-        if self.running_plan.is_due:
+        if self.running_plan.is_outdated:
             with self.group.renewed():
                 self._change_plan()
 

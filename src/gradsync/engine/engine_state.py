@@ -140,7 +140,7 @@ class EngineState:
         runs = running.runs
         problem: Exception | None = None
         try:
-            if resumption is not None and (running.is_due or resumption.plan.digest != running.plan.digest):
+            if resumption is not None and (running.is_outdated or resumption.plan.digest != running.plan.digest):
                 runs = running.runs_of(resumption.plan)  # beside the present ones, which stay if there is no place
             if strict:
                 runs.require_place(saved.slices, f"load it under a plan as it was saved by, or drop it by {NOT_STRICT}")

@@ -69,14 +69,14 @@ class RunningPlan:
         self.announce()
 
     @property
-    def is_due(self) -> bool:
-        """Whether the controller has chosen another plan, which takes this one's place before the next step."""
+    def is_outdated(self) -> bool:
+        """Whether the next step begins with another plan; gradients must leave these buckets' memory before."""
         return self._controller.plan is not self.plan
 
     @property
     def settled(self) -> bool:
         """Whether trials of plans and measurements are over, so that the plan stays."""
-        return self._controller.settled and not self.is_due
+        return self._controller.settled and not self.is_outdated
 
     @property
     def offloads(self) -> bool:

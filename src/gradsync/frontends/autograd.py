@@ -426,7 +426,7 @@ class AutogradHooks:
     @torch.no_grad()
     def _begin(self, *, late: bool = False, rounds: int = 0) -> None:
         engine = self._engine
-        if engine.replanning or self._plan is not engine.plan:
+        if engine.running_plan.is_outdated or self._plan is not engine.plan:
             self._views.move_out()
         engine.begin(late=late, rounds=rounds)
         if self._plan is not engine.plan:
