@@ -50,7 +50,7 @@ def test_a_step_is_read_when_the_device_has_ended_it() -> None:
 def test_an_engine_closes_without_waiting_for_a_device_that_hangs() -> None:
     engine = Engine({"w": torch.nn.Parameter(torch.ones(2))}, LocalGroup.world(1)[0], default_plan, timeout_s=5.0)
     hanging = step(0.0)
-    engine._times.step_ended(hanging)
+    engine.running_plan.times.step_ended(hanging)
     engine.close()
     assert not hanging.ended.asked  # type: ignore[attr-defined]
-    assert engine.statistics()[0].steps == 0
+    assert engine.running_plan.statistics()[0].steps == 0

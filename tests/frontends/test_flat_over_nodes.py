@@ -65,7 +65,7 @@ def train(group: LocalGroup, densities: Sequence[float]) -> tuple[list[Schemes],
             mean = torch.stack([each[name] for each in everyone]).mean(dim=0)
             assert torch.equal(running.unload(name, None, sparse=False), mean), (name, step)
         schemes.append({" ".join(b.names): b.scheme for b in running.plan.buckets})
-    statistics = running.statistics()
+    statistics = running.running_plan.statistics()
     running.close()
     return schemes, statistics
 

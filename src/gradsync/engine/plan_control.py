@@ -32,7 +32,7 @@ from .trial import Trial, slowest
 logger = logging.getLogger(__name__)
 
 Planner = Callable[[Sequence[ParameterProfile], int], Plan | Sequence[Plan]]
-Call = Callable[[str, Callable[[Group], Any]], Any]  # `Engine.call`
+Call = Callable[[str, Callable[[Group], Any]], Any]  # `Peers.call`
 
 # A table that no module announced travels dense at first, and so do dense gradients with many zeros: their rows show in
 # the second step.

@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 
 from ..costs.timeline import Task
 from ..engine.bucket_run import BucketStatistics
-from ..engine.engine import LOADING, Engine
+from ..engine.engine import Engine
+from ..engine.engine_state import LOADING
 from ..engine.guard import VERIFY_EVERY
 from ..engine.plan_control import Planner
 from ..engine.totals import Totals
@@ -113,7 +114,7 @@ class Attachment:
 
     def explain(self) -> list[str]:
         """Returns a description of the plan in words, one line per bucket."""
-        return self._engine.words()
+        return self._engine.running_plan.words()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -212,7 +213,7 @@ class Attachment:
             state = check_saved(engine, found, None if averaging is None else averaging.specs, strict=strict)
             groups = None if self._regrouping is None else self._regrouping.saved(state)
             engine.load_state_dict(state, strict=strict)
-            with engine.all_or_none(LOADING):
+            with engine.state.all_or_none(f"{LOADING}, step {engine.step}"):
                 if self._regrouping is not None:
                     self._regrouping.go_on(groups)
                 if averaging is not None:
@@ -233,7 +234,7 @@ class Attachment:
 
     def statistics(self) -> list[BucketStatistics]:
         """Returns each bucket's sent bytes and seconds of communication since attach, or since the plan changed."""
-        return self._engine.statistics()
+        return self._engine.running_plan.statistics()
 
     def totals(self) -> Totals:
         """Returns the bytes sent, the seconds and the steps since attach, and how often parameters were compared.
@@ -245,11 +246,11 @@ class Attachment:
 
     def timeline(self) -> list[Task]:
         """Returns the tasks of the last step (backward, kernels, operations in flight) with their times in seconds."""
-        return self._engine.timeline()
+        return self._engine.running_plan.timeline()
 
     def predicted_timeline(self) -> list[Task]:
         """Returns the last step as predicted from plan and measured network; empty if the network was not measured."""
-        return self._engine.predicted_timeline()
+        return self._engine.running_plan.predicted_timeline(max(self._engine.step - 1, 0))
 
     def join(
         self,

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..comm import GroupError, broadcast_tensors
-from ..engine.engine import LOADING, Engine
+from ..engine.engine import Engine
+from ..engine.engine_state import LOADING
 from ..optim.early_steps import EarlyExchange, EarlySteps, begin_state
 from ..plans.plan import OF, Plan, What
 from ..tensors.bucket import TensorSpec, trainable_parameters
@@ -84,7 +85,7 @@ def check_saved(
         _check_saved(engine.group.size, state, references, strict=strict)
     except Exception as error:  # told to all, then raised
         problem = error
-    engine.agree(LOADING, problem)
+    engine.peers.agree(LOADING, problem)
     assert isinstance(state, Mapping)
     return state
 
@@ -267,7 +268,9 @@ class Averaging:
         model, parameters = self._model(), list(self._parameters.values())
         timeout_s = self._engine.timeout_s
         with self._engine.at_barrier(CONSENSUS):
-            self._engine.call(CONSENSUS, lambda group: take_mean(group, model, parameters, timeout_s, self._exclude))
+            self._engine.peers.call(
+                CONSENSUS, lambda group: take_mean(group, model, parameters, timeout_s, self._exclude)
+            )
         self._engine.verify(self._parameters)
         self._references = self._taken_references()
         self.are_apart = False
@@ -305,7 +308,7 @@ class Averaging:
                 reference.copy_(references[name])
         timeout_s, taken = self._engine.timeout_s, list(self._references.values())
         if taken:
-            self._engine.call("references", lambda group: broadcast_tensors(group, taken, timeout_s))
+            self._engine.peers.call("references", lambda group: broadcast_tensors(group, taken, timeout_s))
 
     # Callbacks of modules and the optimiser.
 
@@ -606,7 +609,7 @@ class Averaging:
     def _refuse(self, why: str) -> NoReturn:
         """Abandons the exchange under way, tells the other ranks why, and raises."""
         self._engine.abandon(why)
-        self._engine.fail(why)
+        self._engine.peers.fail(why)
         raise RuntimeError(why)
 
 

@@ -104,7 +104,7 @@ class Buffers:
                 return
             timeout_s, tensors = self._engine.timeout_s, list(buffers.values())
             writes = self._engine.group.rank != 0 or send is not broadcast_tensors
-            self._engine.call(
+            self._engine.peers.call(
                 "broadcast of buffers",
                 lambda group: _keeping_versions(tensors if writes else [], lambda: send(group, tensors, timeout_s)),
             )
@@ -126,11 +126,13 @@ class Buffers:
         """Accepts buffers that changed on this rank if all ranks changed alike, else raises."""
         for name, buffer in buffers.items():
             if why := why_not_broadcast(name, buffer):
-                self._engine.fail(why)
+                self._engine.peers.fail(why)
                 raise ValueError(why)
         now, before = _lines(specs), _lines(self._specs)
         was, is_now = next((b, n) for b, n in zip_longest(before, now, fillvalue="") if b != n)
-        self._engine.call("buffers that changed", lambda group: _require_alike(group, was, is_now, now, self._engine))
+        self._engine.peers.call(
+            "buffers that changed", lambda group: _require_alike(group, was, is_now, now, self._engine)
+        )
         self._specs = specs
 
 

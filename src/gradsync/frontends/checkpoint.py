@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from ..comm import gather_bytes
-from ..engine.engine import LOADING, Engine
+from ..engine.engine import Engine
+from ..engine.engine_state import LOADING
 from ..state import Origin, from_bytes, handed_over, has_ranks, read_ranks, to_bytes, write_rank
 
 MOST_RANKS = 1024  # entries of a checkpoint; an empty one takes a kilobyte
@@ -77,7 +78,7 @@ class Checkpoint:
         if self._gather:
             mine = to_bytes(self._state_dict())  # waits for averages under way: the barrier is between two steps
             with engine.at_barrier(GATHERING):
-                parts = engine.call(GATHERING, lambda group: gather_bytes(group, mine, engine.timeout_s))
+                parts = engine.peers.call(GATHERING, lambda group: gather_bytes(group, mine, engine.timeout_s))
             return {_entry(r): torch.frombuffer(bytearray(part), dtype=torch.uint8) for r, part in enumerate(parts)}
         if size > MOST_RANKS:
             raise ValueError(
@@ -128,7 +129,7 @@ class Checkpoint:
         engine = self._engine()
 
         def find() -> Mapping[str, Any]:
-            if missing_ok and not any(engine.tell(LOADING, has_ranks(folder))):
+            if missing_ok and not any(engine.peers.tell(LOADING, has_ranks(folder))):
                 raise _NothingSavedError
             return self._own_state(lambda: read_ranks(folder, engine.group.rank, engine.group.size))
 
@@ -151,13 +152,13 @@ class Checkpoint:
             parts = _parts(find(), rank, size)
         except Exception as error:  # told to all, then raised
             problem = error
-        engine.agree(LOADING, problem)
-        told = engine.tell(LOADING, [[r, part["world"]] for r, part in parts.items()])
+        engine.peers.agree(LOADING, problem)
+        told = engine.peers.tell(LOADING, [[r, part["world"]] for r, part in parts.items()])
         world = _world_of([(r, of) for each in told for r, of in each])
         if world == size:
             return parts[rank]
         mine = {key: value for key, value in parts[rank].items() if key not in HEAD} if rank == 0 else {}
-        like = engine.call(
+        like = engine.peers.call(
             LOADING,
             lambda group: gather_bytes(group, to_bytes({**mine, "state": {}}), engine.timeout_s),
         )
@@ -174,7 +175,7 @@ class Checkpoint:
             found = handed_over(parts, parts[0] if parts else like, engine.group.rank, engine.group.size)
         except Exception as error:  # told to all, then raised
             problem = error
-        engine.agree(LOADING, problem)
+        engine.peers.agree(LOADING, problem)
         return found
 
 

@@ -137,7 +137,7 @@ class GradientsOrParameters:
         """Returns the largest `seconds` of all ranks, on all ranks. Collective."""
         mine = torch.tensor([seconds], dtype=torch.float64, device=self._engine.device)
         timeout_s = self._engine.timeout_s
-        parts = self._engine.call("times of steps", lambda group: group.all_gather(mine).wait(timeout_s))
+        parts = self._engine.peers.call("times of steps", lambda group: group.all_gather(mine).wait(timeout_s))
         return max(float(part) for part in parts)
 
 

@@ -99,7 +99,7 @@ class OuterOptimizer:
             raise RuntimeError(DETACHED)
         now, start = self._trained(), dict(self._start.named_parameters())
         if changed := sorted(now.keys() ^ start.keys()):
-            self.attachment._engine.fail(why := OTHER_PARAMETERS.format(names=", ".join(changed)))
+            self.attachment._engine.peers.fail(why := OTHER_PARAMETERS.format(names=", ".join(changed)))
             raise RuntimeError(why)
         with torch.enable_grad():
             self._start()  # at whose hook a step of the exchange begins
@@ -132,7 +132,7 @@ class OuterOptimizer:
             self._start.load_state_dict(start)
             self.optimizer.load_state_dict(optimizer)
         except Exception as error:
-            self.attachment._engine.fail(error)
+            self.attachment._engine.peers.fail(error)
             raise
 
     def _trained(self) -> dict[str, nn.Parameter]:

@@ -82,17 +82,19 @@ class Regrouping:
         engine, placement = self._engine, self._engine.group.placement
         figures = [self._rounds.young_s or 0.0, self._rounds.now_s or 0.0, self._removed, self._removed_rounds]
         mine = torch.tensor(figures, dtype=torch.float64, device=engine.device)
-        parts = engine.call("what rounds did", lambda group: group.all_gather(mine).wait(engine.timeout_s))
+        parts = engine.peers.call("what rounds did", lambda group: group.all_gather(mine).wait(engine.timeout_s))
         young_s, now_s, removed, rounds = zip(*(part.tolist() for part in parts), strict=True)
         changed = self._planner.remaps(placement) and all(young_s) and all(now_s) and links_changed(young_s, now_s)
         if changed:
             logger.info("times of rounds have changed; rates between nodes are measured again")
-            self._cluster = engine.call("rates between nodes", lambda group: measured_cluster(group, engine.timeout_s))
+            self._cluster = engine.peers.call(
+                "rates between nodes", lambda group: measured_cluster(group, engine.timeout_s)
+            )
         mean = sum(removed) / sum(rounds) if min(rounds) >= LEAST_ROUNDS else None
         self._count_removed_anew()
         if not changed and mean is None:
             return
-        text = engine.call("groups chosen anew", lambda group: self._better_plan(group, mean))
+        text = engine.peers.call("groups chosen anew", lambda group: self._better_plan(group, mean))
         if text:
             engine.replan(Plan.from_json(text))
             self._begin()
@@ -125,7 +127,9 @@ class Regrouping:
                 found.plan.check(self._engine.specs, self._engine.group.size)
         except Exception as error:  # told to all, then raised
             problem = error
-        self._engine.agree("loading of groups", problem, "" if found is None else f"plan {found.plan.digest[:12]}")
+        self._engine.peers.agree(
+            "loading of groups", problem, "" if found is None else f"plan {found.plan.digest[:12]}"
+        )
         return found
 
     def go_on(self, saved: SavedGroups | None) -> None:

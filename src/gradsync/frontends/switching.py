@@ -204,7 +204,7 @@ class ParametersOnTrial:
             cycle = self._planner.cycle(schedule) if expected_s <= most_s else 0
             self._made = made, cluster
         mine = torch.tensor([cycle], device=engine.device)
-        parts = engine.call(
+        parts = engine.peers.call(
             "whether to average parameters", lambda group: group.all_gather(mine).wait(attached.timeout_s)
         )
         return min(int(part) for part in parts)
@@ -251,7 +251,7 @@ class Surviving:
         self._switch, self._planner, self._attached = switch, planner.for_other_ranks(), attached
         timeout_s = attached.timeout_s
         mine = secrets.token_hex(8).encode()
-        name: list[bytes] = switch.present.engine.call(
+        name: list[bytes] = switch.present.engine.peers.call(
             "a name for survivors", lambda group: gather_bytes(group, mine, timeout_s)
         )
         self._survivors = Survivors(
@@ -298,7 +298,9 @@ class Surviving:
         """Stops the present frontend; returns the surviving ranks and their most steps. Collective over these ranks."""
         if self._survival is None:
             self._present.land()
-            self._switch.present.engine.fail(GroupError("ranks were lost; the surviving ranks go on without them"))
+            self._switch.present.engine.peers.fail(
+                GroupError("ranks were lost; the surviving ranks go on without them")
+            )
             self._present.give_up()
             self._survival = self._survived(self._survivors.ranks)
         return self._survival
@@ -475,5 +477,5 @@ def level(engine: Engine, tensors: list[Tensor]) -> None:
             return error
         return None
 
-    problem = engine.call(what, broadcast)
-    engine.agree(what, problem)
+    problem = engine.peers.call(what, broadcast)
+    engine.peers.agree(what, problem)

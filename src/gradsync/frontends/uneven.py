@@ -117,7 +117,7 @@ class UnevenInputs(Joinable):
             self.frontend.factor = 1.0
             return 0
         if self._expects_backward and self.frontend.awaits_backward:  # after the message that other ranks wait for
-            self._engine.fail(EVERY_BACKWARD)
+            self._engine.peers.fail(EVERY_BACKWARD)
             raise RuntimeError(EVERY_BACKWARD)
         told = self.tell(HAS_INPUTS | SYNCHRONIZES * synchronizes | BROADCASTS * broadcasts)
         self._expects_backward = synchronizes
@@ -148,7 +148,7 @@ class UnevenInputs(Joinable):
         At a forward its bits say whether the rank has inputs, synchronises gradients, and broadcasts buffers.
         """
         timeout_s = self._engine.timeout_s
-        told: list[bytes] = self._engine.call(
+        told: list[bytes] = self._engine.peers.call(
             "who still has inputs", lambda group: gather_bytes(group, bytes([mine]), timeout_s)
         )
         return [theirs[0] for theirs in told]
@@ -187,7 +187,7 @@ class UnevenInputs(Joinable):
     def spread(self, tensors: list[Tensor], source: int) -> None:
         """Overwrites dense tensors with those of the rank `source`. Collective."""
         timeout_s = self._engine.timeout_s
-        self._engine.call("the model of a rank", lambda group: broadcast_from(group, tensors, timeout_s, source))
+        self._engine.peers.call("the model of a rank", lambda group: broadcast_from(group, tensors, timeout_s, source))
 
 
 class _ZeroStepHook(JoinHook):

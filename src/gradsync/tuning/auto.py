@@ -171,7 +171,7 @@ class AutoPlanner:
                 if not self.must_plan:
                     logger.warning("no plan was found; the present one stays", exc_info=True)
         mine = json.dumps([why_none, plans]).encode()
-        texts = engine.call("the plans", lambda group: gather_bytes(group, mine, engine.timeout_s))
+        texts = engine.peers.call("the plans", lambda group: gather_bytes(group, mine, engine.timeout_s))
         why_none, plans = json.loads(texts[0])
         if self.must_plan and not plans:
             raise RuntimeError(f"no plan was found: {why_none or 'the search returned none'}")
@@ -194,7 +194,7 @@ def _answer(engine: Engine) -> tuple[Follows, str]:
     elif active() is not None:
         mine, why = Follows.NO, "gradients are being measured or recorded already"
     said = f"{mine.name} {why}".encode()
-    texts = engine.call("whether to measure", lambda group: gather_bytes(group, said, engine.timeout_s))
+    texts = engine.peers.call("whether to measure", lambda group: gather_bytes(group, said, engine.timeout_s))
     answers = [(Follows[name], reason) for name, _, reason in (text.decode().partition(" ") for text in texts)]
     # One rank that cannot be measured decides for all; so does one that still measures another model.
     return min(answers, key=lambda answer: ORDER.index(answer[0]))

@@ -171,7 +171,7 @@ class Measurement(StepListener):
         if kind is Kind.LOOK and self._observer is not None:
             self._observer.share(
                 lambda name: engine.bucket_runs.of(name)[0].gradients,
-                lambda mine: engine.call("a look at the gradients", lambda group: _gather(engine, group, mine)),
+                lambda mine: engine.peers.call("a look at the gradients", lambda group: _gather(engine, group, mine)),
             )
             self._share_errors(engine)
         if kind is Kind.WARM_UP and self._kind is not Kind.WARM_UP:
@@ -225,7 +225,7 @@ class Measurement(StepListener):
         """Raises an error on all ranks if settings or kinds of devices differ, as ranks would then wait forever."""
         settings = f"steps={self._steps}, warmup={self._warmup}, candidates={self._candidates}"
         settings += f", links_budget_s={self._links_budget_s}, device={engine.device.type}"
-        engine.agree("the settings of a measurement", None, settings)
+        engine.peers.agree("the settings of a measurement", None, settings)
 
     def _start(self, engine: Engine, disturbance: Disturbance, aside: Aside) -> None:
         aside.alone_s = disturbance.alone_s
@@ -237,7 +237,7 @@ class Measurement(StepListener):
             disturbance.do()
             aside.ended = self._now()
 
-        engine.aside(job)
+        engine.peers.aside(job)
 
     def _measure_costs(self, engine: Engine) -> None:
         """Measures links, kernels, and the transfers and compressions that later run during backward. Collective.
@@ -256,19 +256,19 @@ class Measurement(StepListener):
                 self._disturbances[Kind.TRANSFER] = transfers(group, COVER * backward_s, engine.timeout_s)
             self._disturbances[Kind.KERNEL] = computation(group, COVER * backward_s, engine.timeout_s)
 
-        engine.call("measurement of costs", costs)
+        engine.peers.call("measurement of costs", costs)
 
     def _share_errors(self, engine: Engine) -> None:
         """Replaces each compressor's error on each parameter by the maximum over all ranks. Collective."""
         mine = json.dumps(self._errors).encode()
-        texts = engine.call("errors of compressors", lambda group: gather_bytes(group, mine, engine.timeout_s))
+        texts = engine.peers.call("errors of compressors", lambda group: gather_bytes(group, mine, engine.timeout_s))
         of_ranks = [json.loads(text) for text in texts]
         self._errors = {name: highest([errors.get(name, {}) for errors in of_ranks]) for name in engine.parameters}
 
     def _agreed_profile(self, engine: Engine) -> Profile:
         """Gathers all ranks' figures, and returns the profile that rank 0 makes of them, on all ranks. Collective."""
         mine = torch.from_numpy(self._figures(list(engine.parameters)))
-        parts = engine.call("figures of a measurement", lambda group: _gather(engine, group, mine.flatten()))
+        parts = engine.peers.call("figures of a measurement", lambda group: _gather(engine, group, mine.flatten()))
         text, problem = " ", None
         if engine.group.rank == 0:
             try:
@@ -276,8 +276,8 @@ class Measurement(StepListener):
                 text = self._profile(engine, figures).to_json()
             except Exception as error:  # told to all, then raised
                 problem = error
-        engine.agree("the profile", problem)
-        texts = engine.call("the profile", lambda group: gather_bytes(group, text.encode(), engine.timeout_s))
+        engine.peers.agree("the profile", problem)
+        texts = engine.peers.call("the profile", lambda group: gather_bytes(group, text.encode(), engine.timeout_s))
         return Profile.from_json(texts[0].decode())
 
     def _figures(self, names: Sequence[str]) -> Array:

@@ -127,7 +127,7 @@ def synchronised(group: LocalGroup, plan: Plan, here: Job) -> list[torch.Tensor]
             ours.load(name, torch.randn(parameter.shape, generator=generator))
         ours.finish()
     results = [ours.unload(name, None, sparse=False).clone() for name in parameters]
-    assert all(bucket.sent_bytes == bucket.predicted_bytes > 0 for bucket in ours.statistics())
+    assert all(bucket.sent_bytes == bucket.predicted_bytes > 0 for bucket in ours.running_plan.statistics())
     ours.close()
     return results
 
