@@ -20,7 +20,7 @@ from ..report.record import BucketRow, MethodRun, Record, Spread, TimelineTask, 
 from ..workloads.emulated import ComputeTimes, measured_times
 from .launch import LOOPBACK, Loopback, cluster, once_more_after_crash, run_ranks
 from .methods import SWEEPS, TORCH_SPARSE, method
-from .provenance import commit, machine, versions
+from .provenance import code, machine
 from .steal import MOST_STOLEN, Patience, Steal
 
 BLOCK_AVERAGES: dict[str, Callable[[list[float]], float]] = {"median": statistics.median, "mean": statistics.fmean}
@@ -126,8 +126,7 @@ def run_training(spec: TrainSpec, on_event: Callable[[dict[str, Any]], None]) ->
         methods=[],
         records=[],
         environment=environment,
-        versions=versions(),
-        commit=commit(),
+        **code(),
         notes=notes,
     )
     # On loopback all ranks share one interface, which counts the bytes of all ranks.
@@ -241,6 +240,7 @@ def _record(
         versions=run.versions,
         environment=run.environment,
         commit=run.commit,
+        engine=run.engine,
         failed=subject.failed or lost,
     )
 

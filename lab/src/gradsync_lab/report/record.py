@@ -197,6 +197,7 @@ class Record(BaseModel):
     versions: dict[str, str] = {}
     environment: dict[str, Any] = {}
     commit: str | None = None
+    engine: str | None = None  # digest of the library's sources, see `bench.provenance`; None of old records
     failed: str | None = None
 
     @property
@@ -276,6 +277,7 @@ class TrainingRun(BaseModel):
     environment: dict[str, Any] = {}
     versions: dict[str, str] = {}
     commit: str | None = None
+    engine: str | None = None  # digest of the library's sources
     command: str = ""  # command line that repeats the run
     notes: list[str] = []
 
