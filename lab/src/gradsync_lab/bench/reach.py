@@ -23,7 +23,7 @@ from ..report.record import Record, Spread
 from .asynchronous import ASP
 from .converge import BASELINE, opened, processes, training
 from .launch import LOOPBACK
-from .methods import method
+from .methods import DDP, DDP_SPARSE, method
 from .provenance import code, machine
 from .rivals import POST_LOCAL_SGD, USUAL_PERIOD
 from .scenarios import settings_of
@@ -86,7 +86,7 @@ class Learner:
         """
         if name in SAME_AS:
             return cls(SAME_AS[name])
-        if name == "ddp" or (known := method(name)).exact:
+        if name in (DDP, DDP_SPARSE) or (known := method(name)).exact:
             return cls(BASELINE)
         if known.averages:
             learnt = name.replace(EARLY, "")  # steps inside backward learn the same

@@ -142,9 +142,9 @@ def train(
     methods: Annotated[
         str,
         typer.Option(
-            help="Comma-separated; the first is the baseline. ddp and ddp_16bit, wherever they stand: the best of "
-            "DDP's settings in 32 and in 16 bits. "
-            f"There are ddp, {', '.join(METHODS)}; averages of parameters: {averaging.NAMES_IN_WORDS}; "
+            help="Comma-separated; the first is the baseline. ddp, ddp_sparse and ddp_16bit, wherever they stand: the "
+            "best of DDP's settings, also with sparse gradients of tables, and in 16 bits. "
+            f"There are ddp, ddp_sparse, {', '.join(METHODS)}; averages of parameters: {averaging.NAMES_IN_WORDS}; "
             f"{RIVALS_IN_WORDS}; compressors: {compressors.NAMES_IN_WORDS}; and searches, which measure the job first: "
             f"{ENDINGS_IN_WORDS}."
         ),
