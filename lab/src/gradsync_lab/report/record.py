@@ -283,9 +283,15 @@ class TrainingRun(BaseModel):
 
 
 def save_records(records: Sequence[Record], path: str | Path) -> None:
-    """Writes records to `path` as a JSON list."""
+    """Writes records to `path` as a JSON list; a file that is there is replaced at once, or kept if writing fails."""
     data = [record.model_dump(mode="json") for record in records]
-    Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    text, place = json.dumps(data, indent=1) + "\n", Path(path).resolve()
+    if place.exists() and not place.is_file():  # a device or a pipe
+        place.write_text(text, encoding="utf-8")
+        return
+    part = place.with_name(f".{place.name}.part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(place)
 
 
 def load_records(path: str | Path) -> list[Record]:
