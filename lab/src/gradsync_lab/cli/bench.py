@@ -29,6 +29,7 @@ from ..bench.patterns import UNIT
 from ..bench.plan import DRAWN_ITEMS, PlanSpec, run_planning
 from ..bench.reach import ReachSpec, learners_of, run_reach, timed_runs
 from ..bench.scenarios import SCENARIOS, settings_of
+from ..bench.start import EARLY, JOBS, StartSpec, run_starts
 from ..bench.steal import MOST_STOLEN
 from ..bench.sync import DENSE_SIZES_BYTES, SUBJECTS, SyncSpec, run_sync
 from ..bench.topk import TopKWorkload
@@ -41,6 +42,7 @@ from ..report.balance import balance_table
 from ..report.compress import compress_tables, loss_table, size_in_words, size_of
 from ..report.planning import planning_table
 from ..report.record import Record, load_records, save_records
+from ..report.starts import start_table
 from ..report.tables import judgements, records_table
 from ..workloads import declared_options, kind_of, names
 from .grid import measure, show_plan
@@ -260,6 +262,42 @@ def train(
         if len(cells) > 1 and json is not None and json != "-":
             save_records(records, json)  # finished records stay if the run is interrupted
     finish(records, notes, json, bounds)
+
+
+@app.command()
+def start(
+    model: Annotated[
+        str,
+        typer.Option(
+            help="What starts: tables, a small recommender with 200,000 rows; mlp, a dense model; or "
+            f"{', '.join(names())}."
+        ),
+    ] = "tables",
+    nodes: Nodes = 4,
+    ranks_per_node: RanksPerNode = 1,
+    link: Rate = "1gbit",
+    steps: Annotated[int, typer.Option(min=2 * EARLY, help="Steps of each job.")] = 500,
+    repeats: Annotated[int, typer.Option(min=1, help=f"Repeats, each of {len(JOBS)} jobs.")] = 5,
+    json: Json = None,
+    quick: Quick = False,
+    loopback: Loopback = False,
+) -> None:
+    """Measures the start of a job: attach, the first steps, the longest step, and when the plan has settled.
+
+    gradsync and auto, as the first job on a machine and as a later one, are compared with DDP by default.
+    """
+    spec = StartSpec(
+        model=model,
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
+        link=link,
+        steps=2 * EARLY if quick else steps,
+        repeats=1 if quick else repeats,
+        loopback=loopback,
+    )
+    with plain_errors(), event_bar(f"starts of {model} on {nodes} nodes, {link}", spec.jobs) as on_event:
+        records, notes = run_starts(spec, on_event)
+    finish(records, notes, json, [], start_table)
 
 
 @app.command()

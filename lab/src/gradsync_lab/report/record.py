@@ -16,7 +16,7 @@ from gradsync.characterization.statistics import Estimate
 from gradsync.inputs.files import from_json, naming, read_as, read_text
 
 Metric = Literal[
-    "step_s", "sync_s", "kernel_s", "plan_s", "time_to_loss_s", "imbalance", "cost", "error", "loss", "gap"
+    "step_s", "start_s", "sync_s", "kernel_s", "plan_s", "time_to_loss_s", "imbalance", "cost", "error", "loss", "gap"
 ]
 
 
@@ -165,7 +165,9 @@ class Record(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    case: Literal["sync", "train", "compress", "kernels", "plan", "simulate", "characterize", "balance", "converge"]
+    case: Literal[
+        "sync", "train", "start", "compress", "kernels", "plan", "simulate", "characterize", "balance", "converge"
+    ]
     metric: Metric
     subject: str
     baseline: str
