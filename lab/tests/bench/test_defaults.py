@@ -14,6 +14,8 @@ from gradsync_lab.bench import grid
 from gradsync_lab.bench.grid import CELLS, SUBJECTS, USUAL, Cell, cells_with, estimate_s
 from gradsync_lab.bench.provenance import code
 from gradsync_lab.bench.train import TrainSpec
+from gradsync_lab.cli import grid as cli
+from gradsync_lab.cluster import Lab, LabUnavailableError
 from gradsync_lab.report.grid import geometric_mean, grid_table
 from gradsync_lab.report.record import Record, Spread, TrainingRun, load_records, save_records
 
@@ -61,6 +63,7 @@ class Machine:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine()
     monkeypatch.setattr(grid, "run_training", made.run)
+    monkeypatch.setattr(cli, "require_links", lambda: None)
     return made
 
 
@@ -187,6 +190,16 @@ def test_the_table_marks_what_is_behind_and_means_cells_of_a_kind(machine: Machi
         ("mean, tables", "", "0.710 (1)", "0.700 (1)", ""),
     ]
     assert geometric_mean(list(cells.values()), "auto_lossy") is None
+
+
+def test_a_machine_without_links_runs_no_cell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(self: Lab) -> Lab:
+        raise LabUnavailableError("no namespaces here")
+
+    monkeypatch.setattr(Lab, "__enter__", refuse)
+    monkeypatch.setattr(grid, "run_training", None)
+    done = bench("--json", tmp_path / "a.json")
+    assert done.exit_code == 1 and "no namespaces here" in said(done) and not (tmp_path / "a.json").exists()
 
 
 def test_records_are_replaced_at_once_and_devices_are_written_to(tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..cluster import Scenario
 from ..cluster.scenario import rate_bytes_per_s
 from ..report.record import Record, load_records, save_records
-from .launch import LOOPBACK
+from .launch import Loopback, cluster
 from .methods import DDP, DDP_SPARSE, SWEEPS
 from .provenance import code
 from .train import TrainSpec, run_training
@@ -198,22 +199,24 @@ def settings_of(spec: TrainSpec) -> dict[str, Any]:
     return spec.model_dump(mode="json", include=set(SETTINGS))
 
 
+def require_links() -> None:
+    """Raises RuntimeError where this machine cannot emulate links: a grid must not run on loopback unnoticed."""
+    notes: list[str] = []
+    with cluster(Scenario(nodes=2), notes) as where:
+        if isinstance(where, Loopback):
+            raise RuntimeError("; ".join(notes))
+
+
 def run_cell(
     cell: Cell, usual: TrainSpec, kept: Kept, on_event: Callable[[dict[str, Any]], None]
 ) -> tuple[Finished, list[str]]:
-    """Measures one cell and keeps its records, or the error that ended it; returns them, and notes.
-
-    Raises:
-        RuntimeError: this machine cannot emulate links and `usual` does not ask for loopback.
-    """
+    """Measures one cell and keeps its records, or the error that ended it; returns them, and notes."""
     spec, began_s = cell.spec(usual), time.monotonic()
     try:
         run = run_training(spec, on_event)
     except RuntimeError as error:
         failed = [_failure(spec, subject, str(error)) for subject in SUBJECTS]
         return kept.keep(cell, failed, time.monotonic() - began_s), []
-    if run.link == LOOPBACK and not spec.loopback:
-        raise RuntimeError("; ".join(run.notes))
     return kept.keep(cell, run.records, time.monotonic() - began_s), run.notes
 
 

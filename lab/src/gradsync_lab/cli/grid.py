@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gradsync.cli.console import WIDE, beside, console
 
-from ..bench.grid import CELLS, SUBJECTS, Cell, Finished, Kept, estimate_s, run_cell, settings_of
+from ..bench.grid import CELLS, SUBJECTS, Cell, Finished, Kept, estimate_s, require_links, run_cell, settings_of
 from ..bench.train import TrainSpec
 from ..report.grid import grid_table
 from ..report.tables import factor
@@ -39,6 +39,8 @@ def measure(cells: Sequence[Cell], spec: TrainSpec, path: Path, *, again: bool) 
             beside.print(f"{cell.name} failed: {old.failed}; {more}", style="yellow", highlight=False)
     if there := len(cells) - len(left):
         console.print(f"{there} of {len(cells)} cells are in {path}")
+    if left and not spec.loopback:
+        require_links()
     took_s = expected_s = 0.0
     for number, cell in enumerate(left, 1):
         own = cell.spec(spec)
