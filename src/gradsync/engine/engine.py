@@ -218,6 +218,18 @@ class Engine:
                 running.mark_ready(run.bucket.id)
         running.do_work()
 
+    def load_views(self, names: Sequence[str]) -> None:
+        """Does what `load` does, for gradients of used parameters that live in their views of one bucket's memory.
+
+        Not for steps whose gradients are to be loaded `one_by_one`.
+        """
+        running = self._require_step()
+        self._observer.arrived(*names, sparse=False)
+        (run,) = self.bucket_runs.of(names[0])
+        if run.load_views(names):
+            running.mark_ready(run.bucket.id)
+        running.do_work()
+
     def missing(self) -> list[str]:
         """Returns the names of parameters whose gradients were not loaded in this step yet, in model order."""
         waiting: set[str] = set().union(*(run.waiting for run in self.bucket_runs))
@@ -642,6 +654,7 @@ class Engine:
         if self._closed:
             return
         self.abandon("gradsync was detached in the middle of a step")
+        self._times.read_ended()
         self._final_statistics = self._statistics()  # without what a device that hangs has not ended
         self._controller.close(self)
         self._closed = True
