@@ -13,9 +13,12 @@ from torch import Tensor, nn
 
 import gradsync
 from gradsync import Plan
-from gradsync.schemes import AllReduce, Traits
+from gradsync.comm import Group, LocalGroup
+from gradsync.compressors import RESIDUAL
+from gradsync.engine.bucket_run import BucketRun
+from gradsync.schemes import AllReduce, HalfPrecision, ReduceScatter, Scheme, State, Traits
 from gradsync.schemes.base import register
-from gradsync.tensors.bucket import Layout, TensorSpec
+from gradsync.tensors.bucket import Bucket, Layout, Segment, TensorSpec
 from tests.frontends.models import Branches, MixedPrecision
 from tests.world import Ranks
 
@@ -28,6 +31,43 @@ class ScalesItself(AllReduce):
     """An all-reduce that gets gradients as they are."""
 
     traits = Traits(Layout.FLAT)
+
+
+class Remembers(AllReduce):
+    """An all-reduce with state."""
+
+    def init(self, bucket: Bucket, group: Group) -> State:
+        return {RESIDUAL: torch.zeros(bucket.numel)}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "factor"),
+    [
+        pytest.param(AllReduce(), 1 / 3, id="all-reduce"),
+        pytest.param(HalfPrecision(), 1.0, id="rounds scaled gradients"),
+        pytest.param(ReduceScatter(), 1.0, id="scales the sum"),
+        pytest.param(Remembers(), 1.0, id="state"),
+    ],
+)
+def test_gradients_are_scaled_early_only_for_schemes_that_begin_with_that(
+    scheme: Scheme[Tensor], factor: float
+) -> None:
+    run = run_of(scheme)
+    run.begin()
+    assert run.gradients.factor == factor
+
+
+def test_gradients_are_not_scaled_early_where_a_residual_is_added_to_them() -> None:
+    run = run_of(AllReduce())
+    run.carried_residual = torch.ones(4)
+    run.begin()
+    assert run.gradients.factor == 1.0
+
+
+def run_of(scheme: Scheme[Tensor]) -> BucketRun:
+    spec = TensorSpec((4,), torch.float32)
+    bucket = Bucket("0", (Segment("w", 0, 4),), (spec,), Layout.FLAT)
+    return BucketRun.make(bucket, scheme, {"w": torch.empty(4)}, torch.device("cpu"), LocalGroup.world(3)[0])
 
 
 class Large(nn.Module):

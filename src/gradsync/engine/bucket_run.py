@@ -101,7 +101,8 @@ class BucketRun:
 
     def begin(self) -> None:
         """Starts a training step, in which no gradient of the bucket is loaded yet."""
-        scales_first = self.scheme.traits.scales_first and self.carried_residual is None  # which is not scaled yet
+        # State, and a residual to be added, are of gradients that are not scaled yet.
+        scales_first = self.scheme.traits.scales_first and not self.state and self.carried_residual is None
         self.gradients.begin(1.0 / self.group.size if scales_first else 1.0)
         self.waiting = set(self.bucket.names)
 

@@ -45,7 +45,8 @@ class Traits:
             state need not set it.
         freezes: optimisers change weights and their own state only in the ranges of `CompressorState.arrived`.
         scales_first: `synchronize` multiplies a flat bucket by `scale` before all else, so the engine may do so itself
-            as it fills the bucket, and pass a scale of 1. Only an exact scheme has this: residuals are not scaled.
+            as it fills the bucket, and pass a scale of 1. It does not where there is state, which is not scaled, and
+            only an exact scheme has this trait.
         waits_for_device: on an accelerator the thread that issues operations waits for its stream, because the host
             reads numbers that follow from data, such as sizes of messages, or computes what is offloaded.
     """

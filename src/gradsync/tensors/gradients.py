@@ -133,7 +133,7 @@ class FlatGradients:
         if self.factor == 1:
             room.copy_(values)
         else:
-            torch.mul(values, self.factor, out=room)
+            torch.mul(values.to(room.device), self.factor, out=room)  # plans of parameters have buffers of the host
 
     def load_views(self, names: Sequence[str]) -> None:
         """Loads used parameters, each once, whose gradients are `view(name)` themselves."""
