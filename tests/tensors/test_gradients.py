@@ -88,6 +88,15 @@ def test_a_factor_multiplies_gradients_as_they_are_loaded_and_leaves_flags_alone
     assert torch.equal(found.flags, expected.flags)
 
 
+@pytest.mark.parametrize("factor", [1.0, 1 / 3])
+def test_the_values_of_a_gradient_in_a_graph_are_taken_without_the_graph(factor: float) -> None:
+    gradients = flat_gradients({"w": WEIGHT})
+    gradients.begin(factor)
+    gradients.load("w", WEIGHT.clone().requires_grad_())
+    assert torch.equal(gradients.values, WEIGHT.flatten() * factor)
+    assert not gradients.flat.requires_grad
+
+
 @pytest.mark.parametrize("names", ["abcd", "dcba", "bc", "ad", "acd", "b", ""])
 def test_gradients_that_live_in_the_bucket_are_multiplied_in_any_order_and_no_others(names: str) -> None:
     lengths = {"a": 3, "b": 1, "c": 0, "d": 4}

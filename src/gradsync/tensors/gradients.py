@@ -121,7 +121,7 @@ class FlatGradients:
             if self.factor != 1:
                 view.mul_(self.factor)
         else:
-            dense = dense_of(gradient)
+            dense = dense_of(gradient.detach())  # of create_graph=True, DDP's hook gets gradients in a graph
             if view is not None:
                 self._copy(view, dense)
                 return
