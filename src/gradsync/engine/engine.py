@@ -220,6 +220,18 @@ class Engine:
                 exchange.mark_ready(run.bucket.id)
         exchange.do_work()
 
+    def load_views(self, names: Sequence[str]) -> None:
+        """Does what `load` does, for gradients of used parameters that live in their views of one bucket's memory.
+
+        Not for steps whose gradients are to be loaded `one_by_one`.
+        """
+        exchange = self._require_step()
+        self._observer.arrived(*names, sparse=False)
+        (run,) = self.running_plan.runs.of(names[0])
+        if run.load_views(names):
+            exchange.mark_ready(run.bucket.id)
+        exchange.do_work()
+
     def missing(self) -> list[str]:
         """Returns the names of parameters whose gradients were not loaded in this step yet, in model order."""
         waiting: set[str] = set().union(*(run.waiting for run in self.running_plan.runs))

@@ -151,6 +151,7 @@ class RunningPlan:
 
     def close(self) -> None:
         """Lets the buckets' memory go; gradients keep what they live in. Statistics stay as they are now."""
+        self.times.read_ended()
         self._final = self._statistics()  # without what a device that hangs has not ended
         if self._other_core is not None:
             self._other_core.stop()

@@ -279,13 +279,13 @@ class AutogradHooks:
             group = self._ready_group.get(name)
             if group is not None and not self._due:
                 group.ready.append(name)
-                if group.complete:
+                if len(group.ready) == len(group.waiting):
                     self._tell(group)
                 return
             if self._engine.in_step:
                 self._take(name, produced)
                 for group in self._groups_of[name]:
-                    if group.complete:
+                    if len(group.ready) == len(group.waiting):
                         self._tell(group)
                 return
         if not self._syncing:
@@ -325,6 +325,10 @@ class AutogradHooks:
 
     def _tell(self, group: _ReadyGroup) -> None:
         ready, group.ready = group.ready, []
+        if ready and self._views.hold_all(ready):
+            self._arrived.update(ready)
+            self._engine.load_views(ready)
+            return
         for name in ready:
             self._take(name)
 
@@ -436,10 +440,10 @@ class AutogradHooks:
         self._ready_group.clear()
         self._due = engine.due
         one_by_one = engine.one_by_one
-        for group, run, borrowed in zip(self._groups, engine.bucket_runs, self._views.begin(), strict=True):
+        for group, run, small in zip(self._groups, engine.bucket_runs, self._views.begin(), strict=True):
             group.begin(run.waiting)
             if not one_by_one:
-                self._ready_group |= dict.fromkeys(borrowed, group)
+                self._ready_group |= dict.fromkeys(small, group)
         for name, parameter in self._parameters.items():
             if not parameter.requires_grad:  # frozen since attach: gets no gradient
                 self._load_leftover(name)
@@ -538,10 +542,6 @@ class _ReadyGroup:
     def begin(self, waiting: Set[str]) -> None:
         """Begins a new training step; `waiting`: all parameters whose gradients the bucket waits for."""
         self.ready, self.waiting = [], waiting
-
-    @property
-    def complete(self) -> bool:
-        return len(self.ready) == len(self.waiting)
 
 
 class _GradientHook(Hook):

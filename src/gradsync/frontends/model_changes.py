@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence, Sized
+from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
@@ -109,17 +110,19 @@ class Changes:
 
     def _are_in_place(self) -> bool:
         try:  # the tables of TorchScript have no `get`
-            return all(table[key] is p for table, key, p in self._places)
+            return all(map(is_, [table[key] for table, key in self._places], self._present))
         except KeyError:
             return False
 
     def _find_places(self, model: nn.Module) -> None:
-        self._places: list[tuple[Mapping[str, Any], str, Tensor]] = [
+        found: list[tuple[Mapping[str, Any], str, Tensor]] = [
             (module._parameters, key, p)
             for module in model.modules()
             for key, p in module._parameters.items()
             if p is not None and id(p) in self._ours
         ]
+        self._places = [(table, key) for table, key, _ in found]
+        self._present = [p for _, _, p in found]
 
 
 def _children(module: nn.Module | None) -> list[int]:

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from itertools import islice
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeVar
 
@@ -79,14 +78,12 @@ class OptimizerStep(NamedTuple):
     @property
     def is_inner(self) -> bool:
         """Whether the call is part of another step of this optimiser, as of a subclass that calls its base class."""
-        within = (f for f in _frames() if f.f_code is _step_code() and f.f_locals.get("self") is self.optimizer)
-        return sum(1 for _ in within) > 1
+        return [f.f_locals.get("self") is self.optimizer for f in _frames_of(_step_code())].count(True) > 1
 
     @property
     def is_scaled(self) -> bool:
         """Whether a GradScaler made the call, which may skip steps."""
-        by = (f.f_locals["self"] for f in _frames() if f.f_code is torch.amp.GradScaler.step.__code__)
-        return any(scaler.is_enabled() for scaler in by)
+        return any(f.f_locals["self"].is_enabled() for f in _frames_of(torch.amp.GradScaler.step.__code__))
 
 
 class OptimizerRounds:
@@ -205,9 +202,7 @@ class ModelHook(Hook):
 
 def is_inside_forward(model: nn.Module) -> bool:
     """Whether the forward of `model` whose hook calls this is a part of another forward of `model`, which calls it."""
-    code = nn.Module._call_impl.__code__
-    calls = (frame for frame in _frames() if frame.f_code is code and frame.f_locals["self"] is model)
-    return next(islice(calls, 1, None), None) is not None
+    return [f.f_locals["self"] is model for f in _frames_of(nn.Module._call_impl.__code__)].count(True) > 1
 
 
 @cache
@@ -216,12 +211,15 @@ def _step_code() -> CodeType:
     return Optimizer.profile_hook_step(lambda optimizer: None).__code__
 
 
-def _frames() -> Iterator[FrameType]:
-    """Yields the frames of this thread's stack, innermost first."""
+def _frames_of(*codes: CodeType) -> list[FrameType]:
+    """Returns the frames of this thread's stack that run a function with one of these codes, innermost first."""
+    found: list[FrameType] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        yield frame
+        if frame.f_code in codes:
+            found.append(frame)
         frame = frame.f_back
+    return found
 
 
 @cache
@@ -286,12 +284,8 @@ def is_nested_backward() -> bool:
     from torch.utils.checkpoint import CheckpointFunction
 
     run, checkpoint = torch.autograd.graph._engine_run_backward.__code__, CheckpointFunction.backward.__code__
-    depth = 0
-    for frame in _frames():
-        if frame.f_code is checkpoint:
-            return True
-        depth += frame.f_code is run
-    return depth > 1
+    codes = [frame.f_code for frame in _frames_of(run, checkpoint)]
+    return checkpoint in codes or codes.count(run) > 1
 
 
 @contextmanager
@@ -308,4 +302,4 @@ def outside_of_transforms() -> Iterator[bool]:
 
 def is_called_by(code: CodeType) -> bool:
     """Whether a function with this code is on this thread's stack."""
-    return any(frame.f_code is code for frame in _frames())
+    return bool(_frames_of(code))

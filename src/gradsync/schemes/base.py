@@ -44,6 +44,9 @@ class Traits:
         shows_infinity: a flat result is not finite if a rank's gradients, or next state, are not. Exact schemes without
             state need not set it.
         freezes: optimisers change weights and their own state only in the ranges of `CompressorState.arrived`.
+        scales_first: `synchronize` multiplies a flat bucket by `scale` before all else, so the engine may do so itself
+            as it fills the bucket, and pass a scale of 1. It does not where there is state, which is not scaled, and
+            only an exact scheme has this trait.
         waits_for_device: on an accelerator the thread that issues operations waits for its stream, because the host
             reads numbers that follow from data, such as sizes of messages, or computes what is offloaded.
     """
@@ -57,11 +60,14 @@ class Traits:
     offloads: bool = False
     shows_infinity: bool = False
     freezes: bool = False
+    scales_first: bool = False
     waits_for_device: bool = False
 
     def __post_init__(self) -> None:
         if self.carries_flags is None:
             object.__setattr__(self, "carries_flags", self.exact)
+        if not self.exact:  # also where it was taken over from an inner scheme
+            object.__setattr__(self, "scales_first", False)
 
     @property
     def exact(self) -> bool:

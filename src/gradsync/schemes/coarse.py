@@ -31,6 +31,7 @@ from ..kernels import Sections
 from ..tensors import allocator as memory
 from ..tensors.bucket import Bucket, FlatSpec, Layout, TensorSpec
 from ..tensors.density import DensityProfile, joined
+from ..tensors.scaling import multiply
 from .base import Scheme, State, Traits
 from .compressed import parted
 from .dense import AllReduce
@@ -245,7 +246,7 @@ class CoarseGrained(Scheme[Tensor]):
         if parts := _parts(values, chosen, self.chunk):
             torch._foreach_copy_(parts, [s[: len(p)] for s, p in zip(sums.split(self.chunk), parts, strict=True)])
             if factor != 1:
-                torch._foreach_mul_(parts, factor)
+                multiply(parts, factor)
         if momentum is not None and self.masking and len(chosen) < self.num_chunks(len(values)):
             torch._foreach_zero_(_parts(momentum, chosen, self.chunk))
 

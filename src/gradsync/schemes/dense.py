@@ -26,14 +26,15 @@ class AllReduce(Scheme[Tensor]):
     Wire: 2(n-1)/n of the bucket, sent and received by each rank (in a ring; backends may use another algorithm).
     """
 
-    traits = Traits(Layout.FLAT)
+    traits = Traits(Layout.FLAT, scales_first=True)
 
     def stages(self, size: int) -> tuple[str, ...]:
         return ("all_reduce",)
 
     async def synchronize(self, x: Tensor, state: State, group: Group, scale: float) -> tuple[Tensor, State]:
         # Scaling before the sum keeps a half-precision sum inside its range.
-        x.mul_(scale)
+        if scale != 1:
+            x.mul_(scale)
         return await group.all_reduce(x), state
 
     def steps(
