@@ -52,6 +52,7 @@ from .fitting import fit_slowdown
 from .kernels import CANDIDATES, flat_schemes, measured_host, measured_kernels
 from .links import BUDGET_S, measured_links
 from .overlap import Aside, Disturbance, computation, transfer_beside_kernels, transfers
+from .pieces import at_once
 from .stopwatch import StepMoments, Stopwatch
 
 COVER = 1.2  # length of a disturbance over that of the backward beside it
@@ -247,14 +248,14 @@ class Measurement(StepListener):
 
         def costs(group: Group) -> None:
             highest = highest_over(group, engine.timeout_s)
-            self._links = measured_links(group, engine.timeout_s, self._links_budget_s)
-            self._kernels = measured_kernels(self._candidates, group.placement, highest, group.payload_device)
-            self._host = measured_host(self._candidates, highest, group.payload_device)
-            self._exchange = transfer_beside_kernels(group, engine.timeout_s)
+            self._links = at_once(measured_links(group, engine.timeout_s, self._links_budget_s))
+            self._kernels = at_once(measured_kernels(self._candidates, group.placement, highest, group.payload_device))
+            self._host = at_once(measured_host(self._candidates, highest, group.payload_device))
+            self._exchange = at_once(transfer_beside_kernels(group, engine.timeout_s))
             (backward_s,) = highest([statistics.median(step.times().backward_s for step in self._steps_seen[1:])])
             if group.size > 1:
-                self._disturbances[Kind.TRANSFER] = transfers(group, COVER * backward_s, engine.timeout_s)
-            self._disturbances[Kind.KERNEL] = computation(group, COVER * backward_s, engine.timeout_s)
+                self._disturbances[Kind.TRANSFER] = at_once(transfers(group, COVER * backward_s, engine.timeout_s))
+            self._disturbances[Kind.KERNEL] = at_once(computation(group, COVER * backward_s, engine.timeout_s))
 
         engine.call("measurement of costs", costs)
 
