@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
+from gradsync.comm.links import Highest
+from gradsync.tuning import default, links, measurement, overlap, rehearsal
 from gradsync.tuning import kernels as rehearsed
-from gradsync.tuning import links, overlap, rehearsal
+from gradsync.tuning.pieces import Pieces, T, at_once
+
+
+def in_one_step(pieces: Pieces[T], highest: Highest) -> Pieces[T]:
+    """Runs all pieces after the first step, in place of `after_steps`, so that few steps are needed."""
+    yield from ()
+    return at_once(pieces)
+
 
 FEWER: tuple[tuple[Any, str, Any], ...] = (
     (rehearsed, "planned_schemes", lambda placement: ()),
@@ -18,15 +27,24 @@ FEWER: tuple[tuple[Any, str, Any], ...] = (
     (links, "SIZES", links.SIZES[:3]),
     (links, "REPEATS", (3, 3)),
     (overlap, "EXCHANGE_RUNS", 2),
+    (default, "after_steps", in_one_step),
+    (measurement, "after_steps", in_one_step),
 )
 
 
 @contextmanager
-def quickly() -> Iterator[None]:
-    """Limits, inside, the measurements of kernels and links to few sizes and runs."""
+def patched(settings: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Gives names of modules other values inside, each as (module, name, value)."""
     with ExitStack() as stack:
-        for module, name, value in FEWER:
+        for module, name, value in settings:
             stack.enter_context(patch.object(module, name, value))
+        yield
+
+
+@contextmanager
+def quickly() -> Iterator[None]:
+    """Limits, inside, the measurements of kernels and links to few sizes and runs, all after one step."""
+    with patched(FEWER):
         yield
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -18,7 +18,7 @@ from ..planner.default.plan import default_plan, default_plans
 from ..planner.default.revise import revised
 from ..plans.plan import Plan
 from ..tensors.density import ParameterProfile
-from .pieces import Pieces, at_once
+from .pieces import Pieces, after_steps
 
 
 @dataclass
@@ -38,9 +38,12 @@ class MeasuringPlanner:
     def __call__(self, profiles: Sequence[ParameterProfile], world_size: int) -> list[Plan]:
         return default_plans(profiles, world_size, self.network)
 
-    def measure(self, group: Group, timeout_s: float) -> None:
-        """Measures the costs of links and kernels, which later plans are made from; collective."""
-        self.network = at_once(measured_network(group, timeout_s))
+    def measure(self, group: Group, timeout_s: float) -> Iterator[None]:
+        """Measures the costs of links and kernels, which later plans are made from; a `next` after each step.
+
+        Collective.
+        """
+        self.network = yield from after_steps(measured_network(group, timeout_s), highest_over(group, timeout_s))
 
     def revise(self, plan: Plan, before: Sequence[ParameterProfile], now: Sequence[ParameterProfile]) -> Plan:
         """Returns the plan, revised for the densities `now`; `before` are those that it was made from."""
