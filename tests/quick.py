@@ -19,7 +19,11 @@ def in_one_step(pieces: Pieces[T], highest: Highest) -> Pieces[T]:
     return at_once(pieces)
 
 
-FEWER: tuple[tuple[Any, str, Any], ...] = (
+AT_ONCE: tuple[tuple[Any, str, Any], ...] = (
+    (default, "after_steps", in_one_step),
+    (measurement, "after_steps", in_one_step),
+)
+SMALLER: tuple[tuple[Any, str, Any], ...] = (
     (rehearsed, "planned_schemes", lambda placement: ()),
     (rehearsed, "NUMELS", (256, 1024, 4096)),
     (rehearsal, "MOST_CACHED_BYTES", 64),
@@ -27,9 +31,8 @@ FEWER: tuple[tuple[Any, str, Any], ...] = (
     (links, "SIZES", links.SIZES[:3]),
     (links, "REPEATS", (3, 3)),
     (overlap, "EXCHANGE_RUNS", 2),
-    (default, "after_steps", in_one_step),
-    (measurement, "after_steps", in_one_step),
 )
+FEWER = SMALLER + AT_ONCE
 
 
 @contextmanager

@@ -24,11 +24,10 @@ from gradsync.tuning import pieces as timed
 from gradsync.tuning.auto import AutoPlanner
 from gradsync.tuning.default import MeasuringPlanner
 from gradsync.tuning.pieces import SHARE_OF_A_STEP, Pieces, after_steps, at_once, within
-from tests.quick import FEWER, patched
+from tests.quick import SMALLER, patched
 from tests.world import Ranks
 
 World = Callable[[int], Ranks]
-SMALLER = FEWER[:-2]  # fewer and smaller measurements, in pieces as usual
 
 
 class Clock(threading.local):
