@@ -64,7 +64,7 @@ def test_a_closed_engine_tells_the_times_of_the_steps_that_the_device_had_ended(
     engine = Engine({"w": torch.nn.Parameter(torch.ones(2))}, LocalGroup.world(1)[0], default_plan, timeout_s=5.0)
     ended = step(0.0)
     ended.ended.has_passed = True  # type: ignore[misc]
-    engine._times.step_ended(ended)
+    engine.running_plan.times.step_ended(ended)
     engine.close()
     assert ended.ended.asked  # type: ignore[attr-defined]
 

@@ -163,7 +163,9 @@ class Regrouping:
 
     def _communication_s(self) -> float:
         """Returns all buckets' seconds of communication since the engine got its present plan (buckets and groups)."""
-        return sum(run.communication_s for run in self._engine.bucket_runs)
+        running = self._engine.running_plan
+        running.times.read_ended()
+        return sum(run.communication_s for run in running.runs)
 
     def _watch(self, own: Tensor, average: Tensor) -> None:
         """Adds a parameter's squared distance to its average, and the average's squared norm, to this round's sums."""
