@@ -20,10 +20,10 @@ def index_dtype(num_rows: int) -> torch.dtype:
 
 @dataclass(frozen=True)
 class SparseRows:
-    """Some rows of a table: `values[k]` is added to row `indices[k]`; indices may repeat, in any order.
+    """Some rows of a table's gradient: `values[k]` is added to row `indices[k]`; indices may repeat, in any order.
 
-    `present` is False on a rank that has no gradient for the table at all, not even an empty one: no rows from any rank
-    are not the same as a gradient of zero (a parameter that no rank used keeps `grad = None`).
+    `present` is False on a rank that has no gradient for the table at all, not even an empty one. If no rank has one,
+    the parameter keeps `grad = None`, as one that no rank used; otherwise it gets a gradient, be it zero.
     """
 
     indices: Tensor  # (nnz,) int64
