@@ -23,7 +23,11 @@ MOST_OF_FIRST = 0.99  # of the first one's time; medians of 24 steps of one plan
 
 
 class Trial(Generic[T]):
-    """Says which of `candidates` (plans, best guess first) to run: `current`, in turns of a few steps, until `done`."""
+    """Says which of several plans, `candidates`, to run until all have been timed, and which was the fastest.
+
+    Candidates, the best guess first, run alternately, each for a few steps in a row: its turn. `current` is the one to
+    run.
+    """
 
     def __init__(self, candidates: Sequence[T]) -> None:
         self.candidates = list(candidates)
@@ -48,7 +52,10 @@ class Trial(Generic[T]):
         return [statistics.median(times) for times in self._times_s]
 
     def run_off(self, times_s: Sequence[float]) -> bool:
-        """Starts more turns of the best two candidates if their times are close; returns whether it did."""
+        """Starts more turns of the two fastest candidates if their times are close; returns whether it did.
+
+        `times_s`: each candidate's step time. There is one run-off at most.
+        """
         best, second = sorted(range(len(times_s)), key=times_s.__getitem__)[:2]
         if self._finalists or times_s[second] > CLOSE * times_s[best]:
             return False
@@ -57,9 +64,10 @@ class Trial(Generic[T]):
         return True
 
     def fastest(self, times_s: Sequence[float]) -> int:
-        """Returns the index of the candidate to keep, by each one's step time; after a run-off, one of its two.
+        """Returns the index of the candidate to keep; after a run-off, that of one of its two.
 
-        The first candidate is kept unless another is clearly faster, or the run-off was between others.
+        The first candidate is kept unless another is faster by more than 1 %, or the run-off was between others.
+        `times_s`: each candidate's step time.
         """
         left = self._finalists or range(len(self.candidates))
         best = min(left, key=times_s.__getitem__)
@@ -70,9 +78,9 @@ class Trial(Generic[T]):
         self._ends.clear()
 
     def step_ended(self, now: Moment) -> bool:
-        """Records a step of the current candidate that has ended now; returns whether its turn is over.
+        """Records that a step of the current candidate has ended now; returns whether its turn is over.
 
-        At the end of a turn it waits until the device has ended the step.
+        At the end of a turn the host waits until the device has ended the step. The next candidate is then `current`.
         """
         self._ends.append(now)
         if len(self._ends) < TURN_STEPS:
