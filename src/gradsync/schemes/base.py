@@ -152,7 +152,7 @@ class Scheme(Nameable, ABC, Generic[X]):
         """
 
     def init(self, bucket: Bucket, group: Group) -> State:
-        """Returns what the scheme keeps before the first training step, such as residuals; {} for most schemes.
+        """Returns the scheme's state before the first training step, such as residuals of zeros; {} for most schemes.
 
         It is empty on all ranks or on none.
         """
@@ -195,8 +195,7 @@ class Partitioned(Scheme[X], Generic[X, S]):
 
         Args:
             x, state, group, scale: as in `synchronize`.
-            keep_fp32: keeps sums of 16-bit floats in float32, so that further sums can be
-                added.
+            keep_fp32: keeps sums of 16-bit floats in float32, so that further sums can be added.
         """
 
     @abstractmethod

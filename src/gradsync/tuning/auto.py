@@ -44,9 +44,9 @@ ORDER = (Follows.NO, Follows.LATER, Follows.NOW)
 
 
 class AutoMeasurement(Measurement):
-    """A measurement of one model's step times and costs by `AutoPlanner`; other models are measured after it.
+    """A measurement of one model's step times and costs that `AutoPlanner` makes; other models wait until it has ended.
 
-    They are not measured at all if they were attached during a measurement or recording that the user began.
+    Models that were attached while the user measured or recorded, as by `measure`, are not measured at all.
     """
 
 
@@ -121,7 +121,8 @@ class AutoPlanner:
     def follow(self, engine: Engine) -> Follows:
         """Begins to measure the engine's next steps, after which it proposes plans, if all ranks can. Collective.
 
-        Returns `Follows.NOW` then, `LATER` while some rank measures another model, else `NO`.
+        Returns `Follows.NOW` if it has begun, `LATER` while some rank measures another model, and `NO` if this job
+        cannot be measured.
 
         Raises:
             RuntimeError: with `must_plan`, where the job cannot be measured.
@@ -164,7 +165,7 @@ class AutoPlanner:
             stack.close()
 
     def profile_of(self, engine: Engine) -> Profile | None:
-        """Returns the profile that the engine's plans were made from; None before the job was measured."""
+        """Returns the measurements (profile) that the engine's plans were made from; None before it was measured."""
         return self._profiles.get(engine)
 
     def _propose(self, engine: Engine, profile: Profile) -> None:
