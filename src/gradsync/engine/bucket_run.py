@@ -448,9 +448,9 @@ class BucketRuns:
             run.take_over(saved)
 
     def agree_on_carried(self, gather: Callable[[Tensor], list[Tensor]]) -> None:
-        """Sets `some_rank_carries` for buckets in which some rank has a residual of a former plan. Collective.
+        """Sets `some_rank_carries` of each bucket: whether a former plan left some rank a residual to be sent.
 
-        `gather` sends a tensor, (buckets,) uint8, to all ranks and returns all ranks' tensors, by rank.
+        Collective. `gather` sends a tensor, (buckets,) uint8, to all ranks and returns all ranks' tensors, by rank.
         """
         if len(self):
             mine = torch.tensor([run.carried_residual is not None for run in self], dtype=torch.uint8)
@@ -459,7 +459,9 @@ class BucketRuns:
                 run.some_rank_carries = bool(carries)
 
     def require_place(self, state: Iterable[StateSlice], advice: str) -> None:
-        """Checks that these buckets' schemes can keep all of the state, or send it with the next gradients.
+        """Checks that these buckets' schemes can keep all of the saved state, or send it with the next gradients.
+
+        `state`: what schemes kept, such as residuals, as slices of parameters.
 
         Raises:
             ValueError: naming the state that would be lost, followed by `advice`.

@@ -361,12 +361,15 @@ class Engine:
         self._controller.follow(self)
 
     def moment(self) -> streams.Moment:
-        """Returns the moment at which the device has run what this thread's current stream was given so far."""
+        """Returns a mark of the time when the device will have run what this thread's current stream was given so far.
+
+        The difference of two such moments is the device's time between them, and reading it waits for the device.
+        """
         return self._streams.moment()
 
     @property
     def profile(self) -> Profile | None:
-        """The measurements that the plan was made from; None where the job was not measured."""
+        """The measurements of the job that the plan was made from; None where the job was not measured."""
         return self._controller.profile_of(self)
 
     def propose(self, plans: Sequence[Plan]) -> None:
@@ -416,7 +419,7 @@ class Engine:
 
     @property
     def profiles(self) -> dict[str, ParameterProfile]:
-        """Layout and densities of each parameter's gradient as all ranks agreed, by name."""
+        """The layout (dense or sparse) and densities of each parameter's gradient, as all ranks agreed, by name."""
         return self._observer.profiles
 
     @property

@@ -32,7 +32,7 @@ class EngineState:
     """The state that a running plan's schemes keep from step to step, such as residuals, and its way into checkpoints.
 
     Residuals are gradients that are still to be sent, so the state is in units of the loss scale. A change of the state
-    that fails midway leaves it torn, and it can no longer be saved.
+    that fails midway leaves it neither old nor new, and it can no longer be saved.
 
     Args:
         running_plan: has the state in its buckets.
@@ -196,9 +196,10 @@ class EngineState:
 
     @contextmanager
     def all_or_none(self, where: str) -> Iterator[None]:
-        """Runs a block that changes state on all ranks; an error in it stops all synchronisation: state is then torn.
+        """Runs a block that changes state on all ranks; an error in it stops all synchronisation.
 
-        `where` names the change in the errors that the other ranks raise.
+        State that was changed in part can no longer be saved. `where` names the change in the errors that the other
+        ranks raise.
         """
         try:
             yield

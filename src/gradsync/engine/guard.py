@@ -63,7 +63,10 @@ class Verification:
 
 @dataclass(frozen=True)
 class Divergence:
-    """A difference that was found between the ranks' parameters; all ranks have an equal object."""
+    """A difference between the ranks' parameters: which ones differ, between which ranks, and by how much.
+
+    All ranks have an equal object.
+    """
 
     first: str  # parameter, in the order of the model
     sides: tuple[tuple[int, ...], ...]  # ranks that have the same of it

@@ -63,7 +63,7 @@ class Observer:
 
     @property
     def profiles(self) -> dict[str, ParameterProfile]:
-        """Layout and densities of each parameter's gradient as the ranks agreed, by name."""
+        """The layout (dense or sparse) and densities of each parameter's gradient, as the ranks agreed, by name."""
         return self._profiles
 
     @profiles.setter

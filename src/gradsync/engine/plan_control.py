@@ -163,13 +163,13 @@ class PlanController:
 
     @property
     def settled(self) -> bool:
-        """Whether no observation, measurement or trial is left, so that the plan stays."""
+        """Whether no observation, measurement or trial is left that may change the plan."""
         undecided = self._observations_left or self._measurement is not None or self._trial is not None
         return not undecided and self._follows is Follows.NO
 
     @property
     def looks(self) -> bool:
-        """Whether the observer samples the gradients of this step."""
+        """Whether the gradients of this step are sampled for zeros, by which plans are made or revised."""
         return self._observations_left > 0 or self._steps_to_look == 1
 
     @property

@@ -206,6 +206,6 @@ class RunningPlan:
         return describe(self.plan, self._specs, known)
 
     def announce(self) -> None:
-        """Logs the plan in words."""
+        """Logs the description of the plan that `words` returns."""
         for line in self.words():
             logger.info("%s", line)

@@ -16,7 +16,10 @@ class RecordingDone(BaseException):  # no Exception, as no `except Exception` of
 
 
 class StepListener:
-    """An object with methods that engines call at each step inside `recording`, on forward's or backward's thread."""
+    """An object whose methods engines call at each step inside a `recording` block.
+
+    The calls come on the thread of forward or backward.
+    """
 
     def forward_began(self, engine: Any) -> None:
         """Is called when a forward of the model begins that may be followed by a backward."""
@@ -52,7 +55,9 @@ def active() -> StepListener | None:
 
 @contextmanager
 def recording(listener: L) -> Iterator[L]:
-    """Makes engines call the listener inside the block; `RecordingDone` ends the block and is not raised further.
+    """Makes engines call the methods of `listener` inside the `with` block, at each training step.
+
+    A `RecordingDone` that the listener raises ends the block and is not raised further.
 
     Raises:
         RuntimeError: inside another such block.

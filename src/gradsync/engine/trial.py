@@ -38,17 +38,17 @@ class Trial(Generic[T]):
 
     @property
     def current(self) -> T:
-        """The candidate to run now."""
+        """The candidate (plan) to run in the coming step."""
         return self.candidates[self._turns[0]]
 
     @property
     def done(self) -> bool:
-        """Whether all turns are over, so that times can be compared."""
+        """Whether all candidates (plans) have been run as often as needed, so that their times can be compared."""
         return not self._turns
 
     @property
     def medians_s(self) -> list[float]:
-        """This rank's median step time with each candidate, in seconds."""
+        """This rank's median step time with each candidate (plan), in seconds."""
         return [statistics.median(times) for times in self._times_s]
 
     def run_off(self, times_s: Sequence[float]) -> bool:
@@ -74,7 +74,7 @@ class Trial(Generic[T]):
         return 0 if 0 in left and times_s[best] >= MOST_OF_FIRST * times_s[0] else best
 
     def interrupt(self) -> None:
-        """Restarts the current candidate's turn, after a step that must not be timed."""
+        """Begins the current candidate's steps in a row again, after a step that must not be timed."""
         self._ends.clear()
 
     def step_ended(self, now: Moment) -> bool:
@@ -91,7 +91,7 @@ class Trial(Generic[T]):
 
 
 def slowest(medians_s: Sequence[Sequence[float]]) -> list[float]:
-    """Returns each candidate's step time on its slowest rank, from `medians_s[rank][candidate]`."""
+    """Returns each candidate plan's step time on its slowest rank, from `medians_s[rank][candidate]`."""
     return [max(column) for column in zip(*medians_s, strict=True)]
 
 

@@ -237,10 +237,11 @@ def uncompiled(hook: type[Hook]) -> type[Hook]:
 
 
 def never_compiled(function: F) -> F:
-    """Makes `torch.compile` skip a function that autograd calls, and all that it calls, when a whole step is compiled.
+    """Marks a function that autograd calls, such as a hook, so that `torch.compile` never compiles it.
 
-    Unlike `uncompiled` it costs nothing per call, and needs no compiler; use it for functions that compiled code does
-    not call itself.
+    That holds for all that the function calls, too, and matters when a whole training step is compiled. Unlike
+    `uncompiled` it costs nothing per call, and needs no compiler; use it for functions that compiled code does not call
+    itself.
     """
     skip = _eval_frame._FrameAction.SKIP  # here, and further in
     code: CodeType = function.__code__

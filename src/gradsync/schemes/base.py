@@ -141,7 +141,10 @@ class Scheme(Nameable, ABC, Generic[X]):
         """
 
     def unchanged_since(self, step: int) -> int:
-        """Returns the first training step for which `steps` returns the same as for training step `step`."""
+        """Returns the first training step for which `steps` returns the same as for training step `step`.
+
+        It is 0 unless the scheme sends other amounts in its first training steps, as with a warm-up.
+        """
         return 0
 
     def check(self, specs: tuple[TensorSpec, ...]) -> None:

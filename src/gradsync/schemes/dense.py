@@ -21,7 +21,7 @@ from .base import Partitioned, Scheme, State, Traits
 @register
 @dataclass(frozen=True)
 class AllReduce(Scheme[Tensor]):
-    """The backend's all-reduce of the whole bucket, as in DDP. Exact.
+    """A scheme that calls the backend's all-reduce on the whole bucket, as DDP does. Exact.
 
     Wire: 2(n-1)/n of the bucket, sent and received by each rank (in a ring; backends may use another algorithm).
     """

@@ -29,7 +29,7 @@ class Layout(StrEnum):
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape and element type of one tensor; no memory."""
+    """The shape and dtype of one tensor, without values; for a flat tensor also which parameters lie in it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -42,7 +42,7 @@ class TensorSpec:
         return cls(tuple(tensor.shape), tensor.dtype)
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Whether the tensor has this shape and element type."""
+        """Whether `tensor` has this shape and dtype."""
         return tensor.dtype is self.dtype and tensor.shape == self.shape
 
     @property
@@ -109,7 +109,7 @@ NO_MARKS = StepMarks()  # of a usual step
 
 @dataclass(frozen=True)
 class Segment:
-    """Elements [start, stop) of the parameter `name`, flattened."""
+    """A slice of one parameter: elements [start, stop) of the flattened parameter `name`."""
 
     name: str
     start: int

@@ -44,7 +44,7 @@ class DensityProfile:
 
     @property
     def density(self) -> float:
-        """The share of the rows that one rank touches, in [0, 1]."""
+        """The share of rows that are non-zero in one rank's gradient, in [0, 1]."""
         return self.rows / self.num_rows if self.num_rows else 0.0
 
     def may_have_rows_of(self, other: DensityProfile) -> bool:
@@ -157,7 +157,7 @@ def _share(shares: Sequence[float], start: float, stop: float) -> float:
 
 
 def partition_shares(rows: Tensor, num_rows: int) -> tuple[float, ...]:
-    """Returns the share of `rows` in each of up to `PARTITIONS` even contiguous partitions of [0, num_rows).
+    """Returns which share of the indices `rows` lies in each of up to `PARTITIONS` even partitions of [0, num_rows).
 
     `rows`: sorted distinct indices, (rows,) int64; those out of range are left out.
     """

@@ -21,7 +21,10 @@ ALIGNMENT_BYTES = 8  # each field of a message begins at a multiple of this
 
 
 def aligned(nbytes: float) -> float:
-    """Returns `nbytes` rounded up to a multiple of 8; a fractional, expected size instead plus 4, the mean padding."""
+    """Returns `nbytes` rounded up to a multiple of 8.
+
+    A fractional size, which is an expected one, gets the mean padding of 4 bytes instead.
+    """
     if isinstance(nbytes, int) or nbytes.is_integer():
         return -(-int(nbytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     return nbytes + ALIGNMENT_BYTES / 2
@@ -37,7 +40,7 @@ class IndexFormat(StrEnum):
     DENSE = "dense"  # no positions: all rows travel, absent ones as zeros
 
     def nbytes(self, count: float, length: int) -> float:
-        """Returns the bytes that `count` indices in [0, length) take in a message, padded to a multiple of 8.
+        """Returns the bytes, padded to a multiple of 8, that `count` indices in [0, length) take; 0 for DENSE.
 
         For a fractional count, which is an expected one, they are the mean.
         """

@@ -85,9 +85,10 @@ class Writes:
         return _first_written(asked)
 
     def found_before(self) -> str | None:
-        """Returns the name of a written tensor, by answers that `look` began before the last call of this; or None.
+        """Returns the name of a tensor that was written to, or None, by answers asked for before the last call of this.
 
-        If it is called once a step, those are of the step before, and have mostly come, so the host need not wait.
+        If it is called once a step, these are of the step before and have mostly come, so the host need not wait. Later
+        answers wait for the next call.
         """
         before, self._before, self._asked = self._before, self._asked, []
         return _first_written(before)

@@ -30,7 +30,8 @@ class StepTimes:
 class StepMoments:
     """The moments of one training step, from the end of an exchange to the end of the next; `times` reads them.
 
-    An accelerator gets to them later than the host: to read them at once would make the host wait.
+    A moment marks a point in the device's work. An accelerator gets there later than the host: to read a moment at once
+    would make the host wait.
     """
 
     resumed: Moment  # begin of the step
