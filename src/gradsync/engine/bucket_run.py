@@ -258,10 +258,10 @@ class BucketRun:
         self.state = self.scheme.init(self.bucket, self.group)
 
     def state_slices(self) -> Iterator[StateSlice]:
-        """Yields copies of the scheme's state for checkpoints and other plans.
+        """Yields copies of the scheme's state (such as residuals of compression) for checkpoints and other plans.
 
-        There is one slice for each segment and each point where the scheme compresses, and one for each segment of a
-        residual that a former plan left.
+        There is one for each parameter, or slice of one, in the bucket and each point where the scheme compresses, and
+        one for each residual that a former plan left to be sent.
         """
         yield from slices(self.bucket, self.state)
         if self.carried_residual is not None:
@@ -394,7 +394,7 @@ class BucketRuns:
 
     @property
     def keep_values(self) -> bool:
-        """Whether some state, such as residuals, may differ between ranks, so that a checkpoint needs every rank's."""
+        """Whether some state, such as compression's residuals, differs between ranks: checkpoints need every rank's."""
         return any(keeps_values(run.state) or run.some_rank_carries for run in self)
 
     def state_slices(self) -> Iterator[StateSlice]:
@@ -432,8 +432,8 @@ class BucketRuns:
     def inherit(self, state: Iterable[StateSlice]) -> None:
         """Loads the state that the schemes of the former plan kept, given as slices of parameters.
 
-        Residuals that no scheme here keeps are sent with the next gradients. State of a whole matrix (PowerSGD's
-        factors) is dropped where no scheme keeps it: it was only a good start.
+        Residuals (what compression left to be sent) that no scheme here keeps are sent with the next gradients. State
+        of a whole matrix (PowerSGD's factors) is dropped where no scheme keeps it: it was only a good start.
 
         Raises:
             ValueError: if no scheme here keeps some other state, or a residual of a table, which would be lost.
@@ -450,7 +450,8 @@ class BucketRuns:
     def agree_on_carried(self, gather: Callable[[Tensor], list[Tensor]]) -> None:
         """Sets `some_rank_carries` of each bucket: whether a former plan left some rank a residual to be sent.
 
-        Collective. `gather` sends a tensor, (buckets,) uint8, to all ranks and returns all ranks' tensors, by rank.
+        A residual is what compression left out of the gradients. Collective. `gather` sends a tensor, (buckets,) uint8,
+        to all ranks and returns all ranks' tensors, by rank.
         """
         if len(self):
             mine = torch.tensor([run.carried_residual is not None for run in self], dtype=torch.uint8)

@@ -13,7 +13,7 @@ LOOK_STEPS = 499  # between two looks; a prime: what alternates from step to ste
 
 
 class Drift:
-    """Detects that training steps take another time than they did when the plan was made, for good.
+    """Detects a lasting change: training steps take clearly more or less time than when the plan was made.
 
     All ranks pass the same time to `judge`, so they decide alike. `usual_s`: seconds that a step usually takes; None:
     the first call of `judge` tells.

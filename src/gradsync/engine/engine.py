@@ -53,7 +53,7 @@ class Engine:
 
     Attributes:
         running_plan: the plan in force, its buckets and statistics.
-        state: what schemes keep from step to step, such as residuals, for checkpoints.
+        state: what schemes keep from step to step, such as residuals of compression, for checkpoints.
         peers: runs collectives that are no part of the gradients' exchange.
     """
 
@@ -388,7 +388,7 @@ class Engine:
     def replan(self, plan: Plan) -> None:
         """Changes to another plan at once, between two steps; the caller must have unloaded the last step's results.
 
-        Collective. The schemes' state, such as residuals, moves into the new plan's buckets.
+        Collective. What schemes keep, such as residuals of compression, moves into the new plan's buckets.
 
         Raises:
             ValueError: for a plan that is not for this model, or whose schemes cannot keep the state.
@@ -479,7 +479,7 @@ class Engine:
     def state_dict(self) -> dict[str, Any]:
         """Returns what a checkpoint needs of this rank: the step's number, the plan, and the schemes' state.
 
-        The state, such as residuals, consists of tensors by parameter, range of elements and kind.
+        The state, such as residuals of compression, consists of tensors by parameter, range of elements and kind.
 
         Raises:
             RuntimeError: if the engine was closed, or a change of the state has failed midway.
@@ -494,7 +494,8 @@ class Engine:
     def load_state_dict(self, state: object, *, strict: bool = True) -> None:
         """Loads what `state_dict` returned; called on all ranks inside `at_barrier`.
 
-        `strict`: refuse state that has no place in the plan or another dtype, or is not of this rank and model.
+        `strict`: whether to refuse state that the plan's schemes cannot keep, of another dtype, or of another rank or
+        model.
 
         Raises:
             TypeError, ValueError, RuntimeError: on all ranks, before anything has changed, if the state of one is

@@ -69,7 +69,8 @@ class EngineState:
     def follow_scale(self) -> None:
         """Multiplies state, such as residuals, by the present loss scale over the one in whose units it is.
 
-        Call it when a step begins. Without state, the next state begins in units of its own step.
+        Call it when a step begins. If there is no state, nothing is done: state that arises later is in the units of
+        that time.
         """
         if self.loss_scale is None:
             return
@@ -162,10 +163,10 @@ class EngineState:
         Args:
             saved: the state, as `examine` returned it.
             resumption: the checkpoint's plan, if training goes on with it.
-            strict: whether state without a place, or of another dtype, is refused.
+            strict: whether state that these buckets' schemes cannot keep, or of another dtype, is refused.
 
         Raises:
-            ValueError, RuntimeError: on all ranks, if one has no place for the state.
+            ValueError, RuntimeError: on all ranks, if one refuses the state.
         """
         running = self._running_plan
         runs = running.runs

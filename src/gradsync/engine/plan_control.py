@@ -300,7 +300,7 @@ class PlanController:
         return self._drift.judge(max(float(part) for part in medians_s))
 
     def leave_out_step(self) -> None:
-        """Leaves the last step out of the times of the plan on trial, because a step listener delayed its exchange."""
+        """Begins to time the plan on trial again, as a step listener (a measurement) delayed the last exchange."""
         if self._trial is not None:
             self._trial.interrupt()
 

@@ -57,7 +57,7 @@ class DensityProfile:
         return self.rows == other.rows and (unknown or self.pattern == other.pattern or self.rows == 0)
 
     def share(self, start: int, stop: int, ranks: int) -> float:
-        """Returns which share of the non-zero rows of a sum over `ranks` ranks lies in [start, stop), in [0, 1].
+        """Returns which share of the non-zero rows of a sum over `ranks` ranks lies in rows [start, stop), in [0, 1].
 
         It is measured for one rank and for all; in between it is interpolated by the logarithm of the number of ranks.
         """
@@ -292,7 +292,7 @@ def profile_sample(hits: Tensor, counts: Tensor, size: int) -> DensityProfile | 
 
     Returns:
         The profile; None if no rank counted any. Such a gradient of zeros does not predict the next step: a
-            zero-initialised layer behind the parameter gives one in the first step.
+        zero-initialised layer behind the parameter gives one in the first step.
     """
     rows, mean_hits = float(counts.double().mean()), float(hits.sum()) / len(hits)
     if rows == 0:

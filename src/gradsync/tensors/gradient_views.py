@@ -56,12 +56,15 @@ class GradientView:
         return parameter.stride() == strides or torch.empty_like(parameter, device="meta").stride() == strides
 
     def give(self) -> None:
-        """Sets `param.grad` to the view."""
+        """Sets `param.grad` to the view, so that the gradient lives in the bucket's memory."""
         self.parameter.grad = self.tensor.detach()
 
 
 class GradientViews:
-    """The views of a plan's buckets in which parameters' gradients can live, and the gradients that do live there."""
+    """The views of a plan's buckets (windows into their memory) in which parameters' gradients can live without a copy.
+
+    It knows which gradients live there, and when memory that other code refers to must not be overwritten.
+    """
 
     def __init__(self) -> None:
         self._by_name: dict[str, GradientView] = {}

@@ -113,7 +113,10 @@ class SparseRows:
 
 @dataclass(frozen=True)
 class SparseVector:
-    """Some elements of a vector of `length`; all others are zero. Indices ascend, without repetition."""
+    """Some elements of a vector of `length`: element `indices[k]` is `values[k]`, all others are zero.
+
+    Indices ascend, without repetition.
+    """
 
     indices: Tensor  # (nnz,) int32 or int64
     values: Tensor  # (nnz,)

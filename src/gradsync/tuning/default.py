@@ -47,9 +47,10 @@ class MeasuringPlanner:
         self.network = yield from after_steps(measured_network(group, timeout_s), highest_over(group, timeout_s))
 
     def revise(self, plan: Plan, before: Sequence[ParameterProfile], now: Sequence[ParameterProfile]) -> Plan:
-        """Returns `plan`, or one with other schemes where the gradients' densities `now` make these clearly faster.
+        """Returns `plan` with other schemes where the gradients' densities `now` make these clearly faster.
 
-        `before`: the densities that `plan` was made from. Before `measure` was called, `plan` stays.
+        Messages get more room for rows where they need it. `before`: the densities that `plan` was made from. Before
+        `measure` was called, `plan` stays as it is.
         """
         return plan if self.network is None else revised(plan, before, now, self.network)
 

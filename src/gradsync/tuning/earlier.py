@@ -109,7 +109,10 @@ class EarlierTimes:
         return cls(tuple(circumstances.items()), anew)
 
     def with_threads(self, threads: int) -> EarlierTimes:
-        """Returns the earlier times of kernels on the CPU with this number of torch's threads, else as here."""
+        """Returns the earlier times of kernels that ran on the CPU with this number of torch's threads.
+
+        All other circumstances are those of this object.
+        """
         changed = {**dict(self.circumstances), "threads": str(threads), "device": "cpu", "card": ""}
         return replace(self, circumstances=tuple(changed.items()))
 

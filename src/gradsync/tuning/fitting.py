@@ -285,7 +285,7 @@ def slowdown(alone_s: Array, together_s: Array, shared_s: Array) -> Array:
 
 
 def fit_slowdown(alone_s: Array, together_s: Array, shared_s: Array) -> Interval | None:
-    """Returns the factor by which work takes longer while a disturbance runs beside it, on the slowest rank.
+    """Returns the factor by which work takes longer while a disturbance runs beside it, on the rank it slows most.
 
     Each rank's factor follows from medians over its steps; steps in which work and disturbance shared no time do not
     count. The interval comes from a bootstrap over the steps. None if no rank shared time.

@@ -143,7 +143,7 @@ def transfer_beside_kernels(group: Group, timeout_s: float) -> Pieces[Slowdowns]
 
     Returns:
         The factors by which the all-reduce, and the compression, takes longer; the same on all ranks. Both are None for
-            a group of one rank.
+        a group of one rank.
     """
     if group.size == 1:
         return None, None
