@@ -209,8 +209,8 @@ class BucketRun:
         """Overwrites the result by NaN after a step in which some rank saw NaN or infinity.
 
         Only flat buckets with state of a lossy scheme, or with a residual of a former plan, are overwritten. The state
-        of such a step is dropped, so the result must not be used: NaN tells a GradScaler so, and a finite result of a
-        lossy scheme would hide what the rank saw.
+        of such a step is dropped, so the result must not be used: NaN tells a GradScaler so. A finite result of a lossy
+        scheme would hide what the rank saw.
 
         `where`: whether some rank saw them, 0-D bool on the gradients' device; None: it did.
         """
@@ -235,9 +235,9 @@ class BucketRun:
             yield ~(is_finite(self.gradients.values) if finite is None else finite)
 
     def commit(self, *, keep: bool) -> None:
-        """Replaces the scheme's state by the next state, which the last step made, if `keep`; else drops the latter.
+        """Ends the last step for the scheme's state: if `keep`, the next state, which that step made, replaces it.
 
-        A step that failed, or in which some rank saw NaN, is not kept.
+        Else the next state is dropped: a step that failed, or in which some rank saw NaN, is not kept.
         """
         if self.next_state is not None and keep:
             self.state, self.carried_residual = self.next_state, self.next_carried_residual
@@ -260,8 +260,8 @@ class BucketRun:
     def state_slices(self) -> Iterator[StateSlice]:
         """Yields copies of the scheme's state (such as residuals of compression) for checkpoints and other plans.
 
-        There is one for each parameter, or slice of one, in the bucket and each point where the scheme compresses, and
-        one for each residual that a former plan left to be sent.
+        There is one for each parameter, or slice of one, in the bucket and each point where the scheme compresses.
+        Residuals that a former plan left to be sent have slices of their own.
         """
         yield from slices(self.bucket, self.state)
         if self.carried_residual is not None:
@@ -402,15 +402,18 @@ class BucketRuns:
         return (part for run in self for part in run.state_slices())
 
     def commit(self, *, keep: bool) -> None:
-        """Replaces all buckets' states by the next states, which the last step made, if `keep`; else drops these."""
+        """Ends the last step for all buckets' state: if `keep`, the next states, which that step made, replace it.
+
+        Else the next states are dropped: a step that failed, or in which some rank saw NaN, is not kept.
+        """
         for run in self:
             run.commit(keep=keep)
 
     def restore(self, state: Sequence[StateSlice], gather: Callable[[bytes], list[bytes]]) -> None:
         """Replaces the state of all buckets' schemes by saved slices. Collective.
 
-        State that is not kept for each element (PowerSGD's factors, or numbers by which a scheme chooses ranges to
-        send) must be the same on all ranks; where saved values differ, the bucket's state of this kind begins anew.
+        Some state is not kept for each element (PowerSGD's factors, or numbers by which a scheme chooses ranges to
+        send). It must be the same on all ranks; where saved values differ, the bucket's state of this kind begins anew.
 
         Args:
             state: this rank's saved slices.

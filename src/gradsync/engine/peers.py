@@ -91,9 +91,9 @@ class Peers:
     def aside(self, job: Callable[[Group], T]) -> Future[T]:
         """Runs `job(group)` on the communication thread, ahead of the gradients' exchange in the step under way.
 
-        Nothing else uses the group meanwhile, so all ranks must pass a job with the same collectives. They must do so
-        before any gradient of the step is loaded, or later where a step listener delays the exchange to the end of
-        backward. `Engine.finish` waits for the job, and raises its errors.
+        Nothing else uses the group meanwhile, so all ranks must pass a job with the same collectives. They must pass it
+        before any gradient of the step is loaded. Where a step listener delays the exchange to the end of backward,
+        they may pass it later. `Engine.finish` waits for the job, and raises its errors.
         """
         done: Future[T] = Future()
         begun = self._streams.record()

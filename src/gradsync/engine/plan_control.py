@@ -81,8 +81,8 @@ class ProposingPlanner(Protocol):
 class RevisingPlanner(Protocol):
     """A planner that measures the network and may revise its plan while training runs.
 
-    `measure` is called if the first steps show sparse gradients or many zeros, or if there are several nodes, each with
-    equally many ranks and more than one.
+    `measure` is called if the first steps show sparse gradients or many zeros. It is also called if there are several
+    nodes, each with equally many ranks and more than one.
     """
 
     cost: CostModel | None  # once measured

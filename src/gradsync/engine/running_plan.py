@@ -153,7 +153,7 @@ class RunningPlan:
             self._earlier = replace(sums, plan_changes=sums.plan_changes + 1)
 
     def close(self) -> None:
-        """Gives up the buckets' memory, of which gradients keep what they live in; statistics stay as they are now."""
+        """Gives up the buckets' memory, except where gradients still live in it; statistics stay as they are now."""
         self.times.read_ended()
         self._final = self._statistics()  # without what a device that hangs has not ended
         if self._other_core is not None:

@@ -91,10 +91,10 @@ class OptimizerStep(NamedTuple):
 class OptimizerRounds:
     """A counter of this rank's rounds of optimiser steps, by which ranks find out that they are out of step.
 
-    A round begins with the first step after a synchronised backward, and with each further step of an optimiser that
-    has stepped in the round already. Several optimisers share a round, as do the outer and the inner step of a sharded
-    one. A step by gradients that hold more than what was synchronised counts as an additional round: a rank that left
-    `no_sync` too early or too late makes such steps.
+    A round begins with the first step after a synchronised backward, or when an optimiser steps that has stepped in the
+    round already. Several optimisers share a round, as do the outer and the inner step of a sharded one. A step by
+    gradients that hold more than what was synchronised counts as an additional round. A rank that left `no_sync` too
+    early or too late makes such steps.
     """
 
     def __init__(self) -> None:

@@ -80,7 +80,7 @@ class Scheme(Nameable, ABC, Generic[X]):
 
     All ranks get the same bits, unless the scheme has the trait `mixes`. It is a frozen dataclass of settings. A
     subclass defines `traits`, `stages`, `synchronize` and `steps`. The state is passed in, and the next state is
-    returned: a scheme keeps no state itself and overwrites none, so that a training step can be undone.
+    returned. A scheme keeps no state itself and overwrites none, so that a training step can be undone.
     """
 
     kind: ClassVar[str] = "scheme"

@@ -82,8 +82,8 @@ class GradientViews:
     def get(self, name: str) -> GradientView | None:
         """Returns the view in which the parameter's gradient may live, or None.
 
-        None if the plan cuts the parameter, sends its elements in another order than memory's, or exchanges it as a
-        row-sparse table.
+        None if the plan cuts the parameter, sends its elements in another order than they have in memory, or exchanges
+        it as a row-sparse table.
         """
         return self._by_name.get(name)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 def multiply(tensors: list[Tensor], factor: float) -> None:
     """Multiplies dense tensors of one device in place by `factor`; each element is rounded once, as by `Tensor.mul_`.
 
-    `torch._foreach_mul_` on the CPU rounds the factor to the tensors' dtype first: if that has 16 bits, all elements
+    `torch._foreach_mul_` on the CPU rounds the factor to the tensors' dtype first. If that has 16 bits, all elements
     get an error of up to 0.2 % alike.
     """
     if tensors and not tensors[0].is_cpu:

@@ -65,8 +65,8 @@ class SparseRows:
     def from_torch(cls, grad: Tensor) -> SparseRows:
         """Returns the rows of a sparse COO tensor, (num_rows, ...) with one sparse dimension, without coalescing them.
 
-        The rows share the tensor's memory, except indices or values that do not lie one after the other (an embedding
-        whose output was transposed leaves such a gradient): kernels take adjacent elements only, so these are copied.
+        The rows share the tensor's memory. Only indices or values that do not lie one after the other are copied, as
+        kernels take adjacent elements only; an embedding whose output was transposed leaves such a gradient.
 
         Raises:
             ValueError: for another layout, or more than one sparse dimension.

@@ -53,11 +53,13 @@ class AutoMeasurement(Measurement):
 class AutoPlanner:
     """The planner for `plan="auto"`. Its plans are exact unless `constraints` allow lossy compressors or schemes.
 
-    It measures each attached model during its own steps, one model after the other. Links and kernels take up to ten
-    seconds, fifteen where gradients are on an accelerator, spread over steps that take a third longer; kernels
-    that an earlier job on this machine has measured take none. It keeps the default plan, and measures nothing, in a
-    group of one rank, while some rank runs `measure` or a recorder, and under `torch.use_deterministic_algorithms`,
-    since timing decides on plans. If the search finds no plan, the present plan stays, and a warning says why.
+    It measures each attached model during that model's own steps, one model after the other. Links and kernels take up
+    to ten seconds, fifteen where gradients are on an accelerator, spread over steps that take a third longer. Kernels
+    that an earlier job on this machine has measured take none. If the search finds no plan, the present plan stays, and
+    a warning says why.
+
+    It keeps the default plan, and measures nothing, in a group of one rank, and while some rank runs `measure` or a
+    recorder. It also does so under `torch.use_deterministic_algorithms`, since timing decides on plans.
 
     Args:
         constraints: the lossy compressors and schemes that plans may use; None: none, plans are exact.

@@ -180,7 +180,7 @@ def fit_links(
     """Fits the costs of links to timed collectives; returns those for all collectives together, and for each one.
 
     A pattern is a kind of collective. All patterns share one latency per message; seconds per operation and the rate
-    are each pattern's own. With two ranks seconds per operation cannot be told from latency: they are 0 then, and the
+    are each pattern's own. With two ranks seconds per operation cannot be told from latency. They are 0 then, and the
     latency, which contains both, is each pattern's own too.
 
     Args:

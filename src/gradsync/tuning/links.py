@@ -49,8 +49,8 @@ def measured_links(group: Group, timeout_s: float, budget_s: float = BUDGET_S) -
 def groups_of(group: Group) -> dict[Span, Group]:
     """Returns the groups of ranks whose links are measured; none for a single rank. The first call is collective.
 
-    ALL: all ranks; where nodes have several ranks, equally many on each, also INSIDE: this node's ranks, and ACROSS: on
-    each node the rank of the same index.
+    ALL has all ranks. Where nodes have several ranks, equally many on each, there are two more: INSIDE has this node's
+    ranks, ACROSS on each node the rank of the same index.
     """
     made = {Span.ALL: lambda: group, Span.INSIDE: group.within_node, Span.ACROSS: group.across_nodes}
     return {span: made[span]() for span in spans_of(group.placement)}
@@ -75,8 +75,8 @@ def measured_points(
 ) -> Pieces[list[LinkPoint]]:
     """Times one collective at growing sizes: the three smallest, and more while the next fits into `share_s` seconds.
 
-    It is a generator that makes one exchange at each `next`. `Pattern.MESSAGES` is timed with one message per rank, and
-    at small sizes also with one to each other rank: the difference is the cost of a further message.
+    It is a generator that makes one exchange at each `next`. `Pattern.MESSAGES` is timed with one message per rank. At
+    small sizes it is also timed with one to each other rank: the difference is the cost of a further message.
 
     Args:
         group: the ranks that exchange.

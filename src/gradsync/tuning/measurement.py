@@ -76,9 +76,9 @@ class Kind(Enum):
 class Measurement(StepListener):
     """Measures one model's step times and gradients, and links and kernels, for a `Profile` that planners use.
 
-    It makes `warmup` usual steps, one that measures the gradients' densities and errors of compression, and `2 * steps`
-    timed ones: in every second one a transfer or compression runs during backward. The last step sets `profile`. Links
-    and kernels are measured after the warm-up.
+    It makes `warmup` usual steps and one that measures the gradients' densities and errors of compression. Then come `2
+    * steps` timed ones: in every second one a transfer or compression runs during backward. The last step sets
+    `profile`. Links and kernels are measured after the warm-up.
 
     Args:
         steps: undisturbed steps to be timed; as many more are disturbed.

@@ -100,9 +100,9 @@ def times_between_awaits_s(
 ) -> Pieces[list[float]]:
     """Times `scheme.synchronize`: returns seconds before its first await, between awaits, and after the last one.
 
-    All ranks run on one thread, without a network. It is a generator that runs the scheme once at each `next`. On the
-    CPU seconds are processor time, since other processes may use the cores while a job starts: the mean over the ranks,
-    the median over the repeats. One more run comes first and does not count.
+    All ranks run on one thread, without a network. It is a generator that runs the scheme once at each `next`. Seconds
+    are the mean over the ranks and the median over the repeats. On the CPU they are processor time, since other
+    processes may use the cores while a job starts. One more run comes first and does not count.
 
     Args:
         inputs: the scheme's input on each rank: a flat bucket, which is copied, or tables.

@@ -69,8 +69,8 @@ class StepMoments:
 class Stopwatch:
     """Records when the parts of a training step begin and end; `step_ended` returns these moments.
 
-    Where gradients accumulate, a step has several forwards and backwards: only those whose gradients are exchanged
-    count as such, and the time of the rest is part of `StepTimes.other_s`.
+    Where gradients accumulate, a step has several forwards and backwards. Only those whose gradients are exchanged
+    count as such; the time of the others is part of `StepTimes.other_s`.
     """
 
     def __init__(self) -> None:
