@@ -268,9 +268,10 @@ class BucketRun:
             yield from carried_slices(self.bucket, self.carried_residual)
 
     def take_over(self, saved: Sequence[StateSlice]) -> None:
-        """Copies the saved state of this bucket's elements into its state, also from a plan with other buckets.
+        """Copies saved state, for the elements that are in this bucket, into the bucket's state.
 
-        Residuals that the scheme here does not keep are added to the next gradients of a flat bucket.
+        The plan that saved it may have had other buckets. Residuals (what compression left to be sent) that the scheme
+        here does not keep are added to the next gradients of a flat bucket.
         """
         self.state = with_slices(self.bucket, self.state, saved)
         if self.bucket.layout is Layout.FLAT:

@@ -67,10 +67,10 @@ class EngineState:
             self.loss_scale.look()
 
     def follow_scale(self) -> None:
-        """Multiplies state, such as residuals, by the present loss scale over the one in whose units it is.
+        """Multiplies state, such as residuals, by the ratio of the present loss scale to the one in whose units it is.
 
-        Call it when a step begins. If there is no state, nothing is done: state that arises later is in the units of
-        that time.
+        Call it when a step begins. If there is no state, nothing is done: state that arises later is in units of the
+        loss scale at that time.
         """
         if self.loss_scale is None:
             return

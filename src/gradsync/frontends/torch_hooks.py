@@ -79,7 +79,7 @@ class OptimizerStep(NamedTuple):
 
     @property
     def is_inner(self) -> bool:
-        """Whether the call is part of another step of this optimiser, as of a subclass that calls its base class."""
+        """Whether the call is made inside another `step` of this optimiser, as by a subclass for its base class."""
         return [f.f_locals.get("self") is self.optimizer for f in _frames_of(_step_code())].count(True) > 1
 
     @property

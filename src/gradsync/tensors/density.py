@@ -253,7 +253,7 @@ class ZeroSample:
 
     @classmethod
     def full(cls, spec: TensorSpec) -> ZeroSample:
-        """Returns the sample of a gradient of this shape that counts as non-zero throughout."""
+        """Returns the sample that stands for a gradient of this shape without any zeros."""
         rows, elements = torch.ones(rows_sampled(spec)), torch.ones(min(SAMPLES, spec.numel))
         return cls(rows.bool(), elements.bool(), spec.num_rows if spec.shape else 1, spec.numel)
 
