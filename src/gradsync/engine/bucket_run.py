@@ -40,7 +40,7 @@ from ..tensors.gradients import FlatGradients, Gradients, gradients_of, is_finit
 
 @dataclass(frozen=True)
 class BucketStatistics:
-    """The bytes sent and the communication times of one bucket, summed since attach or since the plan changed."""
+    """The bytes sent and the communication times of one bucket, since `attach` or the last change of plans."""
 
     id: str
     names: tuple[str, ...]
@@ -55,7 +55,10 @@ class BucketStatistics:
 
 @dataclass
 class BucketRun:
-    """One bucket of gradients at run time on this rank: its scheme, memory, state and statistics."""
+    """One bucket of gradients while it is trained on this rank: its scheme of exchange, memory, state and statistics.
+
+    The state is what the scheme keeps from step to step, such as residuals of compression.
+    """
 
     bucket: Bucket
     scheme: Scheme[Any]
@@ -82,9 +85,14 @@ class BucketRun:
     def make(
         cls, bucket: Bucket, scheme: Scheme[Any], templates: Mapping[str, Tensor], device: torch.device, group: Group
     ) -> BucketRun:
-        """Returns a bucket run with newly allocated memory for gradients and the first state of its scheme.
+        """Returns a bucket with newly allocated memory for gradients and the first state of its scheme.
 
-        `templates`: tensors with the shapes and strides of the parameters, by name, on any device, `meta` too.
+        Args:
+            bucket: the parameters, or slices of them, that are synchronised together.
+            scheme: how the bucket is exchanged.
+            templates: tensors with the shapes and strides of the parameters, by name, on any device, `meta` too.
+            device: where the gradients are.
+            group: the ranks that exchange them.
         """
         recording = RecordingGroup(group, Ledger())
         state = scheme.init(bucket, recording)
@@ -109,7 +117,10 @@ class BucketRun:
     def load(self, name: str, gradient: Tensor | None, *, used: bool) -> bool:
         """Puts a parameter's gradient into the bucket; returns whether the bucket has all of its gradients now.
 
-        `gradient`: of the parameter's shape, None: zero; `used`: whether this rank used the parameter in this step.
+        Args:
+            name: the parameter's name.
+            gradient: with the parameter's shape; None: zero.
+            used: whether this rank used the parameter in this step.
 
         Raises:
             RuntimeError: for another dtype than the bucket's, or a parameter that was loaded in this step already.
@@ -126,7 +137,9 @@ class BucketRun:
         return not self.waiting
 
     def load_views(self, names: Sequence[str]) -> bool:
-        """Loads gradients of used parameters that live in their views of the bucket, as `load` does one by one.
+        """Loads gradients of used parameters that live in their views of the bucket, so that nothing is copied.
+
+        Returns whether the bucket has all of its gradients now, as `load` does.
 
         Raises:
             RuntimeError: for a parameter that was loaded in this step already, or is twice in `names`.
@@ -139,7 +152,16 @@ class BucketRun:
         return not self.waiting
 
     async def synchronize(self, *, check_finite: bool, marks: StepMarks, step: int) -> Any:
-        """Runs the scheme; returns the mean over ranks. `check_finite`: look for NaN; `marks`: sent with gradients."""
+        """Runs the scheme on the loaded gradients and returns their mean over the ranks, for `accept`.
+
+        Args:
+            check_finite: whether to look for NaN and infinity in this rank's gradients and in the result.
+            marks: numbers sent with the gradients, which reveal ranks that are late or out of step.
+            step: the number of the training step, on which the state of some schemes depends.
+
+        Returns:
+            One flat tensor, or a tuple of `SparseRows`, one for each table.
+        """
         self.result_is_finite = None
         x = self.gradients.take(check_finite=check_finite and not self._shows_non_finite, marks=marks)
         if self.carried_residual is not None:
@@ -155,7 +177,10 @@ class BucketRun:
         return result
 
     def accept(self, result: Any, step: int) -> None:
-        """Stores the scheme's `result` in the bucket; parameters that no rank used keep their former scheme state."""
+        """Stores `result`, which `synchronize` returned in training step `step`, in the bucket.
+
+        The scheme's next state waits for `commit`. In it parameters that no rank used keep their former state.
+        """
         self.gradients.accept(result)
         self.steps += 1
         self.unpredicted[self.scheme.unchanged_since(step)] += 1
@@ -174,7 +199,7 @@ class BucketRun:
 
     @property
     def arrival(self) -> Arrival:
-        """The bucket's elements that got synchronised gradients in the step that `accept` stored; after `commit`: all.
+        """The elements of the bucket that got synchronised gradients in the last step; after its `commit`: all.
 
         It also says whether optimisers must leave the other elements unchanged.
         """
@@ -183,10 +208,11 @@ class BucketRun:
     def fill_nan(self, where: Tensor | None = None) -> None:
         """Overwrites the result by NaN after a step in which some rank saw NaN or infinity.
 
-        `where`: whether it did, 0-D bool on the gradients' device; None: it did.
+        Only flat buckets with state of a lossy scheme, or with a residual of a former plan, are overwritten. The state
+        of such a step is dropped, so the result must not be used: NaN tells a GradScaler so. A finite result of a lossy
+        scheme would hide what the rank saw.
 
-        The state of such a step is dropped, so the result must not be used: NaN tells a GradScaler so, and a finite
-        result of a lossy scheme would hide what the rank saw.
+        `where`: whether some rank saw them, 0-D bool on the gradients' device; None: it did.
         """
         lossy = bool(self.state) and not self.scheme.traits.exact
         if (lossy or self.some_rank_carries) and isinstance(self.gradients, FlatGradients):
@@ -199,9 +225,9 @@ class BucketRun:
         return self.bucket.layout is Layout.FLAT and (exact or self.scheme.traits.shows_infinity)
 
     def non_finite(self) -> Iterator[Tensor]:
-        """Yields 0-D bools, alike on all ranks: had a rank's gradients, or has the result, NaN or infinity?
+        """Yields 0-D bools, the same on all ranks: has a rank's gradient, or has the result, NaN or infinity?
 
-        The result may have some even of finite gradients. That of tables is looked at with the gradients.
+        Results count, too, as a sum may overflow though all summands are finite.
         """
         yield self.gradients.had_non_finite()
         if isinstance(self.gradients, FlatGradients):
@@ -209,14 +235,20 @@ class BucketRun:
             yield ~(is_finite(self.gradients.values) if finite is None else finite)
 
     def commit(self, *, keep: bool) -> None:
-        """Replaces the scheme's state by the last step's next state if `keep`, else drops that next state."""
+        """Ends the last step for the scheme's state: if `keep`, the next state, which that step made, replaces it.
+
+        Else the next state is dropped: a step that failed, or in which some rank saw NaN, is not kept.
+        """
         if self.next_state is not None and keep:
             self.state, self.carried_residual = self.next_state, self.next_carried_residual
             self.some_rank_carries = self.still_carries
         self.next_state = self.next_carried_residual = None
 
     def rescale(self, factor: float) -> None:
-        """Multiplies residuals by `factor`, as a new loss scale makes all coming gradients `factor` times as large."""
+        """Multiplies residuals (gradients that are still to be sent) by `factor`.
+
+        Call it when the loss scale, and with it all coming gradients, has become `factor` times as large.
+        """
         self.state = rescaled(self.state, factor)
         self.carried_residual = None if self.carried_residual is None else self.carried_residual * factor
 
@@ -226,29 +258,43 @@ class BucketRun:
         self.state = self.scheme.init(self.bucket, self.group)
 
     def state_slices(self) -> Iterator[StateSlice]:
-        """Yields copies of the scheme's state, a slice for each segment and each point where the scheme compresses."""
+        """Yields copies of the scheme's state (such as residuals of compression) for checkpoints and other plans.
+
+        There is one for each parameter, or slice of one, in the bucket and each point where the scheme compresses.
+        Residuals that a former plan left to be sent have slices of their own.
+        """
         yield from slices(self.bucket, self.state)
         if self.carried_residual is not None:
             yield from carried_slices(self.bucket, self.carried_residual)
 
     def take_over(self, saved: Sequence[StateSlice]) -> None:
-        """Copies the saved state of this bucket's elements into its state, also from a plan with other buckets."""
+        """Copies saved state, for the elements that are in this bucket, into the bucket's state.
+
+        The plan that saved it may have had other buckets. Residuals (what compression left to be sent) that the scheme
+        here does not keep are added to the next gradients of a flat bucket.
+        """
         self.state = with_slices(self.bucket, self.state, saved)
         if self.bucket.layout is Layout.FLAT:
             self.carried_residual = carried_residual(self.bucket, self.state, saved)
 
     def count_bytes(self) -> None:
-        """Adds a finished training step's sent bytes to this bucket's totals."""
+        """Adds the bytes that this rank sent in a finished training step to the bucket's totals."""
         self.sent_bytes += self.group.ledger.take_sent_bytes()
 
     def count_times(self, tasks: list[Task], backward_ended_s: float, ended_s: float) -> None:
-        """Adds a finished training step's times of communication to this bucket's totals."""
+        """Adds the seconds of communication of a finished training step to the bucket's totals.
+
+        Args:
+            tasks: the tasks of all buckets in the step; those on the stream "link" count.
+            backward_ended_s: when backward ended, in seconds since the step began; what comes later is exposed.
+            ended_s: when the step's exchange ended.
+        """
         flights = [t for t in tasks if t.stream == "link" and t.name.rpartition(":")[0] == self.bucket.id]
         self.communication_s += covered_s(flights, 0.0, ended_s)
         self.exposed_s += covered_s(flights, backward_ended_s, ended_s)
 
     def statistics(self, profiles: Mapping[str, ParameterProfile]) -> BucketStatistics:
-        """Returns the totals of the bucket; densities are taken from `profiles`, by parameter name."""
+        """Returns the totals of the bucket. `profiles`: the gradients' densities, by parameter name."""
         densities = self._densities(profiles) or ()
         rows = sum(d.num_rows for d in densities)
         return BucketStatistics(
@@ -273,7 +319,10 @@ class BucketRun:
         return tuple(found) if of_rows else (joined(found),)
 
     def close_prediction(self, profiles: Mapping[str, ParameterProfile]) -> None:
-        """Adds to `predicted_bytes` the bytes of steps that it lacks, by the profiles that are to be replaced now."""
+        """Adds to `predicted_bytes` the steps that it does not cover yet, by the densities known so far.
+
+        Call it before the ranks replace `profiles`, the densities by parameter name, by new ones.
+        """
         predicted = self._predicted_bytes(profiles)
         if predicted is not None:
             self.predicted_bytes = predicted
@@ -290,7 +339,10 @@ class BucketRun:
         return predicted
 
     def expected_steps(self, profiles: Mapping[str, ParameterProfile], step: int) -> list[Step] | None:
-        """Returns the scheme's work and transfers in training step `step`; None while row densities are unknown."""
+        """Returns the scheme's expected computations and transfers, in order, in training step `step`.
+
+        `profiles`: the gradients' densities, by parameter name. Returns None for tables whose density is not known yet.
+        """
         densities = self._densities(profiles)
         if densities is None and self.bucket.layout is Layout.ROWS:
             return None
@@ -302,7 +354,7 @@ class BucketRun:
 
 
 class BucketRuns:
-    """All buckets of a plan at run time, in the plan's order."""
+    """All buckets of a plan at run time (`BucketRun`), in the plan's order."""
 
     def __init__(self, runs: Iterable[BucketRun] = ()) -> None:
         self._by_bucket = {run.bucket.id: run for run in runs}
@@ -328,12 +380,12 @@ class BucketRuns:
 
     @property
     def prepared(self) -> frozenset[str]:
-        """Ids of buckets whose schemes begin with a computation (`Work`), to start when the bucket is complete."""
+        """The ids of buckets whose schemes begin with a computation, which starts as soon as the bucket is complete."""
         return frozenset(run.bucket.id for run in self if run.scheme.traits.prepares)
 
     @property
     def offload(self) -> bool:
-        """Whether some scheme offloads computations (`Work`), to another core or the host: this needs a thread."""
+        """Whether some scheme offloads computations to another core or to the host, which takes one more thread."""
         return any(run.scheme.traits.offloads for run in self)
 
     @property
@@ -343,23 +395,30 @@ class BucketRuns:
 
     @property
     def keep_values(self) -> bool:
-        """Whether some state may differ between ranks, as residuals do, so that a checkpoint needs every rank's."""
+        """Whether some state, such as compression's residuals, differs between ranks: checkpoints need every rank's."""
         return any(keeps_values(run.state) or run.some_rank_carries for run in self)
 
     def state_slices(self) -> Iterator[StateSlice]:
-        """Yields copies of all buckets' scheme state, as slices of parameters."""
+        """Yields copies of the state of all buckets' schemes, such as residuals, as slices of parameters."""
         return (part for run in self for part in run.state_slices())
 
     def commit(self, *, keep: bool) -> None:
-        """Replaces all buckets' states by the last step's next states if `keep`, else drops these next states."""
+        """Ends the last step for all buckets' state: if `keep`, the next states, which that step made, replace it.
+
+        Else the next states are dropped: a step that failed, or in which some rank saw NaN, is not kept.
+        """
         for run in self:
             run.commit(keep=keep)
 
     def restore(self, state: Sequence[StateSlice], gather: Callable[[bytes], list[bytes]]) -> None:
-        """Replaces all state by the saved slices; `gather` sends bytes to all ranks and returns all ranks', by rank.
+        """Replaces the state of all buckets' schemes by saved slices. Collective.
 
-        State that is not kept for each element (PowerSGD's factors, or numbers by which a scheme chooses ranges to
-        send) must be the same on all ranks; where saved values differ, the bucket's state of this kind begins anew.
+        Some state is not kept for each element (PowerSGD's factors, or numbers by which a scheme chooses ranges to
+        send). It must be the same on all ranks; where saved values differ, the bucket's state of this kind begins anew.
+
+        Args:
+            state: this rank's saved slices.
+            gather: sends bytes to all ranks and returns all ranks' bytes, by rank.
         """
         for run in self:
             run.reset_state()
@@ -375,9 +434,10 @@ class BucketRuns:
             self[bucket].take_over([part for part in state if not part.whole])
 
     def inherit(self, state: Iterable[StateSlice]) -> None:
-        """Loads the former plan's scheme state; residuals that no scheme here keeps are sent with the next gradients.
+        """Loads the state that the schemes of the former plan kept, given as slices of parameters.
 
-        State of a whole matrix (PowerSGD's factors) is dropped where no scheme keeps it: it was only a good start.
+        Residuals (what compression left to be sent) that no scheme here keeps are sent with the next gradients. State
+        of a whole matrix (PowerSGD's factors) is dropped where no scheme keeps it: it was only a good start.
 
         Raises:
             ValueError: if no scheme here keeps some other state, or a residual of a table, which would be lost.
@@ -392,9 +452,10 @@ class BucketRuns:
             run.take_over(saved)
 
     def agree_on_carried(self, gather: Callable[[Tensor], list[Tensor]]) -> None:
-        """Sets `some_rank_carries` for buckets in which some rank has a residual of a former plan. Collective.
+        """Sets `some_rank_carries` of each bucket: whether a former plan left some rank a residual to be sent.
 
-        `gather` sends a tensor, (buckets,) uint8, to all ranks and returns all ranks' tensors, by rank.
+        A residual is what compression left out of the gradients. Collective. `gather` sends a tensor, (buckets,) uint8,
+        to all ranks and returns all ranks' tensors, by rank.
         """
         if len(self):
             mine = torch.tensor([run.carried_residual is not None for run in self], dtype=torch.uint8)
@@ -403,7 +464,9 @@ class BucketRuns:
                 run.some_rank_carries = bool(carries)
 
     def require_place(self, state: Iterable[StateSlice], advice: str) -> None:
-        """Checks that these buckets' schemes can keep all of the state, or send it with the next gradients.
+        """Checks that these buckets' schemes can keep all of the saved state, or send it with the next gradients.
+
+        `state`: what schemes kept, such as residuals, as slices of parameters.
 
         Raises:
             ValueError: naming the state that would be lost, followed by `advice`.
@@ -420,10 +483,10 @@ class BucketRuns:
                 )
 
     def require_dtypes(self, state: Iterable[StateSlice]) -> None:
-        """Checks that the state has the element types in which these buckets keep it.
+        """Checks that the saved state has the dtypes in which these buckets keep it.
 
         Raises:
-            ValueError: naming the state that has another element type.
+            ValueError: naming the state that has another dtype.
         """
         for part in state:
             runs = self.of(part.name)
@@ -440,11 +503,18 @@ class BucketRuns:
         return has_place([run.state for run in self.of(part.name)], part)
 
     def marks(self) -> Tensor:
-        """Returns the marks of the last step summed over ranks, (NUM_MARKS,), which `marks_of_ranks` reads."""
+        """Returns the marks of the last step summed over ranks, (NUM_MARKS,); `marks_of_ranks` reads them.
+
+        Marks are numbers sent with the gradients, which reveal ranks that are late or out of step.
+        """
         return next(run for run in self if run.carries_marks).gradients.flags[-NUM_MARKS:]
 
     def expected_steps(self, profiles: Mapping[str, ParameterProfile], step: int) -> dict[str, list[Step]]:
-        """Returns, by bucket id, work and transfers in training step `step`, without tables of unknown density."""
+        """Returns the computations and transfers expected in training step `step`, in order, by bucket id.
+
+        Buckets of tables whose density is not known yet are left out. `profiles`: the gradients' densities, by
+        parameter name.
+        """
         steps = {run.bucket.id: run.expected_steps(profiles, step) for run in self}
         return {bucket: expected for bucket, expected in steps.items() if expected is not None}
 

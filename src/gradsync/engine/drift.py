@@ -13,7 +13,11 @@ LOOK_STEPS = 499  # between two looks; a prime: what alternates from step to ste
 
 
 class Drift:
-    """Detects a lasting change of training step times; all ranks give `judge` the same time, so they decide alike."""
+    """Detects a lasting change: training steps take clearly more or less time than when the plan was made.
+
+    All ranks pass the same time to `judge`, so they decide alike. `usual_s`: seconds that a step usually takes; None:
+    the first call of `judge` tells.
+    """
 
     def __init__(self, usual_s: float | None = None) -> None:
         self.usual_s = usual_s  # what steps took when they were looked at first, here or before a checkpoint
@@ -22,7 +26,10 @@ class Drift:
         self._suspected = False
 
     def step_ended(self, began: Moment, ended: Moment) -> bool:
-        """Records a training step; returns whether the ranks must now compare their median step times."""
+        """Records when a training step began and ended; returns whether ranks must now compare median step times.
+
+        `judge` then gets the highest of these medians.
+        """
         self._recent.append((began, ended))
         self._steps_to_look -= 1
         return self._steps_to_look <= 0
@@ -35,8 +42,8 @@ class Drift:
     def judge(self, slowest_s: float) -> bool:
         """Returns whether step times have changed for good; `slowest_s` is the highest median step time of all ranks.
 
-        The first call sets the usual time, unless it was given. A change counts only if the next call, which comes
-        soon, finds it again.
+        The first call sets the usual time, unless one was given. A change counts only if the next call, 50 steps later,
+        finds it again.
         """
         self._steps_to_look = LOOK_STEPS
         if self.usual_s is None:

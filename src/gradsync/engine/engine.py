@@ -53,8 +53,8 @@ class Engine:
 
     Attributes:
         running_plan: the plan in force, its buckets and statistics.
-        state: of schemes, for checkpoints.
-        peers: the other ranks, for what is no gradient.
+        state: what schemes keep from step to step, such as residuals of compression, for checkpoints.
+        peers: runs collectives that are no part of the gradients' exchange.
     """
 
     def __init__(
@@ -117,24 +117,31 @@ class Engine:
 
     @property
     def bucket_runs(self) -> BucketRuns:
-        """The buckets of the plan in force."""
+        """The buckets of the plan in force, with their memory, state and statistics."""
         return self.running_plan.runs
 
     def follow_loss_scale(self, scaler: torch.amp.GradScaler) -> None:
-        """Lets residuals, which are sums of gradients, follow the scale of this scaler."""
+        """Lets residuals follow the loss scale of this scaler: whenever it changes, they change by the same factor.
+
+        Residuals are gradients that compression has left to be sent, so they are in units of the loss scale.
+        """
         self.state.loss_scale = LossScale(scaler, self._streams)
 
     # The step, in the order in which a frontend calls.
 
     def forward_begins(self) -> None:
-        """Prepares for the step of a forward that begins; a frontend need not call it."""
+        """Begins to copy the loss scale to the host if residuals follow it; `begin` then need not wait for the device.
+
+        A frontend may call it when a forward begins.
+        """
         self.state.look_at_scale()
 
     def begin(self, *, late: bool = False, rounds: int = 0) -> None:
-        """Starts a training step.
+        """Starts a training step: the buckets wait for the gradients of all parameters.
 
-        `late`: this rank joins only at its optimiser's step, as its backward reached no parameter; `rounds`: its
-        optimiser steps so far, which ranks compare.
+        Args:
+            late: whether this rank joins only at its optimiser's step, as its backward reached no parameter.
+            rounds: how many optimiser steps this rank has made so far, which the ranks compare; 0: not known.
 
         Raises:
             RuntimeError: when an earlier step failed, was left unfinished on this rank, or mixed two steps' gradients,
@@ -184,17 +191,20 @@ class Engine:
 
     @property
     def settled(self) -> bool:
-        """Whether trials of plans and measurements are over, so that the plan stays."""
+        """Whether trials of plans and measurements are over, so that the plan stays; true once the engine is closed."""
         return self.peers.is_closed or not self.parameters or self.running_plan.settled
 
     @property
     def one_by_one(self) -> bool:
-        """Whether each gradient of the step must be loaded as soon as it is ready, as measurements need."""
+        """Whether each gradient of the step must be loaded as soon as it is ready, so that it can be measured.
+
+        Otherwise `load_views` may load several at once.
+        """
         return active() is not None or self._controller.looks
 
     @property
     def due(self) -> Sized:
-        """Computations of schemes that the next `load` will run, on the thread of backward; `len` is their number."""
+        """The computations of schemes that the next `load` will run on the calling thread; `len` is their number."""
         return self._require_step().due
 
     def load(self, name: str, gradient: Tensor | None, *, used: bool = True) -> None:
@@ -203,7 +213,7 @@ class Engine:
         Args:
             name: the parameter's name.
             gradient: with the shape and dtype of the parameter, dense or sparse COO; None: zero.
-            used: whether this rank used the parameter in this step; a gradient without use is from an earlier backward.
+            used: whether this rank used the parameter in this step; False for a gradient that an earlier backward left.
 
         Raises:
             RuntimeError: if the dtype changed, or the parameter became ready twice in one step.
@@ -221,9 +231,9 @@ class Engine:
         exchange.do_work()
 
     def load_views(self, names: Sequence[str]) -> None:
-        """Does what `load` does, for gradients of used parameters that live in their views of one bucket's memory.
+        """Loads the gradients of several used parameters at once, which live in their views of one bucket's memory.
 
-        Not for steps whose gradients are to be loaded `one_by_one`.
+        A step whose gradients are to be loaded `one_by_one` must call `load` instead.
         """
         exchange = self._require_step()
         self._observer.arrived(*names, sparse=False)
@@ -239,11 +249,17 @@ class Engine:
 
     @property
     def goes_on_alone(self) -> bool:
-        """Whether the communication thread can finish the step alone once all gradients are loaded."""
+        """Whether the communication thread can finish the step alone once all gradients are loaded.
+
+        It cannot where schemes compute something on the caller's thread or offload computations.
+        """
         return not self.running_plan.runs.prepared and not self.running_plan.runs.offload
 
     def go_on(self) -> None:
-        """Lets the communication thread finish the exchange while the caller does something else before `finish`."""
+        """Lets the communication thread finish the exchange while the caller does something else before `finish`.
+
+        All gradients must have been loaded.
+        """
         assert not self.missing()
         self._require_step().go_on()
 
@@ -251,7 +267,7 @@ class Engine:
         """Waits, after `go_on`, until the buckets of this parameter are synchronised, so that `unload` can follow.
 
         Raises:
-            GroupError: as `finish` does.
+            GroupError: when another rank died, stopped answering or failed.
         """
         exchange = self._require_step()
         for run in self.running_plan.runs.of(name):
@@ -268,7 +284,9 @@ class Engine:
             self._accept(run, exchange)
 
     def finish(self) -> None:
-        """Waits until every bucket is synchronised; all parameters must be loaded.
+        """Waits until every bucket is synchronised, and ends the training step; all gradients must have been loaded.
+
+        `unload` then returns the results.
 
         Raises:
             GroupError: when another rank died, stopped answering or failed, naming bucket, stage and step.
@@ -315,9 +333,10 @@ class Engine:
             listener.step_ended(self, self.parameters)  # may end the script
 
     def forbid_late(self, why: str) -> None:
-        """Stops all synchronisation if some rank took part in the last step at its optimiser's step only (`late`).
+        """Stops all synchronisation if some rank was late in the last step.
 
-        Where the device's answer is still under way, the next step looks, so that the host need not wait.
+        A rank is late if it took part only at its optimiser's step, as its backward reached no parameter. Where the
+        device's answer is still under way, the next step looks, so that the host need not wait.
 
         Raises:
             RuntimeError: with the text `why`, from here or from the next `begin`.
@@ -332,26 +351,32 @@ class Engine:
             )
 
     def stepped(self) -> None:
-        """Records an optimiser's step, and takes digests of the parameters if ranks are about to compare parameters."""
+        """Records that an optimiser stepped; stores digests of the parameters if ranks are about to compare them."""
         self._sees_steps = True
         if self.step > 0 and self._controller.settled and self.running_plan.plan.what is What.GRADIENT:
             self._guard.look()
 
     def follow(self) -> None:
-        """Lets a planner that measures jobs (`ProposingPlanner`) measure this one. Collective, between two steps."""
+        """Asks a planner that measures jobs (`ProposingPlanner`) to measure this one. Collective, between two steps."""
         self._controller.follow(self)
 
     def moment(self) -> streams.Moment:
-        """Returns the moment at which the device has run what this thread's current stream was given so far."""
+        """Returns a mark of the time when the device will have run what this thread's current stream was given so far.
+
+        The difference of two such moments is the device's time between them, and reading it waits for the device.
+        """
         return self._streams.moment()
 
     @property
     def profile(self) -> Profile | None:
-        """The measurements that the plan was made from; None where the job was not measured."""
+        """The measurements of the job that the plan was made from; None where the job was not measured."""
         return self._controller.profile_of(self)
 
     def propose(self, plans: Sequence[Plan]) -> None:
-        """Runs several plans in turns on coming steps and keeps the fastest, or changes to a single one. Collective."""
+        """Tries several plans alternately on coming steps and keeps the fastest, or changes to a single one.
+
+        Collective. `plans`: the best guess first.
+        """
         try:
             self._controller.propose(plans)
         except Exception as error:
@@ -361,9 +386,9 @@ class Engine:
             self.running_plan.announce()
 
     def replan(self, plan: Plan) -> None:
-        """Changes to another plan at once, between two steps; results of the last step must be unloaded.
+        """Changes to another plan at once, between two steps; the caller must have unloaded the last step's results.
 
-        Collective. The schemes' state, such as residuals, moves into the new plan's buckets.
+        Collective. What schemes keep, such as residuals of compression, moves into the new plan's buckets.
 
         Raises:
             ValueError: for a plan that is not for this model, or whose schemes cannot keep the state.
@@ -378,7 +403,10 @@ class Engine:
                 self._change_plan()
 
     def abandon(self, why: str) -> None:
-        """Gives up the step under way, if there is one, and tells the other ranks, which may be waiting."""
+        """Gives up the step under way, if there is one, and tells the other ranks why, which may be waiting.
+
+        All synchronisation has stopped then: later steps raise.
+        """
         if self._exchange is None:
             return
         self._exchange.cancel()
@@ -386,21 +414,21 @@ class Engine:
         self.peers.fail(why)
 
     def used(self, name: str) -> bool:
-        """Whether some rank used the parameter in the finished step."""
+        """Whether some rank used the parameter in the finished step, so that it has a synchronised gradient."""
         return self.running_plan.runs.of(name)[0].gradients.used(name)
 
     @property
     def profiles(self) -> dict[str, ParameterProfile]:
-        """Layout and densities of each parameter's gradient as all ranks agreed, by name."""
+        """The layout (dense or sparse) and densities of each parameter's gradient, as all ranks agreed, by name."""
         return self._observer.profiles
 
     @property
     def sparse_names(self) -> frozenset[str]:
-        """The parameters whose gradients are sparse, as the ranks agreed."""
+        """The names of the parameters whose gradients are sparse tensors, as the ranks agreed."""
         return self._observer.sparse_names
 
     def unload(self, name: str, out: Tensor | None, *, sparse: bool) -> Tensor:
-        """Returns the synchronised gradient of a parameter, with the parameter's shape and dtype.
+        """Returns the synchronised gradient of a parameter, with the parameter's shape and dtype, after `finish`.
 
         Args:
             name: the parameter's name.
@@ -417,19 +445,21 @@ class Engine:
         return SparseRows.from_dense(out).to_torch(shape) if sparse else out
 
     def verify(self, names: Iterable[str]) -> None:
-        """Checks between two steps that parameters are alike on all ranks, unless comparisons are off. Collective.
+        """Checks, between two steps, that the parameters `names` are the same on all ranks. Collective.
+
+        Differences within the tolerance are a warning. Nothing is compared where the user turned comparisons off.
 
         Raises:
-            RuntimeError: on all ranks, where they differ by more than the tolerance.
+            RuntimeError: on all ranks, where parameters differ by more than the tolerance.
         """
         self._guarded(lambda: self._guard.compare(names))
 
     @contextmanager
     def at_barrier(self, what: str) -> Iterator[None]:
-        """Waits until all ranks have come here for the same purpose `what`, between two steps, then runs the block.
+        """Waits, between two steps, until all ranks have come here for the purpose `what`, then runs the `with` block.
 
-        Code in the block must tell the other ranks of its errors itself; interruptions, as by the keyboard, are told
-        here.
+        Code in the block must tell the other ranks of its errors itself; they are told here only of interruptions, as
+        by the keyboard.
 
         Raises:
             RuntimeError: inside a step.
@@ -447,7 +477,13 @@ class Engine:
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns step, plan and schemes' state (as residuals): tensors by parameter, range of elements and kind."""
+        """Returns what a checkpoint needs of this rank: the step's number, the plan, and the schemes' state.
+
+        The state, such as residuals of compression, consists of tensors by parameter, range of elements and kind.
+
+        Raises:
+            RuntimeError: if the engine was closed, or a change of the state has failed midway.
+        """
         self.state.require_whole()
         if not self.in_step:
             self.running_plan.runs.commit(keep=self._keeps_step)
@@ -456,7 +492,15 @@ class Engine:
         return entries if planned is None else {**entries, "planned": planned}
 
     def load_state_dict(self, state: object, *, strict: bool = True) -> None:
-        """Loads what `state_dict` returned; called inside `at_barrier`, see `Attachment.load_state_dict`."""
+        """Loads what `state_dict` returned; called on all ranks inside `at_barrier`.
+
+        `strict`: whether to refuse state that the plan's schemes cannot keep, of another dtype, or of another rank or
+        model.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: on all ranks, before anything has changed, if the state of one is
+                refused.
+        """
         saved, resumption = self.state.examine(state, strict=strict)
         runs = self.state.place_for(saved, resumption, strict=strict)
         self.step = saved.step
@@ -467,7 +511,7 @@ class Engine:
             self.state.take_over(saved)
 
     def totals(self) -> Totals:
-        """Returns the sums of bytes, times and comparisons so far, over all plans."""
+        """Returns this rank's sums of bytes and times so far, over all plans, and counts of parameters' comparisons."""
         guard = self._guard
         sums = self.running_plan.totals()
         return replace(sums, comparisons=guard.comparisons, differences=guard.differences)

@@ -29,17 +29,20 @@ LOADING = "loading of state"
 
 
 class EngineState:
-    """Schemes' state, which is whole unless what changes it fails midway, and the loss scale in whose units it is.
+    """The state that a running plan's schemes keep from step to step, such as residuals, and its way into checkpoints.
+
+    Residuals are gradients that are still to be sent, so the state is in units of the loss scale. A change of the state
+    that fails midway leaves it neither old nor new, and it can no longer be saved.
 
     Args:
         running_plan: has the state in its buckets.
-        controller: tells which plans are on trial, and whether a checkpoint's plan can be gone on with.
-        peers: the other ranks.
-        parameters: by name.
-        specs: their shapes and element types.
+        controller: tells which plans are on trial, and whether training can go on with a checkpoint's plan.
+        peers: runs collectives between the ranks.
+        parameters: the parameters by name.
+        specs: their shapes and dtypes.
 
     Attributes:
-        loss_scale: what gradients are multiplied by, where that may change.
+        loss_scale: what gradients are multiplied by; None: no scaler was given.
     """
 
     def __init__(
@@ -59,12 +62,16 @@ class EngineState:
     # In each step.
 
     def look_at_scale(self) -> None:
-        """Begins to copy the loss scale to the host, if the coming step needs it there."""
+        """Begins to copy the loss scale to the host, if schemes keep state that must follow it in the coming step."""
         if self.loss_scale is not None and self._running_plan.runs.have_state:
             self.loss_scale.look()
 
     def follow_scale(self) -> None:
-        """Brings state into the units of the present loss scale; without state, the next one begins in its own."""
+        """Multiplies state, such as residuals, by the ratio of the present loss scale to the one in whose units it is.
+
+        Call it when a step begins. If there is no state, nothing is done: state that arises later is in units of the
+        loss scale at that time.
+        """
         if self.loss_scale is None:
             return
         if self._running_plan.runs.have_state:
@@ -82,7 +89,11 @@ class EngineState:
     # In checkpoints.
 
     def require_whole(self) -> None:
-        """Raises RuntimeError if there is no state to save."""
+        """Checks that there is state to save.
+
+        Raises:
+            RuntimeError: if the engine was closed, or if a load or a change of plans has failed midway.
+        """
         if self._peers.is_closed:
             raise RuntimeError("gradsync was detached from this model, and its state is gone: call state_dict() before")
         if self._is_torn:
@@ -92,7 +103,10 @@ class EngineState:
             )
 
     def entries(self, step: int) -> dict[str, Any]:
-        """Returns plan and schemes' state after `step` steps: tensors by parameter, range of elements and kind."""
+        """Returns the entries of a checkpoint after `step` steps: the plan, and the state that its schemes keep.
+
+        The state consists of tensors by parameter, range of elements and kind.
+        """
         group, runs = self._peers.group, self._running_plan.runs
         plan = next(iter(self._controller.on_trial), self._running_plan.plan)  # a trial is not for keeping
         origin = Origin(group.rank, group.size, self._parameters_digest(), runs.keep_values)
@@ -106,7 +120,19 @@ class EngineState:
         return state if self._scale is None else {**state, "loss_scale": self._scale}
 
     def examine(self, state: object, *, strict: bool) -> tuple[Saved, Resumption | None]:
-        """Returns the checked state, and its plan if training can go on with it; all ranks raise if one is refused."""
+        """Checks what is to be loaded; all ranks raise if one refuses it. Collective, and nothing changes.
+
+        Args:
+            state: what `Engine.state_dict` returned, from a file perhaps.
+            strict: whether state of another rank, number of ranks or model is refused.
+
+        Returns:
+            The checked state, and the checkpoint's plan if training can go on with it, else None.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: on all ranks, if one refuses its state, or if ranks load different
+                steps.
+        """
         saved: Saved | None = None
         resumption: Resumption | None = None
         problem: Exception | None = None
@@ -134,7 +160,13 @@ class EngineState:
     def place_for(self, saved: Saved, resumption: Resumption | None, *, strict: bool) -> BucketRuns:
         """Returns the buckets that will hold the saved state: the present ones, or new ones of a checkpoint's plan.
 
-        All ranks raise if one has no place for the state.
+        Args:
+            saved: the state, as `examine` returned it.
+            resumption: the checkpoint's plan, if training goes on with it.
+            strict: whether state that these buckets' schemes cannot keep, or of another dtype, is refused.
+
+        Raises:
+            ValueError, RuntimeError: on all ranks, if one refuses the state.
         """
         running = self._running_plan
         runs = running.runs
@@ -151,7 +183,7 @@ class EngineState:
         return runs
 
     def take_over(self, saved: Saved) -> None:
-        """Replaces all state in the running plan's buckets by what was saved. Collective."""
+        """Replaces all state in the running plan's buckets by the saved state, as `examine` returned it. Collective."""
         peers, runs = self._peers, self._running_plan.runs
         what = "state that is the same on all ranks"
         runs.restore(
@@ -165,7 +197,11 @@ class EngineState:
 
     @contextmanager
     def all_or_none(self, where: str) -> Iterator[None]:
-        """Runs a block that changes state on all ranks; an error inside, told as `where`, stops all synchronisation."""
+        """Runs a block that changes state on all ranks; an error in it stops all synchronisation.
+
+        State that was changed in part can no longer be saved. `where` names the change in the errors that the other
+        ranks raise.
+        """
         try:
             yield
         except BaseException as error:  # an interruption, too

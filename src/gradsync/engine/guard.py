@@ -40,7 +40,7 @@ Aside = Callable[[Callable[[Group], Any]], Future[Any]]  # `Peers.aside`
 
 @dataclass(frozen=True)
 class Verification:
-    """Settings of the guard: how often ranks compare their parameters, and which difference is an error.
+    """Settings of `ParameterGuard`: how often ranks compare their parameters, and which difference is an error.
 
     Args:
         every: steps from one comparison to the next; 0: never.
@@ -52,7 +52,7 @@ class Verification:
     tolerance: float | None = None
 
     def allowed(self, dtype: torch.dtype) -> float:
-        """Returns the largest relative difference of a parameter of this element type that is no error."""
+        """Returns the largest relative difference of a parameter of this dtype that is a warning only, no error."""
         if self.tolerance is not None:
             return self.tolerance
         return max(TOLERANCE, TOLERANCE_UNITS * torch.finfo(dtype).eps if dtype.itemsize == 2 else 0.0)
@@ -63,7 +63,10 @@ class Verification:
 
 @dataclass(frozen=True)
 class Divergence:
-    """A difference that was found between the ranks' parameters; all ranks have an equal object."""
+    """A difference between the ranks' parameters: which ones differ, between which ranks, and by how much.
+
+    All ranks have an equal object.
+    """
 
     first: str  # parameter, in the order of the model
     sides: tuple[tuple[int, ...], ...]  # ranks that have the same of it
@@ -98,7 +101,9 @@ class ParameterGuard:
 
     Args:
         parameters: tensors that should be equal on all ranks, by name, in the same order on all ranks.
+        verification: how often to compare, and which difference is an error.
         call: runs a collective operation between two steps, see `Peers.call`.
+        timeout_s: seconds to wait for the other ranks.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], verification: Verification, call: Call, *, timeout_s: float):
@@ -117,7 +122,7 @@ class ParameterGuard:
         self.differences = 0  # comparisons that found parameters apart
 
     def is_due(self) -> bool:
-        """Counts a training step that may compare parameters, and returns whether it must."""
+        """Counts a training step in which parameters may be compared, and returns whether they must be."""
         if not self._verification.every or not self._parameters:
             return False
         self._steps_left -= 1
@@ -132,7 +137,7 @@ class ParameterGuard:
         return self._told is not None
 
     def look(self) -> None:
-        """Stores digests of parameters after an optimiser step, if ranks may compare them in the next training step."""
+        """Stores digests of the parameters after an optimiser step, if ranks may compare them in the next step."""
         if self._verification.every and self._parameters and self._steps_left <= 1:
             self._settled = digests_of(self._parameters.values())
 
@@ -142,9 +147,10 @@ class ParameterGuard:
         The two differ where parameters were written since, or are perturbed for this backward (SAM, noise).
 
         Args:
-            aside: runs the exchange on the communication thread.
-            alone: this rank's optimiser has stepped by its own gradients since the last comparison.
-            sees_steps: `look` is called after optimiser steps; a rank where it stored no digests counts as `alone`.
+            aside: runs the exchange on the communication thread, as `Peers.aside` does.
+            alone: whether this rank's optimiser has stepped by its own gradients since the last comparison.
+            sees_steps: whether `look` is called after optimiser steps; a rank where it stored no digests counts as
+                `alone`.
         """
         now = digests_of(self._parameters.values())
         if self._settled is None:
@@ -155,10 +161,13 @@ class ParameterGuard:
         self._told = aside(lambda group: group.all_gather(mine))
 
     def end(self, step: int) -> None:
-        """Compares the digests that `begin` exchanged; if both kinds differ, finds the parameters and warns or raises.
+        """Compares the ranks' digests, which `begin` exchanged, and warns or raises if parameters differ. Collective.
 
-        If only those of the parameters at `begin` differ, the next step looks again. Neither warns nor raises if some
-        rank's optimiser stepped alone. Collective.
+        `begin` exchanged digests of the parameters at that time, and as the last optimiser step left them. If both
+        kinds differ between ranks, a search finds the parameters. If only the first kind differs, the next step looks
+        again. Nothing is reported if some rank's optimiser stepped by that rank's own gradients.
+
+        `step`: the number of the training step, for messages.
 
         Raises:
             RuntimeError: on all ranks, where parameters differ by more than the tolerance.
@@ -179,7 +188,9 @@ class ParameterGuard:
             self._is_suspicious, self._steps_left = True, 1
 
     def compare(self, names: Iterable[str]) -> None:
-        """Compares parameters between two steps, unless `every` is 0; warns or raises if ranks differ. Collective.
+        """Compares the parameters `names` over the ranks, between two steps; warns or raises if they differ.
+
+        Collective. Nothing is compared if `Verification.every` is 0.
 
         Raises:
             RuntimeError: on all ranks, where parameters differ by more than the tolerance.
@@ -242,7 +253,10 @@ class ParameterGuard:
 
 @torch.no_grad()
 def digests_of(tensors: Iterable[Tensor]) -> Tensor:
-    """Returns a 64-bit hash of each tensor's elements, (tensors,) int64 on their device, for any memory format."""
+    """Returns a 64-bit hash of each tensor's elements, (tensors,) int64 on the tensors' device.
+
+    It depends on the elements and their order of indices, not on the memory format.
+    """
     flat = [_flat(tensor) for tensor in tensors]
     digests = torch.empty(len(flat), dtype=torch.int64, device=flat[0].device if flat else None)
     kernels.digest(flat, digests)

@@ -9,7 +9,7 @@ from ..devices.streams import HostCopy, Streams
 
 
 class LossScale:
-    """The loss scale of a job, which residuals of compressors follow.
+    """The loss scale of a job (the factor of a GradScaler), which compression's residuals follow when it changes.
 
     `look` begins a copy to the host when a forward begins, so that it has arrived when backward asks for the value.
 
@@ -23,7 +23,10 @@ class LossScale:
         self._looked: tuple[Tensor, int, HostCopy] | None = None  # the scale, its version, and its copy
 
     def look(self) -> None:
-        """Begins to copy the scale as it is now; `update` of the scaler usually comes before the forward."""
+        """Begins to copy the present scale to the host, for `value`.
+
+        Call it when a forward begins: the scaler's `update` usually comes before.
+        """
         if (scale := self._scale) is not None:
             self._looked = scale, scale._version, self._streams.to_host(scale.view(1))
 

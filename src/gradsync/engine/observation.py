@@ -30,10 +30,10 @@ LOOKS = 2  # at a dense gradient before it is taken for sparse: the first step's
 
 
 class Observer:
-    """Records order, layout and density of one rank's gradients; `profiles` holds what the ranks agreed on, by name.
+    """Records in which order one rank's gradients become ready, which are sparse, and how dense they are.
 
-    All ranks give optimisers gradients of the same layout, or the ranks' parameters would drift apart by roundings:
-    sparse ones for the parameters `sparse_names`.
+    `profiles` holds, by parameter name, what the ranks agreed on. Gradients of the parameters `sparse_names` are sparse
+    on all ranks: if ranks gave their optimisers different layouts, their parameters would drift apart by roundings.
     """
 
     def __init__(self, specs: Mapping[str, TensorSpec], sparse_names: Iterable[str] = ()) -> None:
@@ -45,7 +45,7 @@ class Observer:
         self._looks = 0
 
     def begin(self) -> None:
-        """Starts a training step: forgets the gradients of the step before."""
+        """Starts a training step: forgets what was recorded of the gradients of the step before."""
         self._arrivals.clear()
         self._samples.clear()
 
@@ -54,13 +54,16 @@ class Observer:
         self._arrivals |= dict.fromkeys(names, sparse)
 
     def look(self, name: str, gradient: Tensor) -> None:
-        """Samples which rows and elements of a ready gradient are zero, before its exchange, if dense and large."""
+        """Samples which rows and elements of a ready gradient are zero, if it is dense and has 2^16 elements or more.
+
+        Call it before the gradient is exchanged.
+        """
         if gradient.layout is torch.strided and name in self._sampled_names():
             self._samples[name] = ZeroSample.of(gradient)
 
     @property
     def profiles(self) -> dict[str, ParameterProfile]:
-        """Layout and densities of each parameter's gradient as the ranks agreed, by name."""
+        """The layout (dense or sparse) and densities of each parameter's gradient, as the ranks agreed, by name."""
         return self._profiles
 
     @profiles.setter
@@ -70,7 +73,10 @@ class Observer:
 
     @property
     def complete(self) -> bool:
-        """Whether enough was observed: sparse gradients' densities, and dense ones' samples, two if many are zero."""
+        """Whether the first steps have shown enough to plan by: the densities of sparse and of large dense gradients.
+
+        Dense gradients with many zeros must have been sampled in two steps, sparse ones measured once.
+        """
         sampled = [self.profiles[name] for name in self._sampled_names()]
         if self._looks < LOOKS and any(p.found or p.elements is None for p in sampled):
             return False
@@ -82,16 +88,17 @@ class Observer:
         return any(p.found or (p.sparse and p.density is not None) for p in self.profiles.values())
 
     def take(self, profiles: Mapping[str, ParameterProfile]) -> None:
-        """Replaces `profiles`, by name, but for the layouts on which the ranks agreed already."""
+        """Replaces `profiles`, by name; layouts on which the ranks agreed already (sparse or dense) stay."""
         self.profiles = {
             name: profile if name in self.unseen else replace(profile, sparse=self.profiles[name].sparse)
             for name, profile in profiles.items()
         }
 
     def agree_on_layouts(self, gather: Callable[[Tensor], list[Tensor]]) -> None:
-        """Updates which gradients are sparse, for parameters of `unseen`, by the finished step. Collective.
+        """Decides which gradients are sparse, among those that no rank had seen before the finished step. Collective.
 
-        `gather` sends a tensor to all ranks and returns all ranks' tensors, by rank.
+        A gradient counts as sparse if it was so on any rank. `gather` sends a tensor to all ranks and returns all
+        ranks' tensors, by rank.
         """
         names = sorted(self.unseen)
         seen = torch.stack([part.cpu() for part in gather(torch.tensor(list(map(self._layout, names))))])
@@ -105,10 +112,13 @@ class Observer:
         return int(self._arrivals[name]) if name in self._arrivals else UNKNOWN
 
     def share(self, gradients: Callable[[str], Gradients], gather: Callable[[Tensor], list[Tensor]]) -> None:
-        """Updates `profiles` by what all ranks observed in the finished step. Collective.
+        """Updates `profiles` (layouts, densities, ready order) by what all ranks observed in the finished step.
 
-        `gradients(name)` returns the bucket memory of the parameter's gradient; `gather` sends a tensor to all ranks
-        and returns all ranks' tensors, by rank.
+        Collective.
+
+        Args:
+            gradients: returns the bucket memory of a parameter's gradient, by the parameter's name.
+            gather: sends a tensor to all ranks and returns all ranks' tensors, by rank.
         """
         if not self.profiles:
             return

@@ -21,17 +21,17 @@ T = TypeVar("T")
 
 
 class Peers:
-    """The ranks of one group, which answer until one of them fails or this one closes the group.
+    """The way to a group's ranks: runs collectives between and beside the steps, and stops all when a rank fails.
 
     Args:
         group: the ranks.
         device: where gradients are; the communication thread works on it.
         streams: those of the device.
-        timeout_s: how long to wait for the others.
+        timeout_s: seconds to wait for the other ranks.
         step: returns the number of the training step, which errors name.
 
     Attributes:
-        turn: a lock, held by whoever uses the group.
+        turn: a lock, held by the thread that uses the group.
         thread: the communication thread, which issues the operations of steps.
         failure: why all synchronisation has stopped; None: it has not.
     """
@@ -58,21 +58,22 @@ class Peers:
         self._asides: list[Future[Any]] = []  # what the communication thread does before the exchange
 
     def start(self) -> None:
-        """Starts the communication thread, unless the calling thread issues the group's operations."""
+        """Starts the communication thread; there is none for groups whose operations the calling thread must issue."""
         alone = self.group.on_calling_thread
         self.thread = CallingThread() if alone else JobThread("gradsync", self._device, owner=self)
 
     def close(self) -> None:
-        """Ends the communication thread and closes the group; nobody is talked to any more."""
+        """Ends the communication thread and closes the group; no rank can be reached any more."""
         self.is_closed = True
         self.thread.stop()
         self.group.close()
 
     def call(self, what: str, function: Callable[[Group], Any]) -> Any:
-        """Returns `function(group)`, called while no other thread uses the group.
+        """Returns `function(group)`, called while no other thread uses the group; `what` names the operation in errors.
 
         Raises:
             GroupError: when another rank died, stopped answering or failed, naming `what` and the step.
+            RuntimeError: if synchronisation has stopped or was closed before.
         """
         self.require_working()
         place = f"{what}, step {self._step()}"
@@ -88,11 +89,11 @@ class Peers:
             raise
 
     def aside(self, job: Callable[[Group], T]) -> Future[T]:
-        """Runs `job(group)` on the communication thread before the exchange of the step under way.
+        """Runs `job(group)` on the communication thread, ahead of the gradients' exchange in the step under way.
 
-        Nothing else uses the group meanwhile, so all ranks must give a job with the same collectives, before any
-        gradient of the step is loaded, or later where a step listener delays the exchange to the end of backward.
-        `Engine.finish` waits for the job, and raises its errors.
+        Nothing else uses the group meanwhile, so all ranks must pass a job with the same collectives. They must pass it
+        before any gradient of the step is loaded. Where a step listener delays the exchange to the end of backward,
+        they may pass it later. `Engine.finish` waits for the job, and raises its errors.
         """
         done: Future[T] = Future()
         begun = self._streams.record()
@@ -110,18 +111,24 @@ class Peers:
         return done
 
     def begin_step(self) -> None:
-        """Forgets the asides of the step before."""
+        """Begins a training step: forgets the jobs that were passed to `aside` in the step before."""
         self._asides = []
 
     def end_asides(self) -> None:
-        """Waits for what was given to `aside` in the step under way, and raises its errors."""
+        """Waits for the jobs that were passed to `aside` in the step under way, and raises their errors."""
         for aside in self._asides:
             aside.result()
 
     def agree(self, what: str, problem: Exception | None, alike: str = "") -> None:
-        """Raises on every rank if some rank has a problem, or if `alike` differs between ranks. Collective.
+        """Raises on every rank if some rank has a `problem`, or if `alike` differs between ranks. Collective.
 
-        It raises this rank's own problem, else that of the first rank with one. The engine can go on afterwards.
+        A rank raises its own problem or, without one, a RuntimeError with that of the first rank that has one. The
+        engine can go on afterwards.
+
+        Args:
+            what: names the operation, for messages.
+            problem: this rank's error; None: none.
+            alike: a text that must be equal on all ranks, which raise ValueError otherwise.
         """
         text = "" if problem is None else str(problem) or repr(problem)
         message = f"{alike}\0{text}".encode()
@@ -137,13 +144,16 @@ class Peers:
             raise ValueError(f"{what}: the ranks differ: {by_rank}")
 
     def tell(self, what: str, mine: Any) -> list[Any]:
-        """Sends a JSON value to all ranks; returns the values of all ranks, by rank."""
+        """Sends the JSON value `mine` to all ranks; returns all ranks' values, by rank. `what` names this in errors."""
         content = json.dumps(mine).encode()
         parts = self.call(what, lambda group: gather_bytes(group, content, self.timeout_s))
         return [json.loads(part) for part in parts]
 
     def fail(self, why: str | BaseException) -> None:
-        """Stops all synchronisation from now on and tells the other ranks why; a GroupError names the cause itself."""
+        """Stops all synchronisation from now on, and tells the other ranks why; a second call does nothing.
+
+        `why`: a text or an error; a GroupError also names the ranks that were lost.
+        """
         if self.failure is None:
             text = why if isinstance(why, str) else said(why)
             ranks = why.ranks if isinstance(why, GroupError) else None
@@ -160,7 +170,12 @@ class Peers:
         self.failure = self.failure or error
 
     def require_working(self) -> None:
-        """Raises RuntimeError, or GroupError where ranks were lost, if synchronisation has stopped or was closed."""
+        """Checks that synchronisation has neither stopped after a failure nor been closed.
+
+        Raises:
+            GroupError: if it stopped because ranks were lost.
+            RuntimeError: if it stopped for another reason, or was closed.
+        """
         if self.is_closed:
             raise RuntimeError("gradsync was detached from this model; attach again on every rank")
         if self.failure is not None:

@@ -42,7 +42,7 @@ ASK_AGAIN_STEPS = 8  # while another model is measured; to ask takes a small exc
 
 
 class Follows(Enum):
-    """A planner's answer to the request to measure a job."""
+    """A planner's answer when an engine asks it to measure the engine's job (`ProposingPlanner.follow`)."""
 
     NO = auto()  # the plan stays
     LATER = auto()  # another job is measured: it is to be asked again
@@ -51,23 +51,27 @@ class Follows(Enum):
 
 @runtime_checkable
 class ProposingPlanner(Protocol):
-    """A planner that measures a job while its first steps run by another plan, and then proposes plans."""
+    """A planner that measures a job while its first steps run by another plan, and then proposes other plans."""
 
     def __call__(self, profiles: Sequence[ParameterProfile], world_size: int) -> Plan | Sequence[Plan]: ...
 
     settings: str  # what may be proposed: the plan of a checkpoint is gone on with under the same
 
     def follow(self, engine: Any) -> Follows:
-        """Begins to measure the engine's job, returning `NOW`; or returns `LATER` (ask again) or `NO` (plan stays).
+        """Begins to measure the coming steps of the engine, and returns `Follows.NOW`.
 
+        It returns `LATER` if it must be asked again, as it measures another model, and `NO` if the present plan stays.
         When a measurement ends, the planner calls `engine.propose(plans)` on all ranks.
         """
 
     def resume(self, engine: Any, profile: Profile) -> None:
-        """Accepts that the engine runs a checkpoint's plan, made from this profile: nothing is measured for now."""
+        """Is called when the engine goes on with a checkpoint's plan, so that nothing needs to be measured for now.
+
+        `profile`: the measurements that the plan was made from.
+        """
 
     def close(self, engine: Any) -> None:
-        """Ends all measurement of an engine that is closed."""
+        """Is called when the engine is closed: ends the measurement of its job, if one is under way."""
 
     def profile_of(self, engine: Any) -> Profile | None:
         """Returns the profile (measurements) that the engine's plans were made from; None before a measurement."""
@@ -77,8 +81,8 @@ class ProposingPlanner(Protocol):
 class RevisingPlanner(Protocol):
     """A planner that measures the network and may revise its plan while training runs.
 
-    `measure` is called if the first steps show sparse gradients or many zeros, or if there are several nodes, each with
-    equally many ranks and more than one.
+    `measure` is called if the first steps show sparse gradients or many zeros. It is also called if there are several
+    nodes, each with equally many ranks and more than one.
     """
 
     cost: CostModel | None  # once measured
@@ -86,15 +90,22 @@ class RevisingPlanner(Protocol):
     def __call__(self, profiles: Sequence[ParameterProfile], world_size: int) -> Plan | Sequence[Plan]: ...
 
     def measure(self, group: Group, timeout_s: float) -> Iterator[None]:
-        """Measures the network, a piece at each `next`, which all ranks call at once, when a step has ended."""
+        """Measures the network between training steps, a piece at each `next` of the returned iterator. Collective.
+
+        All ranks call `next` at once, when a step has ended. `timeout_s`: seconds to wait for the other ranks.
+        """
 
     def revise(self, plan: Plan, before: Sequence[ParameterProfile], now: Sequence[ParameterProfile]) -> Plan:
-        """Returns a plan for the profiles `now`, the same on all ranks; `plan` was made from the profiles `before`."""
+        """Returns the plan for the densities `now` of gradients: `plan`, or one with other schemes for its buckets.
+
+        `before`: the densities that `plan` was made from. All ranks get the same arguments, and must return the same
+        plan.
+        """
 
 
 @dataclass(frozen=True)
 class Resumption:
-    """The plan of a checkpoint, chosen after measurements and trials, and the profile that it was made from."""
+    """A checkpoint's plan with which training goes on, and the measurements (profile) that it was made from."""
 
     plan: Plan
     profile: Profile
@@ -106,7 +117,19 @@ class Resumption:
 
 
 class PlanController:
-    """Chooses the next step's plan, `plan`, after each step, by what `observer` recorded; a given `Plan` stays."""
+    """Chooses the next step's plan, `plan`, after each step; a `Plan` that the user gave stays.
+
+    A planner is asked once the first steps have shown gradients' layouts and densities. If it returns several plans,
+    they run alternately on real steps, and the fastest stays.
+
+    Args:
+        plan: the plan, or the planner that makes plans.
+        observer: records layouts and densities of gradients.
+        group: the ranks.
+        call: runs a collective operation between two steps, see `Peers.call`.
+        device: where gradients are.
+        timeout_s: seconds to wait for the other ranks.
+    """
 
     def __init__(
         self,
@@ -140,27 +163,29 @@ class PlanController:
 
     @property
     def settled(self) -> bool:
-        """Whether no observation, measurement or trial is left, so that the plan stays."""
+        """Whether no observation, measurement or trial is left that may change the plan."""
         undecided = self._observations_left or self._measurement is not None or self._trial is not None
         return not undecided and self._follows is Follows.NO
 
     @property
     def looks(self) -> bool:
-        """Whether the observer samples the gradients of this step."""
+        """Whether the gradients of this step are sampled for zeros, by which plans are made or revised."""
         return self._observations_left > 0 or self._steps_to_look == 1
 
     @property
     def on_trial(self) -> list[Plan]:
-        """The plans that are tried in turns now, the best guess first; empty without a trial."""
+        """The plans that are tried alternately now, the best guess first; empty without a trial."""
         return [] if self._trial is None else self._trial.candidates
 
     @property
     def measured_cost(self) -> CostModel | None:
-        """The cost model of the network as the planner measured it; None without a measurement."""
+        """The costs of links and kernels as the planner measured them; None without a measurement."""
         return None if self._reviser is None else self._reviser.cost
 
     def step_ended(self, runs: BucketRuns, now: Moment) -> None:
         """Counts a step that has ended now, and may change `plan`; collective when the ranks have something to decide.
+
+        `runs`: the buckets of the step's plan, with their gradients.
 
         Raises:
             ValueError: for a plan that is not for this model.
@@ -182,13 +207,13 @@ class PlanController:
             self._look_again(self._reviser, runs)
 
     def follow(self, engine: Any) -> None:
-        """Asks the planner, if it is a `ProposingPlanner`, to measure the job of this engine."""
+        """Asks the planner, if it is a `ProposingPlanner`, to measure the coming steps of this engine. Collective."""
         if self._proposer is not None:
             self._follows = self._proposer.follow(engine)
             self._steps_to_ask = ASK_AGAIN_STEPS
 
     def asks_again(self) -> bool:
-        """Counts a step; returns whether to ask the planner again, as it has put off measuring the job."""
+        """Counts a step; returns whether to call `follow` again, as the planner was still measuring another model."""
         if self._follows is not Follows.LATER:
             return False
         self._steps_to_ask -= 1
@@ -204,7 +229,10 @@ class PlanController:
         return None if self._proposer is None else self._proposer.profile_of(engine)
 
     def state_of(self, engine: Any) -> dict[str, Any] | None:
-        """Returns profile, settings and usual step time, for a checkpoint; None unless a measured plan has settled."""
+        """Returns what a checkpoint keeps of a plan made by measurements; None without one, and before it has settled.
+
+        It holds the measurements (profile), the planner's settings, and the usual seconds of a step.
+        """
         profile = self.profile_of(engine)
         if self._proposer is None or profile is None or not self.settled:
             return None
@@ -212,7 +240,9 @@ class PlanController:
         return {"profile": profile.to_json(), "settings": settings, "usual_step_s": usual_step_s}
 
     def resumption(self, state: Mapping[str, Any]) -> Resumption | None:
-        """Returns plan, profile and step time of an engine's `state_dict` if this job can go on with them, else None.
+        """Returns the plan of an engine's `state_dict`, with its measurements; None if this job cannot go on with it.
+
+        It can if the planner has the same settings, and model, nodes and kind of device are the same.
 
         Raises:
             ValueError: for a value that `state_dict` did not give.
@@ -234,7 +264,7 @@ class PlanController:
         return Resumption(plan, profile, usual_step_s)
 
     def resume(self, engine: Any, resumption: Resumption) -> None:
-        """Goes on with the plan of a checkpoint, as if the first steps had led to that plan."""
+        """Goes on with the plan of a checkpoint, as if the first steps had led to it; nothing is measured or tried."""
         assert self._proposer is not None
         self._proposer.resume(engine, resumption.profile)
         self._observer.take({p.name: p for p in resumption.profile.parameter_profiles()})
@@ -259,9 +289,10 @@ class PlanController:
         self._switch_to(plans[0])
 
     def drifted(self, began: Moment, ended: Moment) -> bool:
-        """Counts a step under a settled plan; returns whether step times have changed for good.
+        """Counts a step under a plan that is no longer on trial; returns whether step times have changed for good.
 
-        Collective when it is time to compare the ranks' median step times.
+        Collective when it is time to compare the ranks' median step times. `began`, `ended`: the begin and end of the
+        step.
         """
         if self._proposer is None or not self.settled or not self._drift.step_ended(began, ended):
             return False
@@ -269,7 +300,7 @@ class PlanController:
         return self._drift.judge(max(float(part) for part in medians_s))
 
     def leave_out_step(self) -> None:
-        """Restarts the timing of the plan on trial, as a step listener delayed the last step's exchange."""
+        """Begins to time the plan on trial again, as a step listener (a measurement) delayed the last exchange."""
         if self._trial is not None:
             self._trial.interrupt()
 

@@ -27,21 +27,21 @@ logger = logging.getLogger(__name__)
 
 
 class RunningPlan:
-    """The plan in force and the runs of its buckets; between steps the next plan of the controller takes its place.
+    """The plan in force with its buckets at run time; between steps the controller's next plan takes its place.
 
     Args:
         controller: chooses plans.
         observer: knows the densities of gradients.
-        peers: the other ranks.
-        parameters: by name.
-        specs: their shapes and element types.
+        peers: runs collectives between the ranks.
+        parameters: the parameters by name.
+        specs: their shapes and dtypes.
         device: where gradients are.
         streams: those of the device.
 
     Attributes:
         plan: the plan in force.
-        runs: its buckets.
-        times: of the steps so far.
+        runs: its buckets, with their memory, state and statistics.
+        times: the times of the steps so far.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class RunningPlan:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether the next step begins with another plan; gradients must leave these buckets' memory before."""
+        """Whether the next step begins with another plan: by then gradients must have left these buckets' memory."""
         return self._controller.plan is not self.plan
 
     @property
@@ -80,11 +80,11 @@ class RunningPlan:
 
     @property
     def offloads(self) -> bool:
-        """Whether there is a thread for another core, as a plan has needed one."""
+        """Whether there is a thread for offloaded computations, because the plan or a former one has needed it."""
         return self._other_core is not None
 
     def offload(self, job: Callable[[], None]) -> None:
-        """Runs a job on the thread for another core, on the stream for offloaded work."""
+        """Runs `job` on the thread for offloaded computations, with the device's stream for them."""
         assert self._other_core is not None
 
         def run() -> None:
@@ -96,10 +96,10 @@ class RunningPlan:
     # How one plan follows another.
 
     def change(self) -> None:
-        """Replaces the buckets by those of the controller's plan and moves schemes' state into them. Collective.
+        """Replaces the buckets by those of the controller's plan, and moves schemes' state into them. Collective.
 
         Raises:
-            ValueError: for state that the plan's schemes cannot keep; state is then torn.
+            ValueError: for state that the plan's schemes cannot keep; the old state is then lost.
         """
         kept, state = self.runs.have_state, list(self.runs.state_slices())
         self._adopt(self._controller.plan)
@@ -108,13 +108,16 @@ class RunningPlan:
             self.agree_on_carried()
 
     def replace(self, runs: BucketRuns) -> None:
-        """Makes the controller's plan the one in force, with these runs of its buckets, which have no state yet."""
+        """Makes the controller's plan the one in force, with its buckets `runs`, which `runs_of` returned.
+
+        Schemes' state is not moved: that of a checkpoint is loaded next.
+        """
         self._leave()
         self.plan, self.runs = self._controller.plan, runs
         self.announce()
 
     def runs_of(self, plan: Plan) -> BucketRuns:
-        """Allocates and returns the plan's buckets; called on all ranks at once, as schemes may make process groups."""
+        """Allocates and returns the buckets of a plan, with new state. Collective: schemes may make process groups."""
         runs = BucketRuns(
             BucketRun.make(bucket.bucket(self._specs), bucket.scheme, self._templates, self._device, self._peers.group)
             for bucket in plan.buckets
@@ -124,7 +127,7 @@ class RunningPlan:
         return runs
 
     def agree_on_carried(self) -> None:
-        """Lets all ranks know which buckets send residuals of a former plan on some rank. Collective."""
+        """Tells all ranks in which buckets some rank has a residual that a former plan left to be sent. Collective."""
         timeout_s = self._peers.timeout_s
 
         def gather(mine: Tensor) -> list[Tensor]:
@@ -150,7 +153,7 @@ class RunningPlan:
             self._earlier = replace(sums, plan_changes=sums.plan_changes + 1)
 
     def close(self) -> None:
-        """Lets the buckets' memory go; gradients keep what they live in. Statistics stay as they are now."""
+        """Gives up the buckets' memory, except where gradients still live in it; statistics stay as they are now."""
         self.times.read_ended()
         self._final = self._statistics()  # without what a device that hangs has not ended
         if self._other_core is not None:
@@ -160,7 +163,7 @@ class RunningPlan:
     # What is told of it.
 
     def statistics(self) -> list[BucketStatistics]:
-        """Returns each bucket's bytes and times so far, or until the engine was closed."""
+        """Returns each bucket's bytes and times since the plan came into force, or until the engine was closed."""
         if self._final is not None:
             return self._final
         self.times.read()
@@ -170,11 +173,11 @@ class RunningPlan:
         return [run.statistics(self._observer.profiles) for run in self.runs]
 
     def totals(self) -> Totals:
-        """Returns the sums of bytes and times so far, over all plans; comparisons of parameters are not counted."""
+        """Returns the sums of bytes and times since `attach`, over all plans, without comparisons of parameters."""
         return self._earlier.plus(self.statistics())
 
     def timeline(self) -> list[Task]:
-        """Returns the tasks of the last step, each on one of five streams.
+        """Returns the tasks of the last step, each on one of five streams, with begin and end in seconds.
 
         Streams are "compute" (backward, and schemes' work on the thread of backward), "offload" (work on another core
         or the host), "kernel" (other work), "link" (operations in flight) and "wait".
@@ -183,9 +186,10 @@ class RunningPlan:
         return list(self.times.timeline)
 
     def predicted_timeline(self, step: int) -> list[Task]:
-        """Returns a forecast of training step `step` from the plan, the last ready times and the measured network.
+        """Returns a forecast of the tasks of training step `step`, in seconds since its first gradient was ready.
 
-        Empty before the first step, while densities are unknown, and where the network was not measured.
+        It follows from the plan, the times when buckets were ready in the last step, and the measured network. Empty
+        before the first step, while densities are unknown, and where the network was not measured.
         """
         known = self.runs.expected_steps(self._observer.profiles, step)
         group = self._peers.group
@@ -202,6 +206,6 @@ class RunningPlan:
         return describe(self.plan, self._specs, known)
 
     def announce(self) -> None:
-        """Logs the plan in words."""
+        """Logs the description of the plan that `words` returns."""
         for line in self.words():
             logger.info("%s", line)

@@ -16,36 +16,48 @@ class RecordingDone(BaseException):  # no Exception, as no `except Exception` of
 
 
 class StepListener:
-    """An object with methods that engines call at each step inside `recording`, on forward's or backward's thread."""
+    """An object whose methods engines call at each step inside a `recording` block.
+
+    The calls come on the thread of forward or backward.
+    """
 
     def forward_began(self, engine: Any) -> None:
-        """Is called when a forward of the model begins that a backward may follow."""
+        """Is called when a forward of the model begins that may be followed by a backward."""
 
     def began(self, engine: Any) -> bool:
-        """Is called when a step begins; if it returns True, the step exchanges after backward and decides no plan."""
+        """Is called when a step begins, with its first gradient.
+
+        If it returns True, nothing is exchanged until backward has ended, and the step does not count for the choice of
+        plans.
+        """
         return False
 
     def take(self, engine: Any, name: str, gradient: Tensor | None, shape: tuple[int, ...]) -> None:
-        """Is called with each ready gradient of this rank, of shape `shape`; None if it did not use the parameter."""
+        """Is called with each of this rank's gradients when it is ready.
+
+        `gradient`: of shape `shape`, that of the parameter `name`; None if this rank did not use the parameter.
+        """
 
     def backward_ended(self, engine: Any) -> None:
-        """Is called when `take` has got all gradients of the step, before the engine waits for their exchange."""
+        """Is called once a step, after the last call of `take`, before the engine waits for the gradients' exchange."""
 
     def step_ended(self, engine: Any, names: Iterable[str]) -> None:
-        """Is called when the gradients of all parameters `names` are synchronised; may raise `RecordingDone`."""
+        """Is called when the gradients of all parameters, `names`, are synchronised; may raise `RecordingDone`."""
 
 
 _active: StepListener | None = None
 
 
 def active() -> StepListener | None:
-    """Returns the listener of the `recording` block that is under way, or None."""
+    """Returns the listener that engines call now, inside a `recording` block; None outside."""
     return _active
 
 
 @contextmanager
 def recording(listener: L) -> Iterator[L]:
-    """Makes engines call the listener inside the block; `RecordingDone` ends the block and is not raised further.
+    """Makes engines call the methods of `listener` inside the `with` block, at each training step.
+
+    A `RecordingDone` that the listener raises ends the block and is not raised further.
 
     Raises:
         RuntimeError: inside another such block.

@@ -18,12 +18,14 @@ MOST_UNREAD = 64  # steps that the device has ended: their spans take memory
 class Step:
     """The moments of a training step, from its first gradient to the end of its exchange.
 
+    A device may reach them later than the host; `TimedSteps` reads them then.
+
     Attributes:
-        began: the first gradient was ready.
-        backward_ended: gradients of all parameters were ready, and somebody waited for results.
-        ended: all results were there.
-        ready: when each bucket was ready, by its id.
-        spans: the work of the exchange.
+        began: when the first gradient was ready.
+        backward_ended: when all gradients were ready, and somebody waited for results.
+        ended: when all results were there.
+        ready: when each bucket had all of its gradients, by its id.
+        spans: begin and end of each task of the exchange.
         runs: the buckets.
     """
 
@@ -36,11 +38,11 @@ class Step:
 
 
 class TimedSteps:
-    """The times of training steps, which are read when somebody asks for them, and otherwise many at a time.
+    """Collects the times of training steps, and reads them from the device when somebody asks, or when many are unread.
 
     Attributes:
-        timeline: the tasks of the last step that was read, in seconds from its begin.
-        ready_s: when each bucket was ready in that step, by its id.
+        timeline: the tasks of the last step that was read, in seconds since its first gradient was ready.
+        ready_s: when each bucket had all of its gradients in that step, by its id.
     """
 
     def __init__(self) -> None:
@@ -49,18 +51,18 @@ class TimedSteps:
         self._unread: deque[Step] = deque()
 
     def step_ended(self, step: Step) -> None:
-        """Adds a step; reads those that the device has ended once many are unread."""
+        """Adds a step; once 64 steps are unread, reads those that the device has ended."""
         self._unread.append(step)
         if len(self._unread) >= MOST_UNREAD:
             self.read_ended()
 
     def read_ended(self) -> None:
-        """Reads the steps that the device has ended, without waiting for it."""
+        """Adds the times of steps that the device has ended to their buckets' statistics; does not wait for others."""
         while self._unread and self._unread[0].ended.has_passed:
             self._read(self._unread.popleft())
 
     def read(self) -> None:
-        """Reads all steps; waits until the device has ended them."""
+        """Adds the times of all steps to their buckets' statistics; waits until the device has ended them."""
         while self._unread:
             self._read(self._unread.popleft())
 

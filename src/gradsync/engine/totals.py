@@ -24,7 +24,7 @@ class Totals:
     differences: int = 0  # comparisons that found the ranks' parameters apart
 
     def plus(self, buckets: Sequence[BucketStatistics]) -> Totals:
-        """Returns the sums with the statistics of one plan's buckets added."""
+        """Returns these sums with the statistics of one plan's buckets added to them."""
         return replace(
             self,
             steps=self.steps + max((bucket.steps for bucket in buckets), default=0),

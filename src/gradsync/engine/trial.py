@@ -23,7 +23,11 @@ MOST_OF_FIRST = 0.99  # of the first one's time; medians of 24 steps of one plan
 
 
 class Trial(Generic[T]):
-    """Says which of `candidates` (plans, best guess first) to run: `current`, in turns of a few steps, until `done`."""
+    """Says which of several plans, `candidates`, to run until all have been timed, and which was the fastest.
+
+    Candidates, the best guess first, run alternately, each for a few steps in a row: its turn. `current` is the one to
+    run.
+    """
 
     def __init__(self, candidates: Sequence[T]) -> None:
         self.candidates = list(candidates)
@@ -34,21 +38,24 @@ class Trial(Generic[T]):
 
     @property
     def current(self) -> T:
-        """The candidate to run now."""
+        """The candidate (plan) to run in the coming step."""
         return self.candidates[self._turns[0]]
 
     @property
     def done(self) -> bool:
-        """Whether all turns are over, so that times can be compared."""
+        """Whether all candidates (plans) have been run as often as needed, so that their times can be compared."""
         return not self._turns
 
     @property
     def medians_s(self) -> list[float]:
-        """This rank's median step time with each candidate, in seconds."""
+        """This rank's median step time with each candidate (plan), in seconds."""
         return [statistics.median(times) for times in self._times_s]
 
     def run_off(self, times_s: Sequence[float]) -> bool:
-        """Starts more turns of the best two candidates if their times are close; returns whether it did."""
+        """Starts more turns of the two fastest candidates if their times are close; returns whether it did.
+
+        `times_s`: each candidate's step time. There is one run-off at most.
+        """
         best, second = sorted(range(len(times_s)), key=times_s.__getitem__)[:2]
         if self._finalists or times_s[second] > CLOSE * times_s[best]:
             return False
@@ -57,22 +64,23 @@ class Trial(Generic[T]):
         return True
 
     def fastest(self, times_s: Sequence[float]) -> int:
-        """Returns the index of the candidate to keep, by each one's step time; after a run-off, one of its two.
+        """Returns the index of the candidate to keep; after a run-off, that of one of its two.
 
-        The first candidate is kept unless another is clearly faster, or the run-off was between others.
+        The first candidate is kept unless another is faster by more than 1 %, or the run-off was between others.
+        `times_s`: each candidate's step time.
         """
         left = self._finalists or range(len(self.candidates))
         best = min(left, key=times_s.__getitem__)
         return 0 if 0 in left and times_s[best] >= MOST_OF_FIRST * times_s[0] else best
 
     def interrupt(self) -> None:
-        """Restarts the current candidate's turn, after a step that must not be timed."""
+        """Begins the current candidate's steps in a row again, after a step that must not be timed."""
         self._ends.clear()
 
     def step_ended(self, now: Moment) -> bool:
-        """Records a step of the current candidate that has ended now; returns whether its turn is over.
+        """Records that a step of the current candidate has ended now; returns whether its turn is over.
 
-        At the end of a turn it waits until the device has ended the step.
+        At the end of a turn the host waits until the device has ended the step. The next candidate is then `current`.
         """
         self._ends.append(now)
         if len(self._ends) < TURN_STEPS:
@@ -83,7 +91,7 @@ class Trial(Generic[T]):
 
 
 def slowest(medians_s: Sequence[Sequence[float]]) -> list[float]:
-    """Returns each candidate's step time on its slowest rank, from `medians_s[rank][candidate]`."""
+    """Returns each candidate plan's step time on its slowest rank, from `medians_s[rank][candidate]`."""
     return [max(column) for column in zip(*medians_s, strict=True)]
 
 

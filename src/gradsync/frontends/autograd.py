@@ -59,7 +59,18 @@ UNUSED = (
 
 
 class AutogradHooks:
-    """The hooks that connect an engine with the parameters of one model, until `remove`."""
+    """The hooks on one model through which its forward, backward and optimiser steps drive an engine, until `remove`.
+
+    Args:
+        model: the model.
+        parameters: the parameters to synchronise, by name.
+        engine: exchanges their gradients.
+        optimizer: the optimiser whose steps are followed; None: those of any optimiser that steps these parameters.
+        broadcast_buffers: whether buffers are broadcast before each training forward.
+        exclude: names or shell patterns of parameters and buffers that are not synchronised.
+        static_graph: whether each backward uses the same parameters, equally often, as with DDP.
+        find_unused_parameters: False: raise as DDP does if a backward leaves out parameters.
+    """
 
     def __init__(
         self,
@@ -123,7 +134,7 @@ class AutogradHooks:
         self._handles.append(after_optimizer_steps(self, AutogradHooks._after_optimizer_step, optimizer))
 
     def remove(self) -> None:
-        """Removes the hooks; gradients stay where they are."""
+        """Removes the hooks from model, parameters and optimisers; gradients stay where they are."""
         for handle in self._handles:
             handle.remove()
         for accumulation in self._accumulations:
@@ -144,11 +155,11 @@ class AutogradHooks:
             self._sync, self._armed = before, None
 
     def rest(self) -> None:
-        """Stops synchronising until `go_on`: gradients stay each rank's own."""
+        """Stops synchronising gradients until `go_on`: each rank keeps its own."""
         self._sync, self._armed = False, None
 
     def go_on(self) -> None:
-        """Synchronises gradients again from the next forward on.
+        """Synchronises gradients again, after `rest`, from the next forward on.
 
         Gradients accumulated since `rest` do not make their parameters count as used: optimiser steps consumed them.
         """
@@ -208,7 +219,7 @@ class AutogradHooks:
 
     @property
     def awaits_backward(self) -> bool:
-        """Whether a forward has run whose backward is to synchronise gradients and has not run yet."""
+        """Whether a forward has run whose backward must synchronise gradients, and this backward has not run yet."""
         return bool(self._armed)
 
     @property
@@ -221,14 +232,17 @@ class AutogradHooks:
         self._rounds.number = number
 
     def shared_tensors(self) -> list[Tensor]:
-        """Returns the parameters and buffers that must be the same on all ranks when uneven inputs end."""
+        """Returns the parameters and buffers that all ranks get from one rank when `join()` (uneven inputs) ends."""
         model = self._model()
         named = () if model is None else model.named_parameters()
         buffers = self._buffers.present(self._changes.generation).values()
         return [*(p for n, p in named if not matches(n, self._exclude)), *buffers]
 
     def take_gradients(self) -> OwnGradients:
-        """Removes this rank's own gradients from the parameters and returns them, for `put_gradients`."""
+        """Removes this rank's own gradients from the parameters and returns them, for `put_gradients`.
+
+        A rank without further inputs sets them aside while it takes part in the other ranks' steps.
+        """
         own = {name: parameter.grad for name, parameter in self._parameters.items()}, self._accumulated
         for parameter in self._parameters.values():
             parameter.grad = None
@@ -243,7 +257,10 @@ class AutogradHooks:
 
     @torch.no_grad()
     def zero_step(self) -> None:
-        """Contributes zero gradients to the other ranks' step; the parameters get the synchronised gradients."""
+        """Takes part in the other ranks' step with zero gradients, as this rank has no further inputs.
+
+        The parameters get the synchronised gradients; their own must have been removed by `take_gradients`.
+        """
         self._engine.stepped_alone = True  # the other ranks step their parameters, this one does not
         for parameter in self._parameters.values():
             parameter.grad = None

@@ -53,10 +53,10 @@ class DDPState:
 
     `ddp_model.register_comm_hook(gradsync.DDPState(), gradsync.ddp_hook)` is all there is to do; frameworks that make
     the DDP model themselves take the two arguments (Lightning: `DDPStrategy(ddp_comm_state=..., ddp_comm_hook=...)`).
-    Ranks agree on the model in the first backward, or at once if `model` is given. `gradsync.attach(ddp_model)`
-    makes such a state, with the model, and registers the hook. Arguments and errors are those of `attach`, `timeout_s`
-    in seconds. A parameter that `exclude` names stays unsynchronised, as DDP does not average behind a hook. Copies of
-    a DDP model, by `copy.deepcopy` or pickle, have no hooks: attach to them again.
+    Ranks agree on the model in the first backward, or at once if `model` is given. `gradsync.attach(ddp_model)` makes
+    such a state, with the model, and registers the hook. The other arguments, and errors, are those of `attach`. A
+    parameter that `exclude` names stays unsynchronised, as DDP does not average behind a hook. Copies of a DDP model,
+    by `copy.deepcopy` or pickle, have no hooks: attach to them again.
     """
 
     def __init__(
@@ -93,7 +93,10 @@ class DDPState:
 
     @classmethod
     def of(cls, model: DistributedDataParallel, plan: Plan | Planner, given: Arguments) -> "DDPState":
-        """Returns the state of a model for arguments of `attach`."""
+        """Returns the hook's state for a DDP model, a plan or planner, and the other arguments of `attach`, checked.
+
+        The ranks agree on the model at once: collective.
+        """
         state = cls(plan=plan)
         state._arguments = given
         state._bind(model)
@@ -111,7 +114,7 @@ class DDPState:
 
     @property
     def engine(self) -> Engine:
-        """The engine of the DDP model.
+        """The engine that exchanges the DDP model's gradients.
 
         Raises:
             RuntimeError: before the first backward, if no model was given.
@@ -135,7 +138,7 @@ class DDPState:
         return None if self._exchange is None else self._exchange.model
 
     def synchronize(self, bucket: GradBucket) -> Future[Tensor]:
-        """Loads the gradients of one DDP bucket; returns a future of the bucket's buffer with averaged gradients."""
+        """Loads the gradients of one DDP bucket; returns a future of its buffer, (numel,), with averaged gradients."""
         if self._exchange is None:
             model = _model_with(self)
             if _is_nested(model):  # the other DDP model has gradsync; the mean of equal values is itself

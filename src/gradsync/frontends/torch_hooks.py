@@ -31,7 +31,8 @@ def before_optimizer_steps(
 ) -> RemovableHandle:
     """Registers `function(owner, step)` to run before each step of `optimizer`; None: of any optimiser.
 
-    `owner` is held weakly: when it is gone, nothing runs. Returns a handle whose `remove()` ends it.
+    `step` is the call of `Optimizer.step`, as an `OptimizerStep`. `owner` is held weakly: when it is gone, nothing
+    runs. Returns a handle whose `remove()` ends it.
     """
     hook = uncompiled(Hook)(owner, lambda alive, *step: function(alive, OptimizerStep(*step)))
     return register_optimizer_step_pre_hook(hook) if optimizer is None else optimizer.register_step_pre_hook(hook)
@@ -42,7 +43,8 @@ def after_optimizer_steps(
 ) -> RemovableHandle:
     """Registers `function(owner, step)` to run after each step of `optimizer`; None: of any optimiser.
 
-    `owner` is held weakly: when it is gone, nothing runs. Returns a handle whose `remove()` ends it.
+    `step` is the call of `Optimizer.step`, as an `OptimizerStep`. `owner` is held weakly: when it is gone, nothing
+    runs. Returns a handle whose `remove()` ends it.
     """
     hook = uncompiled(Hook)(owner, lambda alive, *step: function(alive, OptimizerStep(*step)))
     return register_optimizer_step_post_hook(hook) if optimizer is None else optimizer.register_step_post_hook(hook)
@@ -61,7 +63,7 @@ class OptimizerStep(NamedTuple):
         return self.kwargs.get("closure", self.args[1] if len(self.args) > 1 else None) is not None
 
     def concerns(self, parameters: Container[int]) -> bool:
-        """Whether the optimiser steps any of these parameters; `parameters` has their ids (`id(p)`)."""
+        """Whether the optimiser has any of these parameters; `parameters` contains their ids (`id(p)`)."""
         return any(id(p) in parameters for group in self.optimizer.param_groups for p in group["params"])
 
     @property
@@ -77,7 +79,7 @@ class OptimizerStep(NamedTuple):
 
     @property
     def is_inner(self) -> bool:
-        """Whether the call is part of another step of this optimiser, as of a subclass that calls its base class."""
+        """Whether the call is made inside another `step` of this optimiser, as by a subclass for its base class."""
         return [f.f_locals.get("self") is self.optimizer for f in _frames_of(_step_code())].count(True) > 1
 
     @property
@@ -87,12 +89,12 @@ class OptimizerStep(NamedTuple):
 
 
 class OptimizerRounds:
-    """A counter of rounds of optimiser steps on this rank; ranks that are in step count alike.
+    """A counter of this rank's rounds of optimiser steps, by which ranks find out that they are out of step.
 
-    A round begins with the first step after a synchronised backward, and with each further step of an optimiser that
-    has stepped in the round already. Several optimisers share a round, as do the outer and the inner step of a sharded
-    one. A step by gradients that hold more than what was synchronised counts as an additional round: a rank that left
-    `no_sync` too early or too late makes such steps.
+    A round begins with the first step after a synchronised backward, or when an optimiser steps that has stepped in the
+    round already. Several optimisers share a round, as do the outer and the inner step of a sharded one. A step by
+    gradients that hold more than what was synchronised counts as an additional round. A rank that left `no_sync` too
+    early or too late makes such steps.
     """
 
     def __init__(self) -> None:
@@ -201,7 +203,10 @@ class ModelHook(Hook):
 
 
 def is_inside_forward(model: nn.Module) -> bool:
-    """Whether the forward of `model` whose hook calls this is a part of another forward of `model`, which calls it."""
+    """Whether the present forward of `model` runs inside another forward of the same model.
+
+    Call it from a forward hook of `model`.
+    """
     return [f.f_locals["self"] is model for f in _frames_of(nn.Module._call_impl.__code__)].count(True) > 1
 
 
@@ -224,15 +229,19 @@ def _frames_of(*codes: CodeType) -> list[FrameType]:
 
 @cache
 def uncompiled(hook: type[Hook]) -> type[Hook]:
-    """Returns a subclass of `hook` that `torch.compile` does not trace; called late, as it imports the compiler."""
+    """Returns a subclass of `hook` that `torch.compile` does not trace.
+
+    Call it only when a hook is about to be made, as it imports the compiler.
+    """
     return type(f"{hook.__name__}Uncompiled", (hook,), {"__call__": torch.compiler.disable(hook.__call__)})
 
 
 def never_compiled(function: F) -> F:
-    """Makes `torch.compile` skip a function that autograd calls, and all that it calls, when a whole step is compiled.
+    """Marks a function that autograd calls, such as a hook, so that `torch.compile` never compiles it.
 
-    Unlike `uncompiled` it costs nothing per call, and needs no compiler; use it for functions that compiled code does
-    not call itself.
+    That holds for all that the function calls, too, and matters when a whole training step is compiled. Unlike
+    `uncompiled` it costs nothing per call, and needs no compiler; use it for functions that compiled code does not call
+    itself.
     """
     skip = _eval_frame._FrameAction.SKIP  # here, and further in
     code: CodeType = function.__code__
@@ -301,5 +310,5 @@ def outside_of_transforms() -> Iterator[bool]:
 
 
 def is_called_by(code: CodeType) -> bool:
-    """Whether a function with this code is on this thread's stack."""
+    """Whether a function with this code object is running on the calling thread, further up its stack."""
     return bool(_frames_of(code))

@@ -80,7 +80,7 @@ class Scheme(Nameable, ABC, Generic[X]):
 
     All ranks get the same bits, unless the scheme has the trait `mixes`. It is a frozen dataclass of settings. A
     subclass defines `traits`, `stages`, `synchronize` and `steps`. The state is passed in, and the next state is
-    returned: a scheme keeps no state itself and overwrites none, so that a training step can be undone.
+    returned. A scheme keeps no state itself and overwrites none, so that a training step can be undone.
     """
 
     kind: ClassVar[str] = "scheme"
@@ -141,7 +141,10 @@ class Scheme(Nameable, ABC, Generic[X]):
         """
 
     def unchanged_since(self, step: int) -> int:
-        """Returns the first training step for which `steps` returns the same as for training step `step`."""
+        """Returns the first training step for which `steps` returns the same as for training step `step`.
+
+        It is 0 unless the scheme sends other amounts in its first training steps, as with a warm-up.
+        """
         return 0
 
     def check(self, specs: tuple[TensorSpec, ...]) -> None:
@@ -152,7 +155,7 @@ class Scheme(Nameable, ABC, Generic[X]):
         """
 
     def init(self, bucket: Bucket, group: Group) -> State:
-        """Returns what the scheme keeps before the first training step, such as residuals; {} for most schemes.
+        """Returns the scheme's state before the first training step, such as residuals of zeros; {} for most schemes.
 
         It is empty on all ranks or on none.
         """
@@ -195,8 +198,7 @@ class Partitioned(Scheme[X], Generic[X, S]):
 
         Args:
             x, state, group, scale: as in `synchronize`.
-            keep_fp32: keeps sums of 16-bit floats in float32, so that further sums can be
-                added.
+            keep_fp32: keeps sums of 16-bit floats in float32, so that further sums can be added.
         """
 
     @abstractmethod

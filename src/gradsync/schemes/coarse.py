@@ -156,7 +156,7 @@ class CoarseGrained(Scheme[Tensor]):
         return ("scores", *stages) if self.choice == "exact" else stages
 
     def init(self, bucket: Bucket, group: Group) -> State:
-        """Returns the state before the first step: zero residuals, and start values of each chunk's score, age etc.
+        """Returns the state before the first step: zero residuals, and each chunk's first score, age and the like.
 
         Raises:
             ValueError: if `scheme` keeps state.
@@ -306,7 +306,7 @@ class CoarseGrained(Scheme[Tensor]):
         return -(-numel // self.chunk)
 
     def num_chosen(self, numel: int, step: int) -> int:
-        """Returns how many chunks of a bucket with `numel` elements are sent in the training step of this number."""
+        """Returns how many chunks of a bucket with `numel` elements are sent in training step `step`."""
         starts = [self.steps_per_ratio * place for place in range(1, len(self.warmup) + 1)]
         ratio = (*self.warmup, self.ratio)[bisect_right(starts, step)]
         chunks = self.num_chunks(numel)
@@ -409,11 +409,11 @@ class CoarseGrained(Scheme[Tensor]):
 class ChunkState(CompressorState):
     """The state of `CoarseGrained` on one rank: residuals, and for each chunk a score by which chunks are chosen.
 
-    Residuals, what was not sent yet, are in `elements`; scores, and steps since a chunk was sent, in `together`, alike
-    on all ranks.
+    A chunk is a run of elements that is sent as a whole. Residuals, what was not sent yet, are in `elements`. Scores,
+    and steps since a chunk was sent, are in `together`, the same on all ranks.
 
     Attributes:
-        chunk: the elements of a chunk.
+        chunk: the number of elements in a chunk.
         sent: the numbers of the chunks that the last step sent; None: not known.
     """
 
@@ -446,7 +446,7 @@ class ChunkState(CompressorState):
 
 @dataclass(frozen=True)
 class Factors:
-    """Three factors whose product is the scale of a sum of messages over ranks.
+    """Three factors that are applied before, in and after a sum of messages over ranks; their product is its scale.
 
     With 16-bit messages `before` is a power of two, which rounds nothing, and `through` is 1.
 

@@ -21,7 +21,7 @@ from .base import Partitioned, Scheme, State, Traits
 @register
 @dataclass(frozen=True)
 class AllReduce(Scheme[Tensor]):
-    """The backend's all-reduce of the whole bucket, as in DDP. Exact.
+    """A scheme that calls the backend's all-reduce on the whole bucket, as DDP does. Exact.
 
     Wire: 2(n-1)/n of the bucket, sent and received by each rank (in a ring; backends may use another algorithm).
     """
@@ -56,7 +56,8 @@ class OwnedRange:
     """The sums that one rank made of its range of a flat bucket, before it sends them to all ranks.
 
     Attributes:
-        values: the sums, (the longest range,), padded with zeros, in the bucket's dtype or that of sums.
+        values: the sums, (the longest range,), padded with zeros, in the bucket's dtype or, for further sums, a wider
+            one.
         whole: the bucket, (numel,), which the sums of all ranks will overwrite.
     """
 
@@ -138,6 +139,9 @@ class ReduceScatter(Partitioned[Tensor, OwnedRange]):
 
 
 def even_ranges(numel: int, size: int) -> list[int]:
-    """Returns the lengths of `size` equal consecutive ranges of `numel` elements, the last ones shorter or empty."""
+    """Returns the lengths of `size` equal consecutive ranges that cover `numel` elements.
+
+    The last ones may be shorter, or empty.
+    """
     length = -(-numel // size)
     return [max(min(length, numel - owner * length), 0) for owner in range(size)]

@@ -52,7 +52,9 @@ class Blocks:
         self._lendings = 0
 
     def lend(self, nbytes: int) -> Tensor:
-        """Returns an uninitialised tensor in a block of the pool or in a new block, (nbytes,) uint8.
+        """Returns an uninitialised tensor, (nbytes,) uint8, in a free block of the pool or, if none fits, a new one.
+
+        The block becomes free again once no tensor refers to it.
 
         Raises:
             MemoryError: the system does not have that much memory.

@@ -16,7 +16,10 @@ Sections = Sequence[tuple[int, int]]  # [start, stop) of elements, ascending
 
 @dataclass(frozen=True)
 class Arrival:
-    """The elements of one bucket for which a training step brought synchronised gradients."""
+    """The elements of one bucket for which a training step brought synchronised gradients.
+
+    They are all elements, unless a lossy scheme such as `CoarseGrained` sent only some of them in this step.
+    """
 
     bucket: Bucket
     sections: Sections | None  # of the bucket's elements; None: all
@@ -24,7 +27,11 @@ class Arrival:
 
 
 class Arrivals:
-    """The elements of each parameter for which a training step brought synchronised gradients."""
+    """The elements of each parameter for which a training step brought synchronised gradients.
+
+    They are all elements, unless a lossy scheme such as `CoarseGrained` sent only some in this step. `buckets`: what
+    arrived in each bucket.
+    """
 
     def __init__(self, buckets: Iterable[Arrival] = ()) -> None:
         self._partial: dict[str, list[Arrival]] = {}
@@ -55,7 +62,10 @@ class Arrivals:
 
 
 def gathered(tensor: Tensor, sections: Sections) -> Tensor:
-    """Returns a copy of these ranges [start, stop) of the flattened `tensor`, one after the other, (elements,)."""
+    """Returns a copy of the elements of `tensor` in `sections`, end to end, (elements,).
+
+    `sections`: ascending ranges [start, stop) of the flattened `tensor`, which may have any shape.
+    """
     lengths = [stop - start for start, stop in sections]
     elements = memory.empty(sum(lengths), tensor.dtype, tensor.device)
     if lengths:
@@ -65,7 +75,11 @@ def gathered(tensor: Tensor, sections: Sections) -> Tensor:
 
 
 def put(elements: Tensor, sections: Sections, tensor: Tensor) -> None:
-    """Writes `elements`, (elements,) as from `gathered`, into these ranges [start, stop) of `tensor`, of any shape."""
+    """Writes `elements`, (elements,), which `gathered` returned, back into the ranges `sections` of `tensor`.
+
+    `sections`: ascending ranges [start, stop) of the flattened `tensor`, which may have any shape and is overwritten
+    there.
+    """
     if not sections:
         return
     flat = tensor.detach().reshape(-1)

@@ -29,7 +29,7 @@ class Layout(StrEnum):
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape and element type of one tensor; no memory."""
+    """The shape and dtype of one tensor, without values; for a flat tensor also which parameters lie in it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -42,7 +42,7 @@ class TensorSpec:
         return cls(tuple(tensor.shape), tensor.dtype)
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Whether the tensor has this shape and element type."""
+        """Whether `tensor` has this shape and dtype."""
         return tensor.dtype is self.dtype and tensor.shape == self.shape
 
     @property
@@ -72,7 +72,10 @@ class TensorSpec:
 
 
 def model_digest(specs: Mapping[str, TensorSpec]) -> str:
-    """Returns the SHA-256 over names, shapes and dtypes in order: equal on ranks whose parameters correspond."""
+    """Returns the SHA-256 of all parameters' names, shapes and dtypes, in the order of `specs`.
+
+    It is equal on ranks whose parameters correspond to each other.
+    """
     return hashlib.sha256("\n".join(describe_specs(specs)).encode()).hexdigest()
 
 
@@ -86,7 +89,11 @@ PHASES = 3  # ranks compare step numbers modulo this: they differ by one, hardly
 
 @dataclass(frozen=True)
 class StepMarks:
-    """Marks that a rank sends with gradients: did it join the step late, and its number of optimiser steps modulo 3."""
+    """The marks that a rank sends with its gradients, by which the ranks find that one is late or out of step.
+
+    Summed over the ranks, they tell whether some rank is late, and whether all have made equally many optimiser steps,
+    which are counted modulo 3.
+    """
 
     late: bool = False  # the rank takes part at the optimiser's step only: its backward reached no parameter
     phase: int | None = None  # rounds of the rank's optimiser modulo PHASES; None where no step of it was seen
@@ -102,7 +109,7 @@ NO_MARKS = StepMarks()  # of a usual step
 
 @dataclass(frozen=True)
 class Segment:
-    """Elements [start, stop) of the parameter `name`, flattened."""
+    """A slice of one parameter: elements [start, stop) of the flattened parameter `name`."""
 
     name: str
     start: int
@@ -115,7 +122,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class FlatSpec:
-    """The layout of a flat tensor: the segments of parameters that lie in it end to end, their shapes, its dtype."""
+    """The layout of a flat tensor: which parts of parameters lie in it, end to end, their shapes, and its dtype."""
 
     segments: tuple[Segment, ...]
     shapes: tuple[
@@ -143,7 +150,7 @@ class FlatSpec:
 
     @classmethod
     def of(cls, tensor: Tensor, name: str = "") -> FlatSpec:
-        """Returns the spec of one tensor of any shape, flattened to (numel,)."""
+        """Returns the layout of one tensor of any shape, flattened to (numel,), whose parameter is called `name`."""
         return cls((Segment(name, 0, tensor.numel()),), (tuple(tensor.shape),), tensor.dtype)
 
     @cached_property
@@ -157,7 +164,7 @@ class FlatSpec:
 
     @cached_property
     def places(self) -> Mapping[str, Sequence[tuple[int, int, Segment]]]:
-        """The segments of each parameter, by its name: (index of the segment, offset in the flat tensor, segment)."""
+        """Each parameter's segments, by its name: (index of the segment, offset in the flat tensor, segment)."""
         found: dict[str, list[tuple[int, int, Segment]]] = {}
         offset = 0
         for number, segment in enumerate(self.segments):
@@ -167,7 +174,10 @@ class FlatSpec:
 
     @cached_property
     def sections(self) -> Sections:
-        """The segments' lengths and offsets in their parameters, for kernels; `seeds` of the `Sections` is empty."""
+        """The segments' lengths and first elements in their parameters, in the form that kernels take.
+
+        `seeds` of the `Sections` is empty, as no random numbers are drawn for them yet.
+        """
         return Sections(self.lengths, tuple(segment.start for segment in self.segments))
 
     @property
@@ -179,7 +189,7 @@ class FlatSpec:
         return self.numel * self.itemsize
 
     def cut(self, start: int, stop: int) -> FlatSpec:
-        """Returns the spec of elements [start, stop) of the flat tensor; an empty range gets one empty segment."""
+        """Returns the layout of elements [start, stop) of the flat tensor; an empty range gets one empty segment."""
         segments, shapes, offset = [], [], 0
         for segment, shape in zip(self.segments, self.shapes, strict=True):
             low, high = max(start, offset), min(stop, offset + segment.numel)
@@ -195,13 +205,16 @@ class FlatSpec:
         return replace(self, segments=tuple(segments), shapes=tuple(shapes))
 
     def with_dtype(self, dtype: torch.dtype) -> FlatSpec:
-        """Returns the spec of the same segments with another dtype."""
+        """Returns the layout of the same segments in a flat tensor of another dtype."""
         return replace(self, dtype=dtype)
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Segments of parameters, all of one dtype, that are synchronised together; `tensors` are the parameters' specs."""
+    """Parameters, or slices of them (segments), all of one dtype, whose gradients are synchronised together.
+
+    `tensors` are the shapes and dtypes of the parameters, one for each segment.
+    """
 
     id: str
     segments: tuple[Segment, ...]
@@ -241,7 +254,7 @@ class Bucket:
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
-        """The specs of the tensors that the scheme gets: the row-sparse tables, or one flat tensor.
+        """The shapes and dtypes of the tensors that the scheme gets: the row-sparse tables, or one flat tensor.
 
         If `flags_ride`, the flat tensor ends with flags, numbers that say which parameters a rank used, for example.
         """
@@ -262,7 +275,11 @@ class Bucket:
 
     @property
     def num_flags(self) -> int:
-        """The number of flags: one per segment (was it used), one for non-finite values, and those of `StepMarks`."""
+        """The number of flags, which are summed over the ranks with the gradients.
+
+        One per segment says whether a rank used its parameter, one whether a value is not finite; the others are those
+        of `StepMarks`.
+        """
         return len(self.segments) + 1 + NUM_MARKS
 
 
@@ -284,7 +301,7 @@ def cut_by_bytes(sizes: Iterable[tuple[str, int]], first_bytes: int, most_bytes:
 
 
 def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Returns the parameters that require gradients, by name; tied ones once, under their first name."""
+    """Returns the parameters that require gradients, by name; a tied one only once, under its first name."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 

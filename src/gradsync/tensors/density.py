@@ -44,19 +44,20 @@ class DensityProfile:
 
     @property
     def density(self) -> float:
-        """The share of the rows that one rank touches, in [0, 1]."""
+        """The share of rows that are non-zero in one rank's gradient, in [0, 1]."""
         return self.rows / self.num_rows if self.num_rows else 0.0
 
     def may_have_rows_of(self, other: DensityProfile) -> bool:
-        """Whether two tables may share their non-zero rows: equally many and, unless 0, of one `pattern` if both known.
+        """Whether the non-zero rows of this table and of the `other` may be the same ones.
 
-        A `pattern` is a name that tables share if their non-zero rows are the same on every rank.
+        They may be if both have equally many and, unless that is 0, an equal `pattern` or one that is not known. A
+        `pattern` is a name that tables share if their non-zero rows are the same on every rank.
         """
         unknown = not (self.pattern and other.pattern)
         return self.rows == other.rows and (unknown or self.pattern == other.pattern or self.rows == 0)
 
     def share(self, start: int, stop: int, ranks: int) -> float:
-        """Returns the share, in [0, 1], that rows [start, stop) have of all rows which any of `ranks` ranks touches.
+        """Returns which share of the non-zero rows of a sum over `ranks` ranks lies in rows [start, stop), in [0, 1].
 
         It is measured for one rank and for all; in between it is interpolated by the logarithm of the number of ranks.
         """
@@ -68,7 +69,7 @@ class DensityProfile:
         return one * (1 - weight) + everybody * weight
 
     def in_blocks(self, length: int) -> DensityProfile:
-        """Returns the profile of a flat tensor with blocks of `length` elements as rows.
+        """Returns the profile of a flat tensor whose rows are blocks of `length` consecutive elements each.
 
         Unless such blocks were measured, the non-zero elements are assumed to be spread evenly.
         """
@@ -84,7 +85,10 @@ class DensityProfile:
         return DensityProfile(blocks, rows, growth, shares=self.shares, union_shares=self.union_shares)
 
     def of_sums(self, ranks: int) -> DensityProfile:
-        """Returns the profile of sums over `ranks` ranks each, such as those that nodes exchange with each other."""
+        """Returns the profile of gradients that were already summed over `ranks` ranks each, as inside a node.
+
+        Planners use it for what nodes then exchange with each other.
+        """
         rows, most = self.union_rows(ranks), max(self.densification, default=1)
         counts = {most / ranks, *(2**j for j in range(1, 32) if ranks * 2**j < most)}
         growth = {int(k): self.union_rows(int(k) * ranks) / rows for k in counts if k == int(k) > 1 and rows}
@@ -103,7 +107,8 @@ class DensityProfile:
     def union_rows(self, ranks: int) -> float:
         """Returns the number of non-zero rows in the sum over `ranks` ranks: measured, or interpolated by a power law.
 
-        With nothing measured the ranks count as independent and uniform, which overstates the union of skewed data.
+        If sums were not measured, ranks count as independent, and non-zero rows as spread evenly, which overstates the
+        number for skewed data.
         """
         if ranks <= 1 or self.rows == 0:
             return self.rows
@@ -121,7 +126,10 @@ class DensityProfile:
 
 @dataclass(frozen=True)
 class ParameterProfile:
-    """A parameter's shape, and its gradient's layout, density and ready order, as planners get them on every rank."""
+    """A parameter's shape, and its gradient's layout, density and place in the order of readiness.
+
+    It is what the first training steps showed; planners get the same profiles on every rank.
+    """
 
     name: str
     tensor: TensorSpec
@@ -149,7 +157,7 @@ def _share(shares: Sequence[float], start: float, stop: float) -> float:
 
 
 def partition_shares(rows: Tensor, num_rows: int) -> tuple[float, ...]:
-    """Returns the share of `rows` in each of up to `PARTITIONS` even contiguous partitions of [0, num_rows).
+    """Returns which share of the indices `rows` lies in each of up to `PARTITIONS` even partitions of [0, num_rows).
 
     `rows`: sorted distinct indices, (rows,) int64; those out of range are left out.
     """
@@ -162,7 +170,10 @@ def partition_shares(rows: Tensor, num_rows: int) -> tuple[float, ...]:
 
 
 def profile_rows(index_lists: Sequence[Tensor], num_rows: int) -> DensityProfile:
-    """Returns the exact density profile of one step from the row indices, repeats allowed, that each rank touches."""
+    """Returns the exact density profile of one step's table with `num_rows` rows.
+
+    `index_lists`: for each rank the indices of its non-zero rows, (indices,) int64, in any order, repeats allowed.
+    """
     unique = [torch.unique(indices) for indices in index_lists]
     rows = sum(u.numel() for u in unique) / max(len(unique), 1)
     densification: dict[int, float] = {}
@@ -183,7 +194,8 @@ def profile_rows(index_lists: Sequence[Tensor], num_rows: int) -> DensityProfile
 def profile_tables(tables: Sequence[tuple[int, Sequence[Tensor]]]) -> tuple[DensityProfile, ...]:
     """Returns the exact density profiles of several tables in one step, each given as (num_rows, row indices by rank).
 
-    Tables in which each rank lists equal rows in equal order get the same `pattern`: the index of the first of them.
+    Row indices are (indices,) int64. Tables in which each rank lists equal rows in equal order get an equal `pattern`:
+    the index of the first of these tables, as text.
     """
     profiles: list[DensityProfile] = []
     for position, (num_rows, lists) in enumerate(tables):
@@ -200,7 +212,10 @@ def profile_tables(tables: Sequence[tuple[int, Sequence[Tensor]]]) -> tuple[Dens
 
 
 def joined(profiles: Sequence[DensityProfile]) -> DensityProfile:
-    """Returns the density profile of several tensors laid one after the other; it has no `shares` of partitions."""
+    """Returns the density profile of several tensors laid one after the other, from the profile of each.
+
+    It does not say how the non-zero rows are spread over the tensor (`shares`).
+    """
     rows = sum(p.rows for p in profiles)
     ranks = {k for p in profiles for k in p.densification}
     growth = {k: sum(p.union_rows(k) for p in profiles) / rows for k in sorted(ranks) if rows > 0}
@@ -211,8 +226,8 @@ def joined(profiles: Sequence[DensityProfile]) -> DensityProfile:
 class ZeroSample:
     """A sample of a dense gradient: whether sampled rows and elements are non-zero, and how many of all are non-zero.
 
-    All ranks sample the same indices. The counts are exact, but a gradient that is mostly non-zero in the sample counts
-    as full (non-zero throughout), which saves counting.
+    All ranks sample the same indices. `num_rows` and `num_elements` count non-zero rows and elements exactly. But a
+    gradient that is mostly non-zero in the sample counts as non-zero throughout, which saves counting.
     """
 
     rows: Tensor  # bool (rows_sampled(spec),)
@@ -238,23 +253,26 @@ class ZeroSample:
 
     @classmethod
     def full(cls, spec: TensorSpec) -> ZeroSample:
-        """Returns the sample of a gradient without zeros that has this shape."""
+        """Returns the sample that stands for a gradient of this shape without any zeros."""
         rows, elements = torch.ones(rows_sampled(spec)), torch.ones(min(SAMPLES, spec.numel))
         return cls(rows.bool(), elements.bool(), spec.num_rows if spec.shape else 1, spec.numel)
 
     @classmethod
     def unused(cls, spec: TensorSpec) -> ZeroSample:
-        """Returns the sample for a parameter without a gradient on this rank: no place is non-zero, counts are 0."""
+        """Returns the sample for a parameter without a gradient on this rank: nothing in it is non-zero."""
         return cls(torch.zeros(rows_sampled(spec)).bool(), torch.zeros(min(SAMPLES, spec.numel)).bool(), 0, 0)
 
 
 def rows_sampled(spec: TensorSpec) -> int:
-    """Returns how many rows are sampled of a tensor with this shape; 0 if each row is a single element."""
+    """Returns how many rows of a tensor of this shape are sampled for zeros; 0 if each row is a single element."""
     return min(SAMPLES, spec.num_rows) if len(spec.shape) > 1 and spec.dim > 1 else 0
 
 
 def sample_places(size: int, device: torch.device) -> Tensor:
-    """Returns the sampled indices in [0, size), ascending, (min(SAMPLES, size),) int64; the same on all ranks."""
+    """Returns the indices in [0, size) that are sampled for zeros, ascending, the same on all ranks.
+
+    They are (min(SAMPLES, size),) int64 on `device`, drawn at random by a seed that is `size`.
+    """
     if size <= SAMPLES:
         return torch.arange(size, device=device)
     generator = torch.Generator().manual_seed(size)
@@ -262,15 +280,19 @@ def sample_places(size: int, device: torch.device) -> Tensor:
 
 
 def profile_sample(hits: Tensor, counts: Tensor, size: int) -> DensityProfile | None:
-    """Returns the density profile of `size` rows (or elements) from the ranks' samples; None if no rank counted any.
+    """Returns the density profile of `size` rows (or elements) from the ranks' samples.
 
-    The union over ranks is estimated from the sampled hits, if there are enough; else ranks count as independent. A
-    gradient of zeros, as a zero-initialised layer behind it gives in a first step, does not predict the next one.
+    The rows of sums over ranks are estimated from the sampled ones, if enough are non-zero; else ranks count as
+    independent.
 
     Args:
         hits: whether each sampled row is non-zero, (ranks, samples) bool.
         counts: the number of non-zero rows that each rank counted, (ranks,).
         size: the number of all rows.
+
+    Returns:
+        The profile; None if no rank counted any. Such a gradient of zeros does not predict the next step: a
+        zero-initialised layer behind the parameter gives one in the first step.
     """
     rows, mean_hits = float(counts.double().mean()), float(hits.sum()) / len(hits)
     if rows == 0:

@@ -21,7 +21,7 @@ MOST_LENT_BYTES = 64 << 10  # below, autograd adds into zeroed memory, which sav
 
 
 class GradientView:
-    """The view of bucket memory in which one parameter's gradient may live, called its place."""
+    """The view of bucket memory in which one parameter's gradient may live, so that it need not be copied there."""
 
     __slots__ = ("_address", "_strides", "memory", "name", "parameter", "tensor")
 
@@ -34,7 +34,7 @@ class GradientView:
         self.move_to(tensor)
 
     def move_to(self, tensor: Tensor) -> None:
-        """Stores `tensor`, of the parameter's shape and dtype, as the view; copies nothing, keeps `param.grad`."""
+        """Makes `tensor`, of the parameter's shape and dtype, the view; copies nothing, and keeps `param.grad`."""
         self.tensor, self._address, self._strides = tensor, tensor.data_ptr(), tensor.stride()
 
     def holds(self, gradient: Tensor) -> bool:
@@ -43,7 +43,7 @@ class GradientView:
         return is_dense and gradient.data_ptr() == self._address and gradient.stride() == self._strides
 
     def holds_gradient(self) -> bool:
-        """Returns whether the parameter has a gradient and this lies in the view."""
+        """Returns whether the parameter has a gradient and this gradient lies in the view."""
         gradient = self.parameter.grad
         return gradient is not None and self.holds(gradient)
 
@@ -56,12 +56,15 @@ class GradientView:
         return parameter.stride() == strides or torch.empty_like(parameter, device="meta").stride() == strides
 
     def give(self) -> None:
-        """Sets `param.grad` to the view."""
+        """Sets `param.grad` to the view, so that the gradient lives in the bucket's memory."""
         self.parameter.grad = self.tensor.detach()
 
 
 class GradientViews:
-    """The views of a plan's buckets in which parameters' gradients can live, and the gradients that do live there."""
+    """The views of a plan's buckets (windows into their memory) in which parameters' gradients can live without a copy.
+
+    It knows which gradients live there, and when memory that other code refers to must not be overwritten.
+    """
 
     def __init__(self) -> None:
         self._by_name: dict[str, GradientView] = {}
@@ -77,11 +80,19 @@ class GradientViews:
         return len(self._by_name)
 
     def get(self, name: str) -> GradientView | None:
-        """Returns the view for the parameter's gradient; None if the plan cuts it, reorders it or has it as a table."""
+        """Returns the view in which the parameter's gradient may live, or None.
+
+        None if the plan cuts the parameter, sends its elements in another order than they have in memory, or exchanges
+        it as a row-sparse table.
+        """
         return self._by_name.get(name)
 
     def move_out(self) -> None:
-        """Drops the views of the old plan, and remembers the gradients in its memory that nothing else refers to."""
+        """Drops the views of a plan that is to be replaced.
+
+        The gradients that live in its memory, and that nothing but the parameter refers to, are remembered for
+        `may_move`.
+        """
         self._movable = {
             view.name
             for views in self._by_bucket
@@ -92,7 +103,12 @@ class GradientViews:
         self._by_name, self._by_bucket = {}, []
 
     def move_in(self, memories: Iterable[Gradients], parameters: Mapping[str, nn.Parameter]) -> None:
-        """Makes a view for each whole parameter in the flat buckets of a new plan, in the plan's order."""
+        """Makes a view for each whole parameter in the flat buckets of a new plan.
+
+        Args:
+            memories: the memory of each bucket, in the plan's order.
+            parameters: the model's parameters by name.
+        """
         for memory in memories:
             views: list[GradientView] = []
             if isinstance(memory, FlatGradients):
@@ -115,7 +131,7 @@ class GradientViews:
         """Begins a training step: where a small parameter has no gradient, sets `param.grad` to its zeroed view.
 
         Yields, bucket by bucket, the names of these and of other small parameters, whose gradients live in their views
-        already. Larger gradients are cheaper to copy into their views later.
+        already. Gradients of more than 64 KiB are cheaper to copy into their views later.
         """
         self._borrowed.clear()
         self._unrenewed.clear()
@@ -123,17 +139,23 @@ class GradientViews:
             yield self._lend(views) if views else []
 
     def may_move(self, name: str) -> bool:
-        """Returns whether the gradient lies in the previous plan's memory and nothing else refers to it."""
+        """Returns whether the gradient still lies in the memory of the plan before, and nothing else refers to it.
+
+        Such a gradient may be moved into its view in the new plan's memory.
+        """
         return name in self._movable
 
     def keep_values(self, name: str) -> None:
-        """Saves the values of a gradient that this step's result will overwrite, for `restore` to write back."""
+        """Saves the values of a gradient that lives in its view, and that the exchange of this step will overwrite.
+
+        `restore` writes them back if no rank turns out to have used the parameter.
+        """
         view = self._by_name.get(name)
         if view is not None and name not in self._borrowed and view.holds_gradient():
             self._unrenewed[name] = view.tensor.clone()
 
     def restore(self, name: str) -> None:
-        """Sets the parameter's gradient back to its state before this step, as no rank used the parameter."""
+        """Sets the gradient of a parameter that no rank used back to None, or to its values before this step."""
         view = self._by_name.get(name)
         if name in self._borrowed and view is not None:
             view.parameter.grad = None
@@ -143,10 +165,12 @@ class GradientViews:
     def settle(self, view: GradientView, produced: Tensor | None) -> None:
         """Sets `param.grad` to its bucket view, which has its values already, unless other code holds the old tensor.
 
+        Call it after the values of `param.grad` were copied into the view. The caller must not refer to the gradient
+        itself.
+
         Args:
-            view: the view, into which the values of `param.grad` were copied.
+            view: the parameter's view.
             produced: the tensor that autograd just accumulated, with the parameter's shape and dtype; None: unknown.
-                The caller must not refer to the gradient.
         """
         if view.tensor.nbytes <= MOST_LENT_BYTES:
             self._lendable.add(view.name)
@@ -159,7 +183,10 @@ class GradientViews:
             view.give()
 
     def deliver(self, view: GradientView) -> None:
-        """Copies the synchronised values into `param.grad`; if missing, sparse or in a graph, sets it to the view."""
+        """Copies the synchronised values from the view into `param.grad`, unless that is the view itself.
+
+        A gradient that is missing, sparse or part of an autograd graph is replaced by the view.
+        """
         gradient = view.parameter.grad
         if gradient is None or gradient.requires_grad or gradient.layout is not torch.strided:
             view.give()
@@ -167,7 +194,10 @@ class GradientViews:
             gradient.copy_(view.tensor)
 
     def hold_all(self, names: Iterable[str] | None = None) -> bool:
-        """Returns whether the gradients of these parameters, None: of all, lie in their views; if in doubt, False."""
+        """Returns whether the gradients of these parameters (None: of all with a view) lie in their views.
+
+        The check is quick, and returns False where it cannot tell.
+        """
         return _all_hold(self._by_name.values() if names is None else [self._by_name[name] for name in names])
 
     def end(self) -> None:

@@ -20,14 +20,14 @@ MOST_KNOWN_FLAGS = 64  # tensors of flags, of a few bytes each, that a bucket ke
 
 
 class FlatGradients:
-    """The memory of a flat bucket: `flat` has the segments' elements one after the other, then the flags.
+    """The memory of a flat bucket: `flat` has the elements of all its parameters one after the other, then the flags.
 
     Flags are numbers to be summed over ranks: which parameters a rank used, if a value is not finite, and `StepMarks`.
-    Elements lie as in the parameter's memory (channels-last, say), so that its gradient can live here. With `in_order`,
-    and for a parameter that the plan cut, they lie in the order of their indices.
+    A parameter's elements lie in the order of its own memory (channels-last, say), so that its gradient can live here.
+    With `in_order`, and for a parameter that the plan cut, they lie in the order of their indices.
 
     Attributes:
-        factor: what gradients are multiplied by as they are loaded, but not flags; 1: they stay as they are.
+        factor: multiplies gradients as they are loaded, but not flags; 1: they stay as they are.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class FlatGradients:
 
     @property
     def references(self) -> int:
-        """The number of tensors that lie in this memory, not counting the bucket's own."""
+        """The number of tensors outside of this object that lie in its memory, such as parameters' gradients."""
         return torch._C._storage_Use_Count(self._storage._cdata) - self._own_references
 
     def renew(self) -> None:
@@ -78,12 +78,15 @@ class FlatGradients:
     def view(self, name: str) -> Tensor | None:
         """Returns the view of the bucket in which the parameter's gradient may live, with the parameter's shape.
 
-        None if the plan cut the parameter, or the elements lie in another order than the parameter's.
+        None if the plan cut the parameter, or if the elements lie here in another order than in the parameter's memory.
         """
         return self._views.get(name)
 
     def begin(self, factor: float = 1.0) -> None:
-        """Begins a training step, with its `factor`: marks all parameters as not yet used in it."""
+        """Begins a training step, in which no parameter counts as used yet.
+
+        `factor` multiplies the gradients that are loaded in this step, as 1 / ranks for a mean.
+        """
         self.factor = factor
         self._loaded.clear()
 
@@ -136,7 +139,10 @@ class FlatGradients:
             torch.mul(values.to(room.device), self.factor, out=room)  # plans of parameters have buffers of the host
 
     def load_views(self, names: Sequence[str]) -> None:
-        """Loads used parameters, each once, whose gradients are `view(name)` themselves."""
+        """Records that this step used these parameters, and that their gradients lie in their views (`view(name)`).
+
+        The gradients are multiplied by `factor` in place. Each name is given once.
+        """
         self._loaded.update(names)
         if self.factor != 1:
             multiply([self.flat[start:stop] for start, stop in self._ranges(set(names))], self.factor)
@@ -154,7 +160,11 @@ class FlatGradients:
         """Sets this rank's flags and returns the gradients for the scheme to sum, (bucket.numel,).
 
         If `bucket.flags_ride`, the scheme sums the flags too: it gets `flat`, (bucket.numel + bucket.num_flags,).
-        The flags say which parameters this rank used, whether a value is not finite (if checked), and the marks.
+
+        Args:
+            check_finite: whether to look for NaN and infinity; one of the flags tells.
+            marks: whether this rank is late, and its number of optimiser steps, for flags that reveal ranks out of
+                step.
         """
         values = self.flat[: self.bucket.numel]
         loaded = [float(segment.name in self._loaded) for segment in self.bucket.segments]
@@ -175,8 +185,8 @@ class FlatGradients:
     def accept(self, result: Tensor) -> None:
         """Copies the scheme's result, of the shape that `take` returned, into the bucket unless it lies there already.
 
-        If `bucket.flags_ride`, it ends with the summed flags (numbers such as whether a rank used a parameter). If not,
-        the caller must have summed `flags` over the ranks before this call.
+        If `bucket.flags_ride`, the result ends with the summed flags (numbers such as whether a rank used a parameter).
+        If not, the caller must have summed `flags` over the ranks before this call.
         """
         target = self.flat if self.bucket.flags_ride else self.flat[: self.bucket.numel]
         if result.data_ptr() != target.data_ptr():
@@ -205,10 +215,10 @@ class FlatGradients:
             values.masked_fill_(where, torch.nan)
 
     def unload(self, name: str, out: Tensor | None, *, shape: torch.Size) -> Tensor:
-        """Returns a parameter's synchronised gradient, of shape `shape`: `view(name)`, or `out` where that is None.
+        """Returns a parameter's synchronised gradient, of shape `shape`: `view(name)` or, where that is None, `out`.
 
-        In `out` only this bucket's elements are overwritten; None, or a sparse one: a new tensor, whose other elements
-        are uninitialised.
+        Only this bucket's elements of `out` are overwritten, as other buckets may hold the rest of the parameter. If
+        `out` is None or sparse, a new tensor is returned, whose other elements are uninitialised.
         """
         view = self._views.get(name)
         if view is not None:
@@ -264,9 +274,9 @@ class RowGradients:
         return name in self._result and self._result[name].present
 
     def had_non_finite(self) -> Tensor:
-        """Returns whether the summed tables have non-finite values, if `take` was to check, as a 0-D bool tensor.
+        """Returns whether the summed tables have non-finite values, as a 0-D bool tensor; the same on every rank.
 
-        It is the same on every rank.
+        False if `take` was not asked to check.
         """
         if not self._check_finite or not self._result:
             return torch.zeros((), dtype=torch.bool, device=self._device)
@@ -322,7 +332,9 @@ def is_finite(values: Tensor) -> Tensor:
 
 
 def dense_of(gradient: Tensor) -> Tensor:
-    """Returns the gradient as a dense tensor; indices of a sparse one are checked, as `to_dense` would write anywhere.
+    """Returns the gradient as a dense tensor of its shape and dtype: itself, or a copy of a sparse COO one.
+
+    Indices are checked first, as torch's `to_dense` would write to any place in memory.
 
     Raises:
         RuntimeError: for indices outside of the tensor.
@@ -337,10 +349,12 @@ Gradients = FlatGradients | RowGradients
 
 
 def marks_of_ranks(summed: Sequence[float]) -> tuple[bool, bool]:
-    """Returns whether some rank is late, and whether ranks are at different steps.
+    """Returns whether some rank is late, and whether ranks have made different numbers of optimiser steps.
 
-    `summed` are the marks, the last `NUM_MARKS` flags, summed over the ranks. A late rank takes part only at the
-    optimiser's step, as its backward reached no parameter.
+    A late rank takes part only at the optimiser's step, as its backward reached no parameter.
+
+    Args:
+        summed: the last `NUM_MARKS` flags (those of `StepMarks`), summed over the ranks.
     """
     late, *phases = [mark > 0 for mark in summed]
     return late, sum(phases) > 1
@@ -349,11 +363,13 @@ def marks_of_ranks(summed: Sequence[float]) -> tuple[bool, bool]:
 def gradients_of(
     bucket: Bucket, templates: Mapping[str, Tensor], device: torch.device, *, in_order: bool = False
 ) -> Gradients:
-    """Returns new memory for a bucket's gradients on this device, of the class for the bucket's layout.
+    """Returns new memory for a bucket's gradients: `FlatGradients` or `RowGradients`, by the bucket's layout.
 
     Args:
-        templates: tensors with the shapes and strides of the parameters, on any device, `meta` too.
-        in_order: keeps elements in the order of their indices, see `FlatGradients`.
+        bucket: the parameters, or slices of them, that are synchronised together.
+        templates: tensors with the shapes and strides of the parameters, by name, on any device, `meta` too.
+        device: where the gradients are.
+        in_order: keeps elements in the order of their indices, whatever the parameters' memory format.
     """
     if bucket.layout is Layout.FLAT:
         return FlatGradients(bucket, templates, device, in_order=in_order)

@@ -21,7 +21,10 @@ ALIGNMENT_BYTES = 8  # each field of a message begins at a multiple of this
 
 
 def aligned(nbytes: float) -> float:
-    """Returns `nbytes` rounded up to a multiple of 8; an expected, fractional size gets the mean padding of 4."""
+    """Returns `nbytes` rounded up to a multiple of 8.
+
+    A fractional size, which is an expected one, gets the mean padding of 4 bytes instead.
+    """
     if isinstance(nbytes, int) or nbytes.is_integer():
         return -(-int(nbytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     return nbytes + ALIGNMENT_BYTES / 2
@@ -37,7 +40,10 @@ class IndexFormat(StrEnum):
     DENSE = "dense"  # no positions: all rows travel, absent ones as zeros
 
     def nbytes(self, count: float, length: int) -> float:
-        """Returns the bytes, aligned, that `count` positions in [0, length) take; for an expected count, the mean."""
+        """Returns the bytes, padded to a multiple of 8, that `count` indices in [0, length) take; 0 for DENSE.
+
+        For a fractional count, which is an expected one, they are the mean.
+        """
         return 0 if self is IndexFormat.DENSE else aligned(kernels.packed_nbytes(count, length, self.bits(length)))
 
     def bits(self, length: int) -> int:
@@ -54,13 +60,13 @@ SPARSE_FORMATS = (IndexFormat.LIST, IndexFormat.OFFSETS_16, IndexFormat.OFFSETS_
 
 @lru_cache(maxsize=4096)
 def smallest(count: float, length: int, formats: tuple[IndexFormat, ...] = SPARSE_FORMATS) -> IndexFormat:
-    """Returns the format in which `count` positions in [0, length) take the fewest bytes; of equal ones the first."""
+    """Returns which of `formats` encodes `count` indices in [0, length) in the fewest bytes; if equal, the first."""
     return min(formats, key=lambda each: each.nbytes(count, length))
 
 
 @dataclass(frozen=True)
 class Positions:
-    """Encoded positions in a message, the indices of its rows or elements, to be written or read."""
+    """The encoded indices of a message's rows or elements, in the message's memory, to be written or read."""
 
     packed: Tensor  # the bytes that travel, uint8
     count: int
@@ -69,13 +75,13 @@ class Positions:
 
     @property
     def as_packed(self) -> kernels.PackedPositions:
-        """The same positions in the form that kernels take, to be written or read in place."""
+        """The same encoded indices, in the form in which kernels write or read them in place."""
         return kernels.PackedPositions(self.packed, self.count, self.format.bits(self.length))
 
     def room(self) -> Tensor:
-        """Returns a tensor, (count,) int32 or int64, to be filled with indices and given to `encode`.
+        """Returns a tensor, (count,) int32 or int64, for the caller to fill with indices and pass to `encode`.
 
-        In the format LIST it is a view of the message itself.
+        In the format LIST it is a view of the message itself, which saves a copy.
         """
         dtype = index_dtype(self.length)
         if self.format is IndexFormat.LIST:

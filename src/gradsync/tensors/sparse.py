@@ -20,10 +20,10 @@ def index_dtype(num_rows: int) -> torch.dtype:
 
 @dataclass(frozen=True)
 class SparseRows:
-    """Some rows of a table: `values[k]` is added to row `indices[k]`; indices may repeat, in any order.
+    """Some rows of a table's gradient: `values[k]` is added to row `indices[k]`; indices may repeat, in any order.
 
-    `present` is False on a rank that has no gradient for the table at all, not even an empty one: no rows from any rank
-    are not the same as a gradient of zero (a parameter that no rank used keeps `grad = None`).
+    `present` is False on a rank that has no gradient for the table at all, not even an empty one. If no rank has one,
+    the parameter keeps `grad = None`, as one that no rank used; otherwise it gets a gradient, be it zero.
     """
 
     indices: Tensor  # (nnz,) int64
@@ -65,8 +65,8 @@ class SparseRows:
     def from_torch(cls, grad: Tensor) -> SparseRows:
         """Returns the rows of a sparse COO tensor, (num_rows, ...) with one sparse dimension, without coalescing them.
 
-        The rows share the tensor's memory, except indices or values that do not lie one after the other (an embedding
-        whose output was transposed leaves such a gradient): kernels take adjacent elements only, so these are copied.
+        The rows share the tensor's memory. Only indices or values that do not lie one after the other are copied, as
+        kernels take adjacent elements only; an embedding whose output was transposed leaves such a gradient.
 
         Raises:
             ValueError: for another layout, or more than one sparse dimension.
@@ -113,7 +113,10 @@ class SparseRows:
 
 @dataclass(frozen=True)
 class SparseVector:
-    """Some elements of a vector of `length`; all others are zero. Indices ascend, without repetition."""
+    """Some elements of a vector of `length`: element `indices[k]` is `values[k]`, all others are zero.
+
+    Indices ascend, without repetition.
+    """
 
     indices: Tensor  # (nnz,) int32 or int64
     values: Tensor  # (nnz,)

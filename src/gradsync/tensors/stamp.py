@@ -12,9 +12,10 @@ from ..kernels import digest
 
 
 class Stamp(NamedTuple):
-    """A mark of a tensor by which writes to it are detected: its version and address and, if asked for, a digest.
+    """A mark that is taken of a tensor, by which later writes to it are detected.
 
-    Writes through `.data`, or by way of NumPy, do not change the version: only the digest of the elements shows them.
+    It has the tensor's version and address and, if asked for, a digest of its elements. Writes through `.data`, or by
+    way of NumPy, do not change the version: only the digest shows them.
     """
 
     version: int
@@ -23,9 +24,10 @@ class Stamp(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor, has_values: bool = True, *, moves: bool = False) -> Stamp:
-        """Returns the stamp of a tensor of any shape and layout; the host does not wait for the tensor's device.
+        """Takes the stamp of a tensor of any shape and layout; the host does not wait for the tensor's device.
 
         Args:
+            tensor: the tensor whose later writes are to be found.
             has_values: whether the whole tensor is read for a digest.
             moves: whether the tensor may get other memory with the same elements, which is no write.
         """
@@ -33,7 +35,10 @@ class Stamp(NamedTuple):
         return cls(tensor._version, None if moves else held.data_ptr(), _digest(held) if has_values else None)
 
     def differs(self, tensor: Tensor) -> Tensor:
-        """Returns whether the tensor was written to since, (1,) bool on the tensor's device, without a wait for it."""
+        """Returns whether `tensor` was written to since its stamp was taken, (1,) bool on its device.
+
+        The host does not wait for the device.
+        """
         now = Stamp.of(tensor, self.values is not None, moves=self.address is None)
         if self.values is None or now.values is None or now[:2] != self[:2]:
             return torch.full((1,), now[:2] != self[:2], device=tensor.device)
@@ -49,16 +54,20 @@ class _Asked(NamedTuple):
 
 
 class Writes:
-    """Looks for writes to tensors that have a stamp; the host does not wait for an accelerator's answers to come."""
+    """Finds tensors that were written to since their stamps were taken, without a wait for an accelerator.
+
+    `look` asks about one tensor; `found` and `found_before` tell what accelerators have answered in the meantime.
+    """
 
     def __init__(self) -> None:
         self._asked: list[_Asked] = []
         self._before: list[_Asked] = []  # before the last `found_before`
 
     def look(self, name: str, stamp: Stamp, tensor: Tensor) -> Tensor | bool:
-        """Returns whether a tensor was written to since its stamp.
+        """Returns whether `tensor`, called `name`, was written to since its stamp was taken.
 
-        Where an accelerator's answer is under way, (1,) bool on the tensor's device: `found` and `found_before` tell.
+        Where an accelerator has yet to answer, it is a (1,) bool on the tensor's device, and `found` or `found_before`
+        tell later.
         """
         written = stamp.differs(tensor)
         answer = streams.streams_of(tensor.device).to_host(written)
@@ -68,12 +77,19 @@ class Writes:
         return written
 
     def found(self) -> str | None:
-        """Returns the name of a tensor that was written to, or None; waits for all answers, and tells each once."""
+        """Returns the name of a tensor that was written to, by all answers that were under way; None if there is none.
+
+        It waits for these answers, and forgets them.
+        """
         asked, self._before, self._asked = [*self._before, *self._asked], [], []
         return _first_written(asked)
 
     def found_before(self) -> str | None:
-        """Returns as `found` what was asked before the last call of this, a step ago: those answers have come."""
+        """Returns the name of a tensor that was written to, or None, by answers asked for before the last call of this.
+
+        If it is called once a step, these are of the step before and have mostly come, so the host need not wait. Later
+        answers wait for the next call.
+        """
         before, self._before, self._asked = self._before, self._asked, []
         return _first_written(before)
 

@@ -44,20 +44,22 @@ ORDER = (Follows.NO, Follows.LATER, Follows.NOW)
 
 
 class AutoMeasurement(Measurement):
-    """A measurement of one model's step times and costs by `AutoPlanner`; other models are measured after it.
+    """A measurement of one model's step times and costs that `AutoPlanner` makes; other models wait until it has ended.
 
-    They are not measured at all if they were attached during a measurement or recording that the user began.
+    Models that were attached while the user measured or recorded, as by `measure`, are not measured at all.
     """
 
 
 class AutoPlanner:
     """The planner for `plan="auto"`. Its plans are exact unless `constraints` allow lossy compressors or schemes.
 
-    It measures each attached model during its own steps, one model after the other. Links and kernels take up to ten
-    seconds, fifteen where gradients are on an accelerator, spread over steps that take a third longer; kernels
-    that an earlier job on this machine has measured take none. It keeps the default plan, and measures nothing, in a
-    group of one rank, while some rank runs `measure` or a recorder, and under `torch.use_deterministic_algorithms`,
-    since timing decides on plans. If the search finds no plan, the present plan stays, and a warning says why.
+    It measures each attached model during that model's own steps, one model after the other. Links and kernels take up
+    to ten seconds, fifteen where gradients are on an accelerator, spread over steps that take a third longer. Kernels
+    that an earlier job on this machine has measured take none. If the search finds no plan, the present plan stays, and
+    a warning says why.
+
+    It keeps the default plan, and measures nothing, in a group of one rank, and while some rank runs `measure` or a
+    recorder. It also does so under `torch.use_deterministic_algorithms`, since timing decides on plans.
 
     Args:
         constraints: the lossy compressors and schemes that plans may use; None: none, plans are exact.
@@ -121,7 +123,8 @@ class AutoPlanner:
     def follow(self, engine: Engine) -> Follows:
         """Begins to measure the engine's next steps, after which it proposes plans, if all ranks can. Collective.
 
-        Returns `Follows.NOW` then, `LATER` while some rank measures another model, else `NO`.
+        Returns `Follows.NOW` if it has begun, `LATER` while some rank measures another model, and `NO` if this job
+        cannot be measured.
 
         Raises:
             RuntimeError: with `must_plan`, where the job cannot be measured.
@@ -164,7 +167,7 @@ class AutoPlanner:
             stack.close()
 
     def profile_of(self, engine: Engine) -> Profile | None:
-        """Returns the profile that the engine's plans were made from; None before the job was measured."""
+        """Returns the measurements (profile) that the engine's plans were made from; None before it was measured."""
         return self._profiles.get(engine)
 
     def _propose(self, engine: Engine, profile: Profile) -> None:

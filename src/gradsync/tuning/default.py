@@ -23,7 +23,7 @@ from .pieces import Pieces, after_steps
 
 @dataclass
 class MeasuringPlanner:
-    """A planner that returns the plans worth a trial, best guess first, from measured costs of links and kernels.
+    """The default planner: returns the plans worth a trial, best guess first, by measured costs of links and kernels.
 
     It compares schemes by bytes alone before `measure` was called, and on groups without measured links.
     """
@@ -39,22 +39,28 @@ class MeasuringPlanner:
         return default_plans(profiles, world_size, self.network)
 
     def measure(self, group: Group, timeout_s: float) -> Iterator[None]:
-        """Measures the costs of links and kernels, which later plans are made from; a `next` after each step.
+        """Measures the costs of links and kernels, by which later plans are made. Collective.
 
-        Collective.
+        It is a generator that runs a few pieces of the measurement at each `next`, which all ranks call after a
+        training step. `timeout_s`: seconds to wait for the other ranks.
         """
         self.network = yield from after_steps(measured_network(group, timeout_s), highest_over(group, timeout_s))
 
     def revise(self, plan: Plan, before: Sequence[ParameterProfile], now: Sequence[ParameterProfile]) -> Plan:
-        """Returns the plan, revised for the densities `now`; `before` are those that it was made from."""
+        """Returns `plan` with other schemes where the gradients' densities `now` make these clearly faster.
+
+        Messages get more room for rows where they need it. `before`: the densities that `plan` was made from. Before
+        `measure` was called, `plan` stays as it is.
+        """
         return plan if self.network is None else revised(plan, before, now, self.network)
 
 
 def measured_network(group: Group, timeout_s: float) -> Pieces[Network | None]:
     """Measures kernels, and returns their costs with those of the group's links; None if links are not measured.
 
-    Collective. The group measured its links when it opened (`comm.links.measured_link`); kernels that an earlier job on
-    this machine has measured are not measured again. All ranks get the same bits.
+    It is a generator that measures a piece at each `next`, on all ranks at once. The group measured its links when it
+    opened (`comm.links.measured_link`); kernels that an earlier job on this machine has measured are not measured
+    again. All ranks get the same bits.
 
     Raises:
         GroupError: when another rank died or stopped answering.

@@ -44,7 +44,7 @@ Word = Annotated[str, Field(max_length=1000)]
 
 
 class Computed(Data):
-    """A `Compute` step with the same fields, as pydantic model to be written as JSON."""
+    """A computation of a scheme in a file of kernel times: a pydantic model with the fields of `Compute`."""
 
     kernel: Word
     nbytes: Bytes
@@ -56,14 +56,17 @@ class Computed(Data):
 
 
 class Timed(Data):
-    """The computations of one rank between two awaits of a rehearsal, and their seconds."""
+    """A sample in a file of kernel times: computations that one rank made in a row, and the seconds of all together.
+
+    They are what a scheme computed between two of its exchanges.
+    """
 
     computed: tuple[Computed, ...] = Field(min_length=1, max_length=100)
     seconds: Seconds
 
 
 class KernelTimes(Document):
-    """The samples of one rehearsal of kernels, and the circumstances, by name, under which they were measured."""
+    """A file of kernel times: the samples that a job measured, and its circumstances (processor, ...) by name."""
 
     noun: ClassVar[str] = "file of kernel times"
     by_lines: ClassVar[tuple[str, ...]] = ("samples",)
@@ -75,9 +78,11 @@ class KernelTimes(Document):
 
 @dataclass(frozen=True)
 class EarlierTimes:
-    """The kernel times that jobs have measured under these circumstances, given as (name, value) pairs.
+    """The kernel times that earlier jobs on this machine have left in files, if they ran under the same circumstances.
 
-    `anew`: they are not looked up, but measured and kept.
+    Args:
+        circumstances: what times depend on, as (name, value) pairs: processor, cores, threads, device, versions.
+        anew: whether to ignore the files, measure, and replace them.
     """
 
     circumstances: tuple[tuple[str, str], ...]
@@ -85,7 +90,10 @@ class EarlierTimes:
 
     @classmethod
     def of(cls, group: Group, *, anew: bool = False) -> EarlierTimes:
-        """Returns the times of this process on the device of the group's messages, with as many ranks on its node."""
+        """Returns the earlier times that fit this process: its device, versions, threads, and ranks on its node.
+
+        `group` tells the device and the ranks on the node. `anew`: whether to measure even so.
+        """
         device, nodes = group.payload_device, group.placement.nodes
         circumstances = {
             "gradsync": __version__,
@@ -101,16 +109,22 @@ class EarlierTimes:
         return cls(tuple(circumstances.items()), anew)
 
     def with_threads(self, threads: int) -> EarlierTimes:
-        """Returns the times of kernels on the CPU with another number of torch's threads."""
+        """Returns the earlier times of kernels that ran on the CPU with this number of torch's threads.
+
+        All other circumstances are those of this object.
+        """
         changed = {**dict(self.circumstances), "threads": str(threads), "device": "cpu", "card": ""}
         return replace(self, circumstances=tuple(changed.items()))
 
     def or_measured(self, work: str, rehearsal: Pieces[list[Sample]], highest: Highest) -> Pieces[list[Sample]]:
-        """Returns the samples of an earlier rehearsal if every rank has them, else rehearses and keeps the samples.
+        """Returns an earlier job's samples if every rank has them; else measures, and keeps the samples in a file.
+
+        It is a generator that measures a piece at each `next`, on all ranks at once. A sample has some computations and
+        their seconds.
 
         Args:
-            work: names what the rehearsal times, the same for rehearsals that give samples of the same kernels.
-            rehearsal: its pieces; they run on all ranks or on none.
+            work: names what is measured; equal names mean samples of the same kernels.
+            rehearsal: measures the samples, a piece at each `next`.
             highest: returns the maximum of numbers over all ranks; collective.
         """
         found = None if self.anew else self.load(work)
@@ -125,7 +139,7 @@ class EarlierTimes:
         return samples
 
     def load(self, work: str) -> list[Sample] | None:
-        """Returns the samples kept for this work; None where there are none, or none that fit."""
+        """Returns the samples that an earlier job kept under the name `work`; None without a file that fits."""
         kept = self._circumstances_of(work)
         try:
             place = self._place_of(work)
@@ -142,7 +156,10 @@ class EarlierTimes:
         return [(tuple(Compute(**dict(step)) for step in timed.computed), timed.seconds) for timed in times.samples]
 
     def keep(self, work: str, samples: list[Sample]) -> None:
-        """Writes the samples for later jobs, in one move; where that cannot be done, only the log says so."""
+        """Writes the samples into a file for later jobs, under the name `work`; of too many files the oldest go.
+
+        The file appears as a whole or not at all. Errors, as of a full disk, are only logged.
+        """
         try:
             timed = tuple(
                 Timed(computed=tuple(Computed(**asdict(step)) for step in computed), seconds=seconds)
@@ -166,7 +183,7 @@ class EarlierTimes:
 
 
 def folder() -> Path:
-    """Returns the folder of kernel times: `GRADSYNC_CACHE_DIR`, else `gradsync` in the user's cache.
+    """Returns the folder with the files of kernel times: `GRADSYNC_CACHE_DIR`, else `gradsync` in the user's cache.
 
     The user's cache is `XDG_CACHE_HOME`, else `~/.cache`.
 

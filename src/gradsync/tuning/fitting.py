@@ -30,7 +30,10 @@ Array = NDArray[np.float64]
 
 
 def load_scipy() -> Pieces[None]:
-    """Imports what fits need of SciPy, in pieces of some ten milliseconds."""
+    """Imports the parts of SciPy that fits need: a generator that imports one at each `next`, in some ten milliseconds.
+
+    So no training step waits long for imports.
+    """
     import scipy.special
 
     yield
@@ -49,7 +52,10 @@ def load_scipy() -> Pieces[None]:
 
 
 def median_of(repeats: Sequence[float]) -> Interval:
-    """Returns the median with its 95 % interval between two order statistics; up to 8 repeats: least and greatest."""
+    """Returns the median of repeated timings with a 95 % interval, whose ends are two of the timings.
+
+    For up to 8 timings these are the shortest and the longest.
+    """
     from scipy.special import bdtr
 
     ordered = sorted(repeats)
@@ -106,10 +112,12 @@ def _solved(scaled: Array, target: Array) -> tuple[Array, float]:
 
 
 def fit_kernels(samples: Sequence[tuple[Sequence[Compute], float]]) -> dict[str, KernelEstimate]:
-    """Fits the cost of each kernel, by name in alphabetical order, to samples of computations and their seconds.
+    """Fits the cost of each kernel to timed computations; returns it by the kernel's name, in alphabetical order.
 
-    A kernel gets a knee, the bytes per call up to which bytes cost nothing, where that fits clearly better. A kernel to
-    which the fit assigns no time is given memory's rate.
+    A kernel costs seconds per call and per byte. It gets a knee, the bytes per call up to which bytes cost nothing,
+    where that fits clearly better. A kernel to which the fit assigns no time counts as limited by the rate of memory.
+
+    `samples`: some computations each, and their seconds together.
     """
     names = sorted({step.kernel for steps, _ in samples for step in steps})
     seconds = np.array([s for _, s in samples])
@@ -169,11 +177,15 @@ def _knee(calls: Array, nbytes: Array, seconds: Array, column: int) -> float:
 def fit_links(
     points: Mapping[Pattern, Sequence[LinkPoint]], size: int
 ) -> tuple[LinkEstimate, dict[Pattern, LinkEstimate]]:
-    """Fits link costs among `size` members to timed collectives: those of all patterns together, and of each pattern.
+    """Fits the costs of links to timed collectives; returns those for all collectives together, and for each one.
 
-    All patterns share one latency per message; seconds per operation and the rate are each pattern's own. With two
-    members seconds per operation cannot be told from latency: they are 0 then, and the latency, which contains both, is
-    each pattern's own too.
+    A pattern is a kind of collective. All patterns share one latency per message; seconds per operation and the rate
+    are each pattern's own. With two ranks seconds per operation cannot be told from latency. They are 0 then, and the
+    latency, which contains both, is each pattern's own too.
+
+    Args:
+        points: timed exchanges of several sizes, by pattern.
+        size: the number of ranks among which they ran.
 
     Raises:
         ValueError: for a pattern that was timed at one size only.
@@ -258,7 +270,7 @@ def _highest(nbytes: float, seconds: float) -> float | None:
 
 
 def slowdown(alone_s: Array, together_s: Array, shared_s: Array) -> Array:
-    """Returns the factor by which work takes longer during the time it shares with a disturbance.
+    """Returns the factor by which work takes longer while something else, the disturbance, runs beside it.
 
     Where that factor would be above `MOST_SLOWDOWN`, something unknown took time: it is `together_s / alone_s` then.
 
@@ -273,9 +285,10 @@ def slowdown(alone_s: Array, together_s: Array, shared_s: Array) -> Array:
 
 
 def fit_slowdown(alone_s: Array, together_s: Array, shared_s: Array) -> Interval | None:
-    """Returns the largest of the ranks' slowdown factors, each from medians over steps; None if no rank shared time.
+    """Returns the factor by which work takes longer while a disturbance runs beside it, on the rank it slows most.
 
-    Steps in which work and disturbance shared no time do not count; the interval comes from a bootstrap over the steps.
+    Each rank's factor follows from medians over its steps; steps in which work and disturbance shared no time do not
+    count. The interval comes from a bootstrap over the steps. None if no rank shared time.
 
     Args:
         alone_s: (ranks, steps) float64, seconds of the work alone; perhaps in other steps than those of `together_s`.

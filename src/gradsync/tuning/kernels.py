@@ -72,10 +72,18 @@ def measured_kernels(
     budget_s: float = BUDGET_S,
     earlier: EarlierTimes | None = None,
 ) -> Pieces[dict[str, KernelEstimate]]:
-    """Measures kernel costs on the device for the default plans' schemes and `candidates`, by kernel name. Collective.
+    """Measures the costs of the kernels that the default plans' schemes and `candidates` use, by kernel name.
 
-    `highest` returns the maximum of numbers over all ranks: the slowest rank's seconds count. All ranks fit the same
-    samples, and may round differently. `earlier`: times that are used instead where all ranks have them.
+    Collective. It is a generator that measures a piece at each `next`. All ranks fit costs to the same times, those of
+    the slowest rank, and may round differently.
+
+    Args:
+        candidates: further compressors and schemes whose kernels are measured.
+        placement: the node of each rank, on which the default plans' schemes depend.
+        highest: returns the maximum of numbers over all ranks; collective.
+        device: where the kernels run.
+        budget_s: seconds that dense buckets may take; the size that exceeds them is still finished.
+        earlier: times of earlier jobs that are used instead where all ranks have them; None: none.
     """
     planned = planned_schemes(placement)
     dense = [AllReduce(), ReduceScatter(), *flat_schemes(candidates), *_adding(candidates)]
@@ -127,10 +135,17 @@ def measured_host(
     budget_s: float = BUDGET_S,
     earlier: EarlierTimes | None = None,
 ) -> Pieces[HostEstimate | None]:
-    """Measures copies between the device and the host, and the host's kernels; None on the CPU. Collective.
+    """Measures copies between an accelerator and the host, and the host's kernels for offloaded compression.
 
-    The kernels are those of the candidates' compressors, with one thread of torch, as offloaded work has; `earlier` as
-    for `measured_kernels`.
+    Collective. It is a generator that measures a piece at each `next`, and returns None if `device` is the CPU. The
+    kernels are those of the candidates' compressors, run with one thread of torch, as offloaded work is.
+
+    Args:
+        candidates: compressors, and schemes whose compressors count.
+        highest: returns the maximum of numbers over all ranks; collective.
+        device: the accelerator.
+        budget_s: seconds that the kernels may take; the size that exceeds them is still finished.
+        earlier: times of earlier jobs that are used instead where all ranks have them; None: none.
     """
     if not host.is_apart(device):
         return None
@@ -187,10 +202,16 @@ def kernel_costs(
     device: torch.device = CPU,
     earlier: EarlierTimes | None = None,
 ) -> Pieces[dict[str, KernelCost]]:
-    """Measures kernel costs of the schemes on the device, by kernel name; collective: `highest` is that of all ranks.
+    """Measures the costs of the kernels that the schemes use, by kernel name. Collective.
 
-    All ranks get the same bits, as each rank plans by its own copy. `earlier`: times that are used instead where all
-    ranks have them.
+    It is a generator that measures a piece at each `next`. All ranks get the same bits, as each rank plans by its own
+    copy.
+
+    Args:
+        schemes: the schemes, which are run without a network.
+        highest: returns the maximum of numbers over all ranks; collective.
+        device: where the kernels run.
+        earlier: times of earlier jobs that are used instead where all ranks have them; None: none.
     """
     timed = _timed(_words(schemes), rehearse(schemes, device), highest, device, earlier)
     found = yield from _fitted(timed, highest)
@@ -200,9 +221,10 @@ def kernel_costs(
 
 
 def flat_schemes(candidates: Sequence[SchemeOrCompressor]) -> list[Scheme[Any]]:
-    """Returns the flat-bucket schemes to time: the schemes among the candidates, and each compressor's schemes.
+    """Returns the schemes of flat buckets whose kernels are to be timed for `candidates`.
 
-    A `Route` stands for its compressor, as it may need other nodes than this job has.
+    They are the schemes among the candidates, and for each compressor all schemes that can use it. A `Route` stands for
+    its compressor, as it may need other nodes than this job has.
 
     Raises:
         ValueError: for a scheme of embedding tables, whose kernels are always measured, and for any other object.
@@ -242,14 +264,14 @@ def _adding(candidates: Sequence[SchemeOrCompressor]) -> list[Route]:
 
 @dataclass
 class Spent:
-    """The time that a thread has spent in blocks of `running`."""
+    """The wall time and processor time, in seconds, that a thread has spent in `with` blocks of `running`."""
 
     wall_s: float = 0.0
     processor_s: float = 0.0
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Adds the time of the block."""
+        """Adds the wall time and processor time of the `with` block to the sums."""
         began_s, began_processor_s = time.perf_counter(), time.thread_time()
         try:
             yield

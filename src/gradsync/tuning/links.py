@@ -23,9 +23,15 @@ SHARE_OF_A_SIZE = 1 / 3  # of the time left, for the repeats of one size beyond 
 
 
 def measured_links(group: Group, timeout_s: float, budget_s: float = BUDGET_S) -> Pieces[tuple[SpanEstimate, ...]]:
-    """Measures the links among all ranks, inside nodes and across nodes; empty for a single rank. Collective.
+    """Measures the costs of the links among all ranks and, if nodes have several ranks, inside and across nodes.
 
-    All ranks fit costs to the same times, and may round differently. A piece is one exchange.
+    Collective. It is a generator that makes one exchange at each `next`; its result is empty for a single rank. All
+    ranks fit costs to the same times, and may round differently.
+
+    Args:
+        group: all ranks.
+        timeout_s: seconds to wait for the other ranks.
+        budget_s: seconds that all exchanges together may take; the smallest sizes may exceed it.
 
     Raises:
         GroupError: when another rank died or stopped answering.
@@ -41,9 +47,10 @@ def measured_links(group: Group, timeout_s: float, budget_s: float = BUDGET_S) -
 
 
 def groups_of(group: Group) -> dict[Span, Group]:
-    """Returns the process groups whose links are measured, by span; empty for one rank. The first call is collective.
+    """Returns the groups of ranks whose links are measured; none for a single rank. The first call is collective.
 
-    ALL: all ranks; in a hierarchy also INSIDE: this node's ranks, and ACROSS: on each node the rank of the same index.
+    ALL has all ranks. Where nodes have several ranks, equally many on each, there are two more: INSIDE has this node's
+    ranks, ACROSS on each node the rank of the same index.
     """
     made = {Span.ALL: lambda: group, Span.INSIDE: group.within_node, Span.ACROSS: group.across_nodes}
     return {span: made[span]() for span in spans_of(group.placement)}
@@ -68,8 +75,15 @@ def measured_points(
 ) -> Pieces[list[LinkPoint]]:
     """Times one collective at growing sizes: the three smallest, and more while the next fits into `share_s` seconds.
 
-    `Pattern.MESSAGES` is timed with one message per member, and at small sizes also with one to each other member: the
-    difference is the cost of a further message. `highest` takes the maximum over all ranks, also of other groups.
+    It is a generator that makes one exchange at each `next`. `Pattern.MESSAGES` is timed with one message per rank. At
+    small sizes it is also timed with one to each other rank: the difference is the cost of a further message.
+
+    Args:
+        group: the ranks that exchange.
+        pattern: the kind of collective.
+        highest: returns the maximum of numbers over all ranks, also of other groups; collective.
+        timeout_s: seconds to wait for the other ranks.
+        share_s: seconds that the exchanges may take.
     """
     points: list[LinkPoint] = []
     fewest, most = REPEATS

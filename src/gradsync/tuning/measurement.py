@@ -76,14 +76,22 @@ class Kind(Enum):
 class Measurement(StepListener):
     """Measures one model's step times and gradients, and links and kernels, for a `Profile` that planners use.
 
-    The model is `engine`'s, or `model`, or the first that exchanges gradients inside `active`. It makes `warmup` usual
-    steps, one that measures the gradients' densities and errors of compression, and `2 * steps` timed ones: in every
-    second one a transfer or compression runs during backward. The last step sets `profile` and calls `then(engine,
-    profile)`, on all ranks at once; with `ends_script` it raises `RecordingDone` to end the script.
+    It makes `warmup` usual steps and one that measures the gradients' densities and errors of compression. Then come `2
+    * steps` timed ones: in every second one a transfer or compression runs during backward. The last step sets
+    `profile`. Links and kernels are measured after the warm-up.
 
-    Links and kernels are measured after the warm-up: `at_once`, so that a step waits for seconds, or in pieces between
-    further usual steps. `earlier` returns the kernel times of earlier jobs that count as this one's; None: all are
-    measured.
+    Args:
+        steps: undisturbed steps to be timed; as many more are disturbed.
+        warmup: steps before these that are not measured, two or more.
+        model: the model to measure; None: that of `engine` or, without one, the first that exchanges gradients.
+        engine: the engine of the model; None: found in the first step.
+        candidates: compressors and schemes of flat buckets whose kernels are measured, beside those of default plans.
+        links_budget_s: seconds that exchanges for the costs of links may take.
+        ends_script: whether the last step raises `RecordingDone` to end the script.
+        then: called as `then(engine, profile)` after the last step, on all ranks at once.
+        at_once: whether one step waits for all of links and kernels; else they are measured in pieces between further
+            usual steps.
+        earlier: returns the kernel times of earlier jobs that count as this one's, or None to measure all.
 
     Raises:
         ValueError: for settings out of their range.
@@ -135,7 +143,7 @@ class Measurement(StepListener):
 
     @property
     def steps_needed(self) -> int:
-        """The number of training steps that the measurement takes, warm-up included."""
+        """The number of training steps that are measured or warm up, without those between which costs are measured."""
         return len(self._kinds)
 
     # The engine calls these.

@@ -39,7 +39,10 @@ Slowdowns = tuple[Interval | None, Interval | None]  # of a transfer by compress
 
 @dataclass
 class Aside:
-    """A transfer or compression beside one backward on this rank, and the seconds that it takes alone."""
+    """A transfer or compression that a measurement ran during one backward on this rank.
+
+    It says when that began and ended, and `alone_s`, the seconds that it takes without a backward.
+    """
 
     alone_s: float = 0.0
     began: Moment | None = None  # None: there was none in this step
@@ -47,7 +50,7 @@ class Aside:
 
     @property
     def took_s(self) -> float:
-        """The seconds that it took beside backward; 0 without any."""
+        """The seconds that the transfer or compression took during backward; 0 if there was none."""
         return 0.0 if self.began is None or self.ended is None else self.ended.since(self.began)
 
     def shared_s(self, step: StepMoments) -> float:
@@ -74,7 +77,11 @@ class Disturbance:
 
 
 def transfers(group: Group, lasts_s: float, timeout_s: float) -> Pieces[Disturbance]:
-    """Returns one or more all-reduces to run during backward, which last about `lasts_s` seconds in all. Collective."""
+    """Makes and times one or more all-reduces that later run during backward, and last about `lasts_s` seconds in all.
+
+    Collective. It is a generator that makes one exchange at each `next` and returns the `Disturbance`. `timeout_s`:
+    seconds to wait for the other ranks.
+    """
     exchange, once_s = yield from _all_reduce(group, lasts_s, timeout_s)
 
     def run() -> None:
@@ -104,7 +111,11 @@ def _all_reduce(group: Group, lasts_s: float, timeout_s: float) -> Pieces[tuple[
 
 
 def computation(group: Group, lasts_s: float, timeout_s: float) -> Pieces[Disturbance]:
-    """Returns compressions of noise to run during backward, which last about `lasts_s` seconds in all. Collective."""
+    """Makes and times compressions of noise that later run during backward, and last about `lasts_s` seconds in all.
+
+    Collective. It is a generator that measures a piece at each `next` and returns the `Disturbance`. `timeout_s`:
+    seconds to wait for the other ranks.
+    """
     run, once_s = _compression(group.payload_device)
     yield
     return (yield from _disturbance(run, _times(lasts_s, once_s), group, timeout_s, together=False))
@@ -125,10 +136,14 @@ def _compression(device: torch.device) -> tuple[Callable[[], None], float]:
 
 
 def transfer_beside_kernels(group: Group, timeout_s: float) -> Pieces[Slowdowns]:
-    """Measures the slowdown of an all-reduce by compression on all ranks, and of the compression by the all-reduce.
+    """Measures how an all-reduce and a compression, run at the same time, slow each other down. Collective.
 
-    One thread issues the all-reduce and compresses, as the engine's communication thread does. Both are None for a
-    group of one rank. All ranks get the same figures; collective.
+    It is a generator that measures a piece at each `next`. One thread issues the all-reduce and compresses, as the
+    engine's communication thread does.
+
+    Returns:
+        The factors by which the all-reduce, and the compression, takes longer; the same on all ranks. Both are None for
+        a group of one rank.
     """
     if group.size == 1:
         return None, None

@@ -23,7 +23,10 @@ Pieces = Generator[None, None, T]
 
 
 def at_once(pieces: Pieces[T]) -> T:
-    """Runs all pieces, one after the other, and returns the result."""
+    """Runs a measurement to its end without pauses and returns its result.
+
+    `pieces`: a generator that measures a piece at each `next`.
+    """
     while True:
         try:
             next(pieces)
@@ -33,7 +36,11 @@ def at_once(pieces: Pieces[T]) -> T:
 
 
 def within(pieces: Pieces[T], around: Callable[[], AbstractContextManager[object]]) -> Pieces[T]:
-    """Runs each of the pieces inside a new context `around()`, which the time between two pieces is outside of."""
+    """Runs each piece of a measurement in a `with around()` of its own, so that time between pieces is outside of it.
+
+    `pieces`: a generator that measures a piece at each `next`. The returned generator does so as well, and has its
+    result.
+    """
     while True:
         with around():
             try:
@@ -45,14 +52,14 @@ def within(pieces: Pieces[T], around: Callable[[], AbstractContextManager[object
 
 
 def after_steps(pieces: Pieces[T], highest: Highest) -> Pieces[T]:
-    """Runs a slice of the pieces at each `next`, which all ranks call when a training step has ended. Collective.
+    """Runs a slice of a measurement at each `next`, which all ranks call when a training step has ended. Collective.
 
     A slice has as many pieces as fit into `SHARE_OF_A_STEP` of the steps since the slice before. It has one piece at
     least; if that one took longer, the next steps go without a slice. The first slice has one piece. The slowest rank's
     figures decide, so all ranks run the same pieces.
 
     Args:
-        pieces: the measurement; the same pieces on all ranks.
+        pieces: a generator that measures a piece at each `next`; the same pieces on all ranks.
         highest: returns the maximum of numbers over all ranks; collective.
     """
     recent_s: deque[float] = deque([0.0], maxlen=STEPS_COMPARED)

@@ -26,6 +26,8 @@ Rates = NDArray[np.float64]  # bytes per second between two nodes, (nodes, nodes
 def measured_cluster(group: Group, timeout_s: float) -> Cluster:
     """Measures the rates between the group's nodes, and returns the links and racks inferred from them. Collective.
 
+    `timeout_s`: seconds to wait for the other ranks.
+
     Raises:
         ValueError: for a single node.
         GroupError: when another rank died or stopped answering.
@@ -35,7 +37,9 @@ def measured_cluster(group: Group, timeout_s: float) -> Cluster:
 
 
 def measured_rates(group: Group, timeout_s: float) -> Rates:
-    """Measures bytes per second between the first ranks of each two nodes; the same on all ranks. Collective.
+    """Measures the rate between each two nodes, in bytes per second, by exchanges of their first ranks. Collective.
+
+    Returns them as (nodes, nodes) float64, the same on all ranks. `timeout_s`: seconds to wait for the other ranks.
 
     Raises:
         GroupError: when another rank died or stopped answering.
@@ -63,7 +67,7 @@ def latency_of(group: Group) -> float:
 
 
 def tournament(size: int) -> list[list[tuple[int, int]]]:
-    """Returns rounds of pairs of the numbers below `size`, a round robin: each two numbers are paired once.
+    """Returns a round robin of the numbers below `size`: rounds of pairs in which each two numbers meet once.
 
     All numbers are in each round, except that one pauses where `size` is odd.
     """
@@ -80,6 +84,11 @@ def cluster_of(rates: Rates, ranks_per_node: int = 1, latency_s: float = 0.0) ->
     """Infers a cluster's links and racks from rates between nodes; racks are equally large, of consecutive nodes.
 
     A node's link is as fast as its best exchange: in racks of two, the neighbour of a slow node looks as slow.
+
+    Args:
+        rates: bytes per second between each two nodes, (nodes, nodes) float64.
+        ranks_per_node: the number of ranks on each node.
+        latency_s: the latency of all links, in seconds.
 
     Raises:
         ValueError: for rates of fewer than two nodes.

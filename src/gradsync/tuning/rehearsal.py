@@ -42,9 +42,10 @@ Sample = tuple[tuple[Compute, ...], float]  # what one rank computed, and its se
 
 
 def rehearse(schemes: Sequence[Scheme[Any]], device: torch.device = CPU) -> Pieces[list[Sample]]:
-    """Times each scheme on sparse embedding tables or sparse flat buckets of several sizes, and returns the samples.
+    """Times the computations of each scheme, without a network, on sparse tables or flat buckets of several sizes.
 
-    A piece is one run.
+    It is a generator that runs a scheme once at each `next`. It returns samples: some computations each, and their
+    seconds.
     """
     samples: list[Sample] = []
     for scheme in schemes:
@@ -57,10 +58,10 @@ def rehearse(schemes: Sequence[Scheme[Any]], device: torch.device = CPU) -> Piec
 
 
 def rehearse_dense(schemes: Sequence[Scheme[Any]], numel: int, device: torch.device = CPU) -> Pieces[list[Sample]]:
-    """Times schemes for flat buckets on one dense square matrix of about `numel` elements, and returns the samples.
+    """Times the computations of schemes, without a network, on one dense square matrix of about `numel` elements.
 
-    State, such as a compressor's residual, is passed from run to run as in the first steps of training. A piece is one
-    run.
+    State, such as a compressor's residual, is passed from run to run as in the first steps of training. It is a
+    generator that runs a scheme once at each `next`. It returns samples: some computations each, and their seconds.
     """
     side = math.isqrt(numel)
     matrix = TensorSpec((side, side), torch.float32)
@@ -81,7 +82,10 @@ def rehearse_dense(schemes: Sequence[Scheme[Any]], numel: int, device: torch.dev
 
 
 def parts(steps: Sequence[Step]) -> list[tuple[Compute, ...]]:
-    """Groups a scheme's computations: those before the first transfer, between each two, and after the last."""
+    """Splits a scheme's `steps` at its transfers: returns the computations before, between and after them.
+
+    Each list may be empty; there is one more than there are transfers.
+    """
     found: list[list[Compute]] = [[]]
     for step in steps:
         if isinstance(step, Transfer):
@@ -96,12 +100,14 @@ def times_between_awaits_s(
 ) -> Pieces[list[float]]:
     """Times `scheme.synchronize`: returns seconds before its first await, between awaits, and after the last one.
 
-    On the CPU seconds are processor time, since other processes may use the cores while a job starts: the mean over the
-    ranks, the median over the repeats. One more run comes first and does not count. A piece is one run.
+    All ranks run on one thread, without a network. It is a generator that runs the scheme once at each `next`. Seconds
+    are the mean over the ranks and the median over the repeats. On the CPU they are processor time, since other
+    processes may use the cores while a job starts. One more run comes first and does not count.
 
     Args:
         inputs: the scheme's input on each rank: a flat bucket, which is copied, or tables.
         states: the scheme's state on each rank before the first run; None: empty ones.
+        repeats: the number of runs that count.
     """
     groups, device = LocalGroup.world(len(inputs)), _device_of(inputs[0])
     states = [{} for _ in inputs] if states is None else states

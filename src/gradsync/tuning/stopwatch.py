@@ -30,7 +30,8 @@ class StepTimes:
 class StepMoments:
     """The moments of one training step, from the end of an exchange to the end of the next; `times` reads them.
 
-    An accelerator gets to them later than the host: to read them at once would make the host wait.
+    A moment marks a point in the device's work. An accelerator gets there later than the host: to read a moment at once
+    would make the host wait.
     """
 
     resumed: Moment  # begin of the step
@@ -66,10 +67,10 @@ class StepMoments:
 
 
 class Stopwatch:
-    """Records the moments of a training step's events; `step_ended` returns them.
+    """Records when the parts of a training step begin and end; `step_ended` returns these moments.
 
-    Where gradients accumulate, a step has several forwards and backwards: only those whose gradients are exchanged
-    count as such, and the time of the rest is part of `StepTimes.other_s`.
+    Where gradients accumulate, a step has several forwards and backwards. Only those whose gradients are exchanged
+    count as such; the time of the others is part of `StepTimes.other_s`.
     """
 
     def __init__(self) -> None:
@@ -77,7 +78,7 @@ class Stopwatch:
         self._optimizers: list[Moment] = []  # begins of the optimisers at work, one inside the other
 
     def resume(self, now: Moment) -> None:
-        """Begins the next step now; the time since the last step ended is not counted in any step."""
+        """Begins the next step at the moment `now`; the time since the last step ended is not counted in any step."""
         self._step = StepMoments(now, now, now, now)
         self._optimizers = []
 
@@ -89,12 +90,12 @@ class Stopwatch:
         self._step.backward_began = now
 
     def backward_returned(self, now: Moment) -> None:
-        """Records that a call of backward returned; its gradients may or may not have been exchanged."""
+        """Records that a call of backward returned, whether or not its gradients were exchanged."""
         self._step.forward_began = self._step.backward_began = None
         self._step.free = now
 
     def began(self, now: Moment) -> None:
-        """Records the first ready gradient of an exchange: backward begins now unless `backward_began` was called."""
+        """Records the first ready gradient of an exchange; backward begins now unless `backward_began` was called."""
         if self._step.backward_began is None:
             self._step.backward_began = now
 
