@@ -58,12 +58,12 @@ DROP_IN = (
 NO_JOIN = "join() needs averaged gradients, but this plan averages parameters after optimizer.step(): use another plan"
 
 NOT_IN_SHARDS = (
-    "replicate_group is for models that fully_shard() was applied to, up to the root; for this model process_group names "
-    "the ranks that share it"
+    "replicate_group is for models that fully_shard() was applied to, up to the root; for this model process_group "
+    "names the ranks that share it"
 )
 NO_CHECKPOINT = (
-    "checkpoint() is not supported yet for a model in shards: save state_dict() on each rank, in a file of its own, and "
-    "load it on the same rank of the same mesh"
+    "checkpoint() is not supported yet for a model in shards: save state_dict() on each rank, in a file of its own, "
+    "and load it on the same rank of the same mesh"
 )
 
 # A caller need not keep the Attachment: it lives as long as any module of the model, as a wrapper (of

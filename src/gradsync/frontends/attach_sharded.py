@@ -166,7 +166,7 @@ class _Meeting:
 
 
 def _alike(sharding: Sharding | None, given: Arguments) -> str:
-    """Returns what must be the same on all ranks of the model, as text; a rank with a problem has nothing to compare."""
+    """Returns what must be the same on all ranks of the model, as text; "" on a rank with a problem."""
     if sharding is None:
         return ""
     mesh = sharding.mesh
@@ -238,7 +238,7 @@ def _require_parameters(
         local = type(named[name][1].parameter._local_tensor)
         if local.__name__ not in ("Tensor", "Parameter"):
             raise ValueError(f"the shard of {name!r} is a {local.__name__}, which is not supported yet; exclude it")
-        if parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]  # a field that the stub lacks
+        if parameter._post_accumulate_grad_hooks:
             raise ValueError(AFTER_ACCUMULATION.format(name=name))
 
 

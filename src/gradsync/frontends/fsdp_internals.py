@@ -55,7 +55,7 @@ class ShardedParameter:
 
     @property
     def parameter(self) -> Any:
-        """The DTensor parameter; its `.grad` is what optimisers read. torch may replace it: `FSDPParam.sharded_param`."""
+        """The DTensor parameter, whose `.grad` optimisers read; torch may replace it (`FSDPParam.sharded_param`)."""
         return self._param.sharded_param
 
     @property
@@ -83,7 +83,7 @@ class ShardedParameter:
         return bool(self._param.is_dtensor)
 
     def has_gradient(self) -> bool:
-        """Whether the whole parameter has a gradient that FSDP is about to reduce; as in `FSDPParamGroup.post_backward`.
+        """Whether the whole parameter has a gradient that FSDP is about to reduce, as in its `post_backward`.
 
         Before its first forward there is no whole parameter (`_unsharded_param`). Backwards without synchronisation
         may have moved the gradient to `unsharded_accumulated_grad`.
@@ -148,7 +148,7 @@ class ParameterGroup:
         return dtype
 
     def post_divide_factor(self, dtype: torch.dtype) -> float:
-        """Returns by what FSDP divides after the hook (of 16-bit floats, against overflow), from torch's own function."""
+        """Returns by what FSDP divides after the hook, where float16 might overflow; torch's own function says it."""
         from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
 
         group = self.mesh.shard_group
@@ -266,7 +266,7 @@ def groups_of(model: nn.Module) -> list[ParameterGroup]:
     for name, module in model.named_modules():
         if not is_root_in_shards(module):
             continue
-        state: Any = module._get_fsdp_state()  # type: ignore[operator]  # the method of FSDPModule that all others call
+        state: Any = module._get_fsdp_state()
         if id(state) in known:
             continue
         known.add(id(state))
@@ -274,8 +274,8 @@ def groups_of(model: nn.Module) -> list[ParameterGroup]:
             raise RuntimeError("the model is a part of a larger one in shards: attach to that")
         if len(state._fsdp_param_groups) > 1:
             raise ValueError(
-                f"{name or 'the model'!r} has {len(state._fsdp_param_groups)} groups of parameters on meshes of their own "
-                "(shard_placement_fn), for which torch has no hook: give all parameters of a module one mesh"
+                f"{name or 'the model'!r} has {len(state._fsdp_param_groups)} groups of parameters on meshes of their "
+                "own (shard_placement_fn), for which torch has no hook: give all parameters of a module one mesh"
             )
         for group in state._fsdp_param_groups:
             found.append(ParameterGroup(name or "the model", group))

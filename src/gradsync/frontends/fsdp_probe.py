@@ -21,13 +21,16 @@ def probe(wrap: Wrap, replicate_group: dist.ProcessGroup, device: torch.device) 
     """Trains a small model twice: as torch does, and with torch's exchange between replicas replaced. Collective.
 
     Raises:
-        RuntimeError: if gradients differ in any bit, memory is held after forward that torch frees, or parameters do
-            not end as they do with torch.
+        RuntimeError: if gradients differ in any bit, torch still averages them itself, or another number of bytes is
+            held after forward.
     """
-    expected, held = _trained(wrap, None, device)
-    found, holds = _trained(wrap, replicate_group, device)
+    seen: list[bool] = []
+    expected, held = _trained(wrap, device)
+    found, holds = _trained(wrap, device, lambda group: _replace(group, replicate_group, seen))
     if holds != held:
-        raise RuntimeError(_changed(f"a forward leaves parameters as {holds}, and {held} was expected"))
+        raise RuntimeError(_changed(f"a forward leaves {holds} bytes of whole parameters, and {held} were expected"))
+    if replicate_group.size() > 1 and not any(seen):
+        raise RuntimeError(_changed("gradients are averaged over replicas already when a hook sees them"))
     for name, gradient in expected.items():
         if not torch.equal(gradient, found[name]):
             apart = (gradient - found[name]).abs().max().item()
@@ -42,26 +45,26 @@ def _changed(what: str) -> str:
 
 
 def _trained(
-    wrap: Wrap, replicate_group: dist.ProcessGroup | None, device: torch.device
-) -> tuple[dict[str, Tensor], list[tuple[str, int]]]:
-    """Returns a small model's local gradients by name, and what each of its parameters was after forward, in bytes.
+    wrap: Wrap, device: torch.device, replace: Callable[[ParameterGroup], None] | None = None
+) -> tuple[dict[str, Tensor], list[int]]:
+    """Returns a small model's local gradients by name, and the bytes that each parameter has in whole after a forward.
 
-    With `replicate_group` torch's exchange between replicas is taken out, and a hook averages over that group.
+    `replace` is called with each group of parameters before the model is trained.
     """
     model = _model(device)
     for part in (model[0], model[1], model):
         wrap(part)
     groups = groups_of(model)
-    if replicate_group is not None:
+    if replace is not None:
         for group in groups:
-            _replace(group, replicate_group)
+            replace(group)
     shards = {name: shard for name, (_, shard) in names_of(model, groups).items()}
     inputs = torch.arange(12.0, device=device).view(4, 3).sub_(5).mul_(1 + dist.get_rank())
     for _ in range(2):  # in the first forward FSDP finds its root
         output = model(inputs)
-        held = [_held(group, shard) for group in groups for shard in group.parameters]
+        held = [shard.held_bytes for group in groups for shard in group.parameters]
         output.square().sum().backward()
-    return {name: _local_gradient(shard) for name, shard in shards.items()}, held
+    return {name: shard.parameter.grad._local_tensor for name, shard in shards.items()}, held
 
 
 def _model(device: torch.device) -> nn.Sequential:
@@ -74,25 +77,22 @@ def _model(device: torch.device) -> nn.Sequential:
     return model
 
 
-def _replace(group: ParameterGroup, replicate_group: dist.ProcessGroup) -> None:
-    """Averages the group's gradients over replicas in a hook; also checks that they lie where gradsync will look."""
+def _replace(group: ParameterGroup, replicate_group: dist.ProcessGroup, seen: list[bool]) -> None:
+    """Averages the group's gradients over replicas in a hook, where gradsync will look for them; takes out torch's.
+
+    Appends to `seen` whether the gradients differed between replicas before.
+    """
     reduced: list[ShardedParameter] = []
 
     def average(flat: Tensor) -> None:
         lengths = [shard.padded_numel for shard in reduced]
         for shard, part in zip(reduced, flat.split(lengths), strict=True):
             mine = part[: shard.local.numel()]
+            own = mine.clone()
             dist.all_reduce(mine, group=replicate_group)
             mine.div_(replicate_group.size())
+            if len(own):
+                seen.append(not torch.equal(own, mine))
 
     group.take_out_all_reduce()
     group.connect(lambda: reduced.__setitem__(slice(None), group.reduced()), average)
-
-
-def _held(group: ParameterGroup, shard: ShardedParameter) -> tuple[str, int]:
-    return group.name, shard.held_bytes
-
-
-def _local_gradient(shard: ShardedParameter) -> Tensor:
-    gradient: Tensor = shard.parameter.grad._local_tensor
-    return gradient
