@@ -84,11 +84,6 @@ class Sharding:
         """Whether torch would average gradients between replicas itself."""
         return self.mesh.replicate_group is not None
 
-    @property
-    def ranks(self) -> int:
-        """The number of ranks that have a part of the model."""
-        return self.mesh.shards * self.replicate_group.size()
-
 
 def sharded_switch(
     attached: Attached, plan: Plan | Planner | AveragingPlanner, replicate_group: Any, given: Arguments
@@ -109,7 +104,7 @@ def sharded_switch(
     except Exception as error:  # told to all, then raised
         problem = error
     with ExitStack() as opened:
-        meeting = _Meeting(attached, sharding, opened)
+        meeting = _Meeting(attached, replicate_group, opened)
         meeting.agree(problem, _alike(sharding, given))
         assert sharding is not None and not isinstance(plan, AveragingPlanner)
         if sharding.replaces_torchs:
@@ -131,16 +126,13 @@ class _Meeting:
     """The ranks of a model in shards, who tell each other what is wrong before any of them goes on.
 
     They are all ranks of the job, or where it has more than the model, those of this rank's replica and then those with
-    this rank's shard. A rank that does not know who has the model takes it that all have.
+    this rank's shard.
     """
 
-    def __init__(self, attached: Attached, sharding: Sharding | None, opened: ExitStack) -> None:
+    def __init__(self, attached: Attached, replicate_group: Any, opened: ExitStack) -> None:
         self._timeout_s, device = attached.timeout_s, device_of(attached.model)
-        over: list[dist.ProcessGroup | None] = [None]
-        if sharding is not None and sharding.ranks != dist.get_world_size():
-            over = [each for each in (sharding.mesh.shard_group, sharding.replicate_group) if each is not None]
         self._groups: list[Group] = []
-        for process_group in over:
+        for process_group in _ranks_of(attached.model, replicate_group):
             self._groups.append(group_of(process_group, self._timeout_s, SHARDED, device))
             opened.callback(self._groups[-1].close)
 
@@ -163,6 +155,23 @@ class _Meeting:
             raise RuntimeError(said)
         if differs:
             raise ValueError(differs)
+
+
+def _ranks_of(model: nn.Module, replicate_group: Any) -> list[dist.ProcessGroup | None]:
+    """Returns the process groups that together have all ranks of the model; None: all ranks of the job.
+
+    A rank that does not know which ranks have the model takes it that all have.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return [None]
+    try:
+        mesh = groups_of(model)[0].mesh
+        of_shard = _replicate_group(mesh, replicate_group)
+    except Exception:  # which `_examined` tells all ranks
+        return [None]
+    if mesh.shards * of_shard.size() == dist.get_world_size():
+        return [None]
+    return [each for each in (mesh.shard_group, of_shard) if each is not None]
 
 
 def _alike(sharding: Sharding | None, given: Arguments) -> str:
