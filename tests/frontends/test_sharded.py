@@ -327,6 +327,23 @@ def test_training_goes_on_from_saved_state(world: World) -> None:
         assert "other numbers of replicas or shards are not supported yet" in other_world
 
 
+def differing_use() -> tuple[bool, bool, bool]:
+    """Trains replicas of which one uses a layer and the other does not, with a parameter left out."""
+    mesh = meshes()
+    net = sharded(mesh)
+    gradsync.attach(net, timeout=TIMEOUT_S, exclude=["second.bias"])
+    net.step = mesh.get_local_rank("replicate")
+    (net(batch(torch.Generator().manual_seed(dist.get_rank()))) ** 3).mean().backward()
+    gradients = {n: p.grad.to_local().reshape(-1) for n, p in net.named_parameters() if p.requires_grad}
+    own = gradients.pop("second.bias")
+    sometimes = gradients["sometimes.weight"]
+    return replicas_are_equal(torch.cat(list(gradients.values())), mesh), replicas_are_equal(own, mesh), sometimes.any()
+
+
+def test_a_layer_that_one_replica_uses_is_averaged_and_an_excluded_parameter_is_not(world: World) -> None:
+    assert world(4).run(differing_use) == [(True, False, True)] * 4
+
+
 def levelled() -> tuple[bool, str]:
     """Attaches replicas that differ, then makes them differ in training."""
     mesh = meshes()
@@ -381,6 +398,12 @@ def message(attach: Callable[[], Any]) -> str:
     raise AssertionError("nothing was raised")
 
 
+def no_plan_on_rank_3(profiles: Sequence[ParameterProfile], size: int) -> Plan:
+    if dist.get_rank() == 3:
+        raise ValueError("there is no plan")
+    return by_one_bucket(FEEDBACK)(profiles, size)
+
+
 def wrong(kind: str) -> str:
     """Attaches in a wrong way, on all ranks or on rank 3 only; then a right attachment must succeed."""
     mesh = meshes()
@@ -408,7 +431,7 @@ def wrong(kind: str) -> str:
     elif kind == "freezing":
         settings = {"plan": by_one_bucket(CoarseGrained(ratio=0.3, chunk=4, freeze=True))}
     elif kind == "plan fails on one rank":
-        settings = {"plan": lambda profiles, size: by_one_bucket(FEEDBACK)(profiles, size) if not odd else 1 / 0}
+        settings = {"plan": no_plan_on_rank_3}
     elif kind == "settings differ":
         settings = {"verify_every": 7 if odd else 5}
     elif kind == "buffers differ":
@@ -452,7 +475,7 @@ REFUSALS = {
     "process group": "process_group is not for a model in shards",
     "scaler": "grad_scaler is not supported yet",
     "freezing": "leave freeze=False",
-    "plan fails on one rank": "division by zero",
+    "plan fails on one rank": "there is no plan",
     "settings differ": "the settings of attach differ between the ranks",
     "buffers differ": "the ranks differ: 2 replicas of 2 shards, broadcast_buffers=False",
     "other shard": "differ between the ranks",
@@ -516,6 +539,10 @@ def in_training(kind: str) -> str:
         return message(lambda: gradsync.attach(net, timeout=TIMEOUT_S))
     if kind == "hook":
         net.first.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    if kind == "nested":
+        net.forward = lambda x: checkpoint(net.second, net.first(x), use_reentrant=True)
+    if kind == "further":
+        net.further = fully_shard(nn.Linear(2, 2), mesh=mesh)
     if kind == "unfrozen":
         net.still.requires_grad_(True)
         net.step = 1
@@ -528,6 +555,8 @@ def in_training(kind: str) -> str:
         ("checkpoint", "NotImplementedError: checkpoint() is not supported yet"),
         ("join", "RuntimeError: join() is not supported for a model in shards"),
         ("attached", "RuntimeError: gradsync is attached to this model"),
+        ("nested", "RuntimeError: gradients became ready inside a nested backward"),
+        ("further", "RuntimeError: fully_shard() was applied to a further module after attach()"),
         ("hook", "RuntimeError: 'first.weight' has a hook by register_post_accumulate_grad_hook"),
         ("unfrozen", "RuntimeError: a parameter of 'the model' was frozen when gradsync was attached"),
     ],

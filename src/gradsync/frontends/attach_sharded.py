@@ -65,7 +65,7 @@ NO_SCALER = (
 
 @dataclass(frozen=True)
 class Sharding:
-    """What `attach` found out about a model in shards on this rank.
+    """A model in shards, as `attach` found it on this rank.
 
     Attributes:
         groups: all groups of parameters in shards.
@@ -315,7 +315,9 @@ def _installed(
             undo.callback(group.disconnect)
             if sharding.replaces_torchs:
                 group.take_out_all_reduce()
-        hooks = ShardedGradients(model, sharding.groups, sharding.shards, engine, optimizer=optimizer)
+        hooks = ShardedGradients(
+            model, sharding.groups, sharding.shards, engine, optimizer=optimizer, exclude=attached.exclude
+        )
         undo.callback(hooks.remove)
         if optimizer is not None:
             hooks.check_momentum(optimizer)

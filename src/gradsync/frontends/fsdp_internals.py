@@ -60,7 +60,7 @@ class ShardedParameter:
 
     @property
     def local(self) -> Tensor:
-        """This rank's shard, in the parameter's memory."""
+        """This rank's shard, in the parameter's memory, shape and dtype; on many ranks with fewer or no rows."""
         local: Tensor = self.parameter._local_tensor  # private: to_local() would be part of a graph
         return local.detach()
 

@@ -17,13 +17,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..engine.engine import Engine
+from ..devices.streams import Event, streams_of
+from ..engine.engine import LOADING, Engine
 from ..engine.guard import ParameterGuard, Verification
 from ..engine.step_listener import active
 from ..optim.momentum import MomentumCheck
 from ..plans.plan import Plan
-from ..tensors.bucket import Layout
-from .fsdp_internals import ParameterGroup, ShardedParameter, groups_of
+from ..tensors.bucket import Layout, matches
+from .fsdp_internals import ParameterGroup, ShardedParameter, groups_of, names_of
 from .torch_hooks import (
     REENTRANT,
     Hook,
@@ -73,18 +74,22 @@ class ShardedGradients:
         engine: Engine,
         *,
         optimizer: Optimizer | None = None,
+        exclude: Sequence[str] = (),
     ) -> None:
         self._model = weakref.ref(model)
         self._groups, self._shards, self._engine = groups, dict(shards), engine
         self._names = {id(parameter): name for name, parameter in self._shards.items()}
-        self._frozen = {id(p) for g in groups for p in g.parameters if not p.parameter.requires_grad}
-        self._group_of = {id(p): group for group in groups for p in group.parameters}
+        named = names_of(model, groups)
+        self._frozen = {id(p) for n, (_, p) in named.items() if not (p.parameter.requires_grad or matches(n, exclude))}
+        dtypes = {name: spec.dtype for name, spec in engine.specs.items()}
+        self._factors = {name: named[name][0].post_divide_factor(dtypes[name]) for name in self._shards}
         self._reduced: list[ShardedParameter] = []  # whose gradients the next call of a hook brings
         self._partial: dict[str, Tensor] = {}  # sums of backwards that were not to be exchanged yet
         self._fresh: set[str] = set()  # parameters whose `.grad` is this backward's alone
         self._stages: set[int] = set()  # groups that had their turn in this backward
         self._task = -1  # autograd's id of the backward under way
-        self._stream: torch.Stream | None = None  # on which FSDP calls the hooks, of an accelerator
+        self._streams = streams_of(engine.device)
+        self._loaded: Event | None = None  # behind all that FSDP's hooks have done, on a stream of FSDP's
         self._has_local = False  # whether a backward without synchronisation came after the synchronised one
         self._rounds = OptimizerRounds()
         self._plan: Plan | None = None
@@ -127,7 +132,7 @@ class ShardedGradients:
         self._momentum.check(self._engine.plan, optimizer)
 
     def name_of(self, parameter: Tensor) -> str | None:
-        """Returns the name of one of the model's parameters; None for others."""
+        """Returns the name of one of the model's parameters, a DTensor of any shape and dtype; None for others."""
         return next((name for name, shard in self._shards.items() if shard.parameter is parameter), None)
 
     @property
@@ -153,7 +158,9 @@ class ShardedGradients:
                     f"the state was saved by {saved}, this is {here}: each rank loads its own state, on the same mesh; "
                     "other numbers of replicas or shards are not supported yet"
                 )
-        if self._is_anywhere(problem is not None):
+        with self._engine.at_barrier(LOADING):
+            is_refused = self._is_anywhere(problem is not None)
+        if is_refused:
             raise problem or RuntimeError(
                 "another rank was given the state of another shard or mesh; nothing was loaded"
             )
@@ -168,7 +175,7 @@ class ShardedGradients:
     def _is_anywhere(self, here: bool) -> bool:
         """Returns whether `here` is True on some rank of the model. Collective, between steps."""
         engine, mine = self._engine, torch.tensor([int(here)], device=self._engine.device)
-        told = engine.call("loading of state", lambda group: group.all_gather(mine).wait(engine.timeout_s))
+        told = engine.call(LOADING, lambda group: group.all_gather(mine).wait(engine.timeout_s))
         return self._any_shard(any(bool(each.item()) for each in told))
 
     def _any_shard(self, here: bool) -> bool:
@@ -214,8 +221,6 @@ class ShardedGradients:
                 "supported yet for a model in shards: put both calls into one forward of an FSDP module around it"
             )
         self._stages.add(number)
-        if flat.device.type != "cpu":
-            self._stream = torch.accelerator.current_stream(flat.device)
         for name, parameter, values in slices:
             if name is None:
                 continue
@@ -226,6 +231,7 @@ class ShardedGradients:
                 self._fresh.add(name)
             else:
                 values.zero_()
+        self._loaded = self._streams.record()
 
     def _slices(self, group: ParameterGroup, flat: Tensor) -> list[_Slice]:
         """Returns the gradients that lie in `flat`, (elements,), one after the other, each padded by FSDP."""
@@ -277,8 +283,8 @@ class ShardedGradients:
     @torch.no_grad()
     def _end(self) -> None:
         engine = self._engine
-        if self._stream is not None:  # FSDP waits for it only in the last backward (set_is_last_backward)
-            torch.accelerator.current_stream(self._stream.device).wait_stream(self._stream)
+        if self._loaded is not None:  # FSDP's callback waits only in the last backward (set_is_last_backward)
+            self._loaded.wait()
         for name in engine.missing():
             kept = self._partial.pop(name, None)
             engine.load(name, kept, used=kept is not None)
@@ -292,9 +298,8 @@ class ShardedGradients:
     def _deliver(self, name: str, shard: ShardedParameter) -> None:
         """Puts the mean over replicas into the parameter's `.grad`, or adds it to what was there before backward."""
         mean = self._engine.unload(name, None, sparse=False)
-        factor = self._group_of[id(shard)].post_divide_factor(mean.dtype)
-        if factor != 1:
-            mean = mean / factor
+        if self._factors[name] != 1:
+            mean = mean / self._factors[name]
         parameter = shard.parameter
         if parameter.grad is None:
             parameter.grad = shard.as_gradient(mean.to(parameter.dtype, copy=True))
