@@ -81,8 +81,9 @@ class ShardedGradients:
         self._names = {id(parameter): name for name, parameter in self._shards.items()}
         named = names_of(model, groups)
         self._frozen = {id(p) for n, (_, p) in named.items() if not (p.parameter.requires_grad or matches(n, exclude))}
+        self._group_of = {name: named[name][0] for name in self._shards}
         dtypes = {name: spec.dtype for name, spec in engine.specs.items()}
-        self._factors = {name: named[name][0].post_divide_factor(dtypes[name]) for name in self._shards}
+        self._factors = {name: group.post_divide_factor(dtypes[name]) for name, group in self._group_of.items()}
         self._reduced: list[ShardedParameter] = []  # whose gradients the next call of a hook brings
         self._partial: dict[str, Tensor] = {}  # sums of backwards that were not to be exchanged yet
         self._fresh: set[str] = set()  # parameters whose `.grad` is this backward's alone
@@ -217,8 +218,9 @@ class ShardedGradients:
             self._begin()
         if number in self._stages:
             self._fail(
-                f"{group.name!r} got gradients twice in one backward, as its forward ran twice before it; that is not "
-                "supported yet for a model in shards: put both calls into one forward of an FSDP module around it"
+                f"{group.name!r} got gradients twice in one backward, as its forward ran twice before it and unused "
+                "parameters get zeros, which is not supported yet: leave out "
+                "set_reduce_scatter_unused_params(True), or put both calls into one forward of an FSDP module around it"
             )
         self._stages.add(number)
         for name, parameter, values in slices:
@@ -286,7 +288,7 @@ class ShardedGradients:
         if self._loaded is not None:  # FSDP's callback waits only in the last backward (set_is_last_backward)
             self._loaded.wait()
         for name in engine.missing():
-            kept = self._partial.pop(name, None)
+            kept = self._partial.pop(name, None) if self._group_of[name].exchanges else None
             engine.load(name, kept, used=kept is not None)
         engine.finish()
         self._rounds.synchronized()
