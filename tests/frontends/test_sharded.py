@@ -183,9 +183,17 @@ def test_an_exact_plan_trains_as_hsdp_does(world: World, name: str) -> None:
     assert all(set(found) == {0.0} for found in world(4).run(differences, name))
 
 
-def after_detach() -> float:
+def attached_in_between() -> float:
+    """Trains without gradsync, evaluates so that whole parameters are left, trains with gradsync, and without again."""
     mesh = meshes()
     expected, net = sharded(mesh), sharded(mesh)
+    for each in (expected, net):
+        train(each, steps=2, seed=2)
+        each.set_reshard_after_forward(False)
+        with torch.no_grad():
+            each(torch.ones(1, 6))
+        each.set_reshard_after_forward(True)
+    fsdp_internals.reshard(expected)  # attach does it to `net`
     handle = gradsync.attach(net, timeout=TIMEOUT_S)
     train(expected, steps=2)
     train(net, steps=2)
@@ -197,8 +205,19 @@ def after_detach() -> float:
     return float((train(net, seed=1) - train(expected, seed=1)).abs().max())
 
 
-def test_after_detach_torch_averages_again(world: World) -> None:
-    assert world(4).run(after_detach) == [0.0] * 4
+def test_training_is_the_same_before_attach_and_after_detach(world: World) -> None:
+    assert world(4).run(attached_in_between) == [0.0] * 4
+
+
+def four_replicas() -> float:
+    mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard"))
+    net = sharded(mesh)
+    gradsync.attach(net, timeout=TIMEOUT_S)
+    return float((train(net) - train(sharded(mesh))).abs().max())
+
+
+def test_more_replicas_differ_in_last_bits_only(world: World) -> None:
+    assert max(world(4).run(four_replicas)) < 1e-6
 
 
 def replicated() -> float:

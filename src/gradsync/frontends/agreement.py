@@ -115,7 +115,8 @@ def agreed_engine(
     with ExitStack() as undo:
         group = group_of(process_group, timeout_s, what, device_of(model), communicator)
         undo.callback(close)
-        warn_if_alone(process_group)
+        if parameters is None:  # the caller knows better who should be there
+            warn_if_alone(process_group)
         with announcing(group, what):
             examine = partial(_examine, model, plan, exclude, group.size, refusal, also or {}, in_backward, parameters)
             found = _agree(group, examine, partial(_texts, model, plan, exclude, settings), timeout_s)

@@ -181,6 +181,9 @@ class Attachment:
                 writes (Accelerate, Lightning); it is collective, and takes that much more memory. False: each rank has
                 its own part, for `torch.distributed.checkpoint`, where all ranks write.
 
+        Raises:
+            NotImplementedError: for a model in shards, whose ranks save `state_dict()` each.
+
         Example:
             >>> dcp.save({"model": model.state_dict(), "gradsync": handle.checkpoint()}, ...)  # doctest: +SKIP
             >>> dcp.load({"model": model.state_dict(), "gradsync": handle.checkpoint()}, ...)  # doctest: +SKIP

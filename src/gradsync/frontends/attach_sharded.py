@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -43,6 +44,8 @@ from .fsdp_internals import (
 from .fsdp_probe import probe
 from .sharded import AFTER_ACCUMULATION, ShardedGradients, stand_ins, watch_shards, why_not_plan
 from .switching import Attached, Frontend, FrontendSwitch, level
+
+logger = logging.getLogger(__name__)
 
 SHARDED = "attach() with a model in shards"
 NO_REPLICAS = (
@@ -290,6 +293,8 @@ def _installed(
 ) -> Iterator[FrontendSwitch]:
     """Installs the hooks, over the ranks with this rank's shard; removes them if the block raises. Collective."""
     model, optimizer, mesh = attached.model, given.optimizer, sharding.mesh
+    if sharding.replicate_group.size() == 1:
+        logger.warning("the model has one replica, so gradsync exchanges nothing")
     with (
         agreed_engine(
             model,
