@@ -209,6 +209,33 @@ def test_training_is_the_same_before_attach_and_after_detach(world: World) -> No
     assert world(4).run(attached_in_between) == [0.0] * 4
 
 
+def with_table(attaches: bool) -> tuple[Tensor, str]:
+    """Trains a large embedding with dense gradients, and a layer of one row, which the second shard lacks."""
+    torch.manual_seed(0)
+    net: Any = nn.Sequential(nn.Embedding(20000, 8), nn.Linear(8, 1))
+    for module in (net[0], net):
+        fully_shard(module, mesh=meshes())
+    handle = gradsync.attach(net, timeout=TIMEOUT_S) if attaches else None
+    optimizer, generator = torch.optim.SGD(net.parameters(), lr=0.1), torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(3):
+        for _ in range(2):
+            net(torch.randint(0, 20000, (20,), generator=generator)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return shards_of(net), "" if handle is None else " ".join(handle.explain())
+
+
+def zeros_are_found() -> tuple[float, str]:
+    (found, plan), (expected, _) = with_table(True), with_table(False)
+    return float((found - expected).abs().max()), plan
+
+
+def test_rows_of_zeros_are_not_sent_and_shards_may_be_empty(world: World) -> None:
+    for difference, plan in world(4).run(zeros_are_found):
+        assert difference == 0
+        assert "agsparse" in plan
+
+
 def four_replicas() -> float:
     mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard"))
     net = sharded(mesh)

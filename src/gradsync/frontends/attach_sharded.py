@@ -44,6 +44,7 @@ from .fsdp_internals import (
 from .fsdp_probe import probe
 from .sharded import AFTER_ACCUMULATION, ShardedGradients, stand_ins, watch_shards, why_not_plan
 from .switching import Attached, Frontend, FrontendSwitch, level
+from .torch_hooks import is_backward
 
 logger = logging.getLogger(__name__)
 
@@ -194,6 +195,8 @@ def _examined(
     model, exclude = attached.model, attached.exclude
     if why := given.refusal or _why_not_arguments(attached, plan, given):
         raise ValueError(why)
+    if is_backward():
+        raise RuntimeError("attach() was called during backward; call it before the forward of a step")
     require_unattached(model)
     require_values(model, exclude)
     reshard(model)
@@ -204,7 +207,7 @@ def _examined(
         if why := group.refusal():
             raise ValueError(f"{group.name!r}: {why}")
     mesh = groups[0].mesh
-    if any((g.mesh.ranks, g.mesh.shard_group) != (mesh.ranks, mesh.shard_group) for g in groups):
+    if any((g.mesh.ranks, g.mesh.shards) != (mesh.ranks, mesh.shards) for g in groups):  # of `replicate`, one shard
         raise ValueError("modules of the model are on several meshes; one is supported")
     named = names_of(model, groups)
     _require_parameters(model, exclude, named)
