@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import os
 import runpy
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +17,9 @@ import pytest
 
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it in its workers, and consoles keep what they find when made
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch starts; ranks as processes share the cores
+# Ranks and commands inherit it; kept in a name, as the folder goes with it.
+CACHE = tempfile.TemporaryDirectory(prefix="gradsync-cache-")
+os.environ["GRADSYNC_CACHE_DIR"] = CACHE.name
 hypothesis.settings.register_profile("untimed", deadline=None)  # what an example takes says how busy the machine is
 hypothesis.settings.load_profile("untimed")
 

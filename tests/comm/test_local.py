@@ -129,6 +129,13 @@ def test_broadcast_copies_rank_zero_in_place(size: int) -> None:
     assert all(torch.equal(buffer, numbers(0, 3)) for buffer in run_local(size, rank_main))
 
 
+def test_a_group_of_one_copies_nothing_in_an_all_reduce() -> None:
+    buffer = torch.ones(3)
+    (group,), before = LocalGroup.world(1), buffer._version
+    assert group.all_reduce(buffer).wait(5.0) is buffer
+    assert buffer._version == before
+
+
 def test_operations_in_flight_may_be_awaited_in_another_order() -> None:
     def rank_main(group: LocalGroup) -> tuple[float, float]:
         first = group.all_reduce(torch.tensor([1.0]))

@@ -193,7 +193,7 @@ def attach_and_detach_often() -> tuple[int, int, int]:
         model(torch.randn(4, 6)).mean().backward()
         handle.load_state_dict(handle.state_dict())
         if fails:
-            handle._engine.fail("as planned")
+            handle._engine.peers.fail("as planned")
         handle.detach()
 
     def census() -> tuple[int, int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -33,9 +33,10 @@ class SlowNetwork(MeasuringPlanner):
     def __call__(self, profiles: Sequence[ParameterProfile], world_size: int) -> Any:
         return super().__call__(profiles, world_size)[0]
 
-    def measure(self, group: Group, timeout_s: float) -> None:
+    def measure(self, group: Group, timeout_s: float) -> Iterator[None]:
         cost = CostModel(alpha_s=1e-4, bandwidth_bytes_per_s=10e6, intra=Link(2e9, 1e-5), stage_s=1e-4)
         self.network = Network(cost, group.placement)
+        return iter(())
 
 
 def gradients(rank: int, step: int, density: float) -> dict[str, Tensor]:
@@ -65,7 +66,7 @@ def train(group: LocalGroup, densities: Sequence[float]) -> tuple[list[Schemes],
             mean = torch.stack([each[name] for each in everyone]).mean(dim=0)
             assert torch.equal(running.unload(name, None, sparse=False), mean), (name, step)
         schemes.append({" ".join(b.names): b.scheme for b in running.plan.buckets})
-    statistics = running.statistics()
+    statistics = running.running_plan.statistics()
     running.close()
     return schemes, statistics
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -44,9 +44,10 @@ class SlowNetwork(MeasuringPlanner):
     def __call__(self, profiles: Sequence[ParameterProfile], world_size: int) -> Any:
         return super().__call__(profiles, world_size)[0]
 
-    def measure(self, group: Any, timeout_s: float) -> None:
+    def measure(self, group: Any, timeout_s: float) -> Iterator[None]:
         cost = CostModel(alpha_s=1e-4, bandwidth_bytes_per_s=25e6)
         self.network = Network(cost, Placement.one_per_node(group.size))
+        return iter(())
 
 
 def step(twin: Twin, number: int) -> None:

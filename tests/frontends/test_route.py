@@ -149,7 +149,7 @@ def train(group: LocalGroup, route: Route, steps: int = 3) -> tuple[list[Tensor]
             ours.load(name, gradient)
         ours.finish()
         given += [ours.unload(name, None, sparse=False).clone() for name in SHAPES]
-    kept, tasks, predicted = ours.state_dict()["state"], ours.timeline(), ours.statistics()
+    kept, tasks, predicted = ours.state_dict()["state"], ours.running_plan.timeline(), ours.running_plan.statistics()
     ours.close()
     assert all(bucket.sent_bytes == bucket.predicted_bytes for bucket in predicted)
     return given, kept, tasks
@@ -185,7 +185,7 @@ def test_another_core_compresses_while_backward_goes_on(watched: type[Watched]) 
     ours.load("third", torch.ones(7))
     watched.gate.set()
     ours.finish()
-    tasks = {(task.name, task.stream): task for task in ours.timeline()}
+    tasks = {(task.name, task.stream): task for task in ours.running_plan.timeline()}
     work, backward = tasks["0:compress@offload", "offload"], tasks["backward", "compute"]
     assert backward.start_s <= work.start_s < backward.end_s and work.start_s < work.end_s
     assert set(watched.threads) == watched.decoded == {WORKER}

@@ -22,7 +22,7 @@ import gradsync
 from gradsync import Plan
 from gradsync.comm.store import StoreClient
 from gradsync.compressors import Cast, ErrorFeedback, TopK
-from gradsync.engine import engine
+from gradsync.engine import engine_state
 from gradsync.engine.bucket_run import BucketRun
 from gradsync.plans.plan import What
 from gradsync.schemes import AllReduce, CompressedAllGather, CompressedTwoWay, PowerSGD, Scheme
@@ -553,7 +553,7 @@ def a_load_that_is_interrupted(where: str) -> str:
     def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    owner: Any = {"take_over": BucketRun, "examined": engine}.get(where, handle._engine.group)
+    owner: Any = {"take_over": BucketRun, "examined": engine_state}.get(where, handle._engine.group)
     original = getattr(owner, where)
     if dist.get_rank() == 1:
         setattr(owner, where, interrupt)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from gradsync.compressors import ErrorFeedback, TopK
 from gradsync.plans.plan import Plan, What
 from gradsync.schemes import AGSparse, AllReduce, CoarseGrained, CompressedAllGather, CompressedTwoWay, Scheme
 from gradsync.tensors.bucket import TensorSpec
-from tests.stream_model import on_a_pretended_accelerator
+from tests.stream_model import ModelCopy, on_a_pretended_accelerator
 from tests.world import Ranks
 
 pytestmark = pytest.mark.streams
@@ -223,3 +224,63 @@ def clipped_too_late() -> list[str]:
 def test_gradients_that_change_after_they_were_used_are_told_in_the_next_step(world: World) -> None:
     for first, second, third in world(2).run(clipped_too_late):
         assert not first and not second and "gradient of 'layers.0.weight' was changed between backward" in third
+
+
+LATE = 1  # the step in which rank 1's backward reaches no parameter
+
+
+def on_the_second_look(copy: ModelCopy) -> bool:
+    """Lets copies arrive between two looks: the engine's at the end of backward, and one at the optimiser's step."""
+    looked, copy.looked = hasattr(copy, "looked"), True
+    return looked
+
+
+def changed_in(step_of_change: int, soon: bool = False) -> list[str]:
+    """Changes gradients between backward and optimiser in one step; returns each step's error, up to the first.
+
+    `soon`: the device's answers are there at the optimiser's step. Rank 1 leaves before rank 0 raises: gloo, unlike
+    NCCL, would block its host until a timeout.
+    """
+    torch.manual_seed(0)
+    with ExitStack() as within:
+        within.enter_context(on_a_pretended_accelerator())
+        if soon:
+            within.enter_context(patch.object(ModelCopy, "has_arrived", property(on_the_second_look)))
+        net = Net(sparse=False)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        plan = plan_of(net, SCHEMES["exact"], What.GRADIENT)
+        handle = gradsync.attach(net, plan=plan, timeout=20, broadcast_buffers=False)
+        said = [""] * (LATE + 2)
+        for step in range(step_of_change + 1 if dist.get_rank() == 1 else LATE + 2):
+            optimizer.zero_grad()
+            try:
+                output = net(torch.zeros(6, 3, dtype=torch.int64))
+                is_late = step == LATE and dist.get_rank() == 1
+                loss = torch.ones(2, requires_grad=True).sum() if is_late else output.square().mean()
+                loss.backward()
+                if step == step_of_change and not is_late:
+                    net.layers[0].weight.grad.mul_(0.5)
+                optimizer.step()
+            except RuntimeError as error:
+                said[step] = str(error)
+                break
+        handle.detach()
+        return said
+
+
+def test_changes_that_a_late_rank_cannot_have_made_are_told_in_the_next_step(world: World) -> None:
+    (*before, told), _ = world(2).run(changed_in, LATE)
+    assert not any(before)
+    assert f"in step {LATE} on some rank backward reached no parameter" in told
+    assert "the ranks' parameters differ" in told
+
+
+def test_they_are_told_at_once_where_the_answer_has_come(world: World) -> None:
+    (*before, told, after), _ = world(2).run(changed_in, LATE, True)
+    assert not any(before) and not after
+    assert f"in step {LATE} on some rank" in told and "the ranks' parameters differ" not in told
+
+
+def test_changes_in_the_step_after_a_late_rank_s_are_blamed_for_nothing(world: World) -> None:
+    for said in world(2).run(changed_in, LATE + 1):
+        assert not any(said)

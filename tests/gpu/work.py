@@ -30,6 +30,7 @@ from gradsync.schemes import (
 )
 from gradsync.tensors.bucket import TensorSpec
 from gradsync.tuning.auto import AutoPlanner
+from tests.quick import AT_ONCE, patched
 
 STEPS, ROWS, WIDTH = 5, 4096, 128
 EXACT: dict[str, Scheme[Any]] = {"all_reduce": AllReduce()}
@@ -97,6 +98,7 @@ def beside_ddp(device: str, name: str, frontend: str) -> tuple[float, float, lis
     return off, max(float(b.abs().max()) for b in theirs), [float(each.double().sum()) for each in ours]
 
 
+@patched(AT_ONCE)
 def planned(device: str) -> tuple[str, bool, list[float]]:
     """Trains under plan="auto"; returns the profile, whether the plan has settled, and sums that ranks must share."""
     torch.manual_seed(0)

@@ -4,18 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsync
 from gradsync import Plan
-from gradsync.compressors import ErrorFeedback, Signum, TopK, dgc
+from gradsync.compressors import (
+    Biased,
+    Compressor,
+    CompressorState,
+    ErrorFeedback,
+    Law,
+    Message,
+    Signum,
+    TopK,
+    dgc,
+    register,
+)
 from gradsync.optim.lars import LARS
 from gradsync.optim.momentum import MomentumCheck, take_momentum
 from gradsync.schemes import (
@@ -28,7 +40,7 @@ from gradsync.schemes import (
     Scheme,
     Sparsified,
 )
-from gradsync.tensors.bucket import TensorSpec
+from gradsync.tensors.bucket import FlatSpec, TensorSpec
 from gradsync.tensors.density import ParameterProfile
 from tests.frontends.models import Perceptron
 from tests.world import Ranks
@@ -157,6 +169,51 @@ def test_momentum_is_found_wherever_a_scheme_has_it(scheme: Scheme[Any]) -> None
         check(plan, optimizer)
     take_momentum(optimizer, [layer.weight])
     check(plan, optimizer)
+
+
+@register
+@dataclass(frozen=True)
+class LocalMomentum(Compressor[Message]):
+    """A user's own compressor, by inheritance from nothing that gradsync knows to have momentum."""
+
+    momentum: float = 0.9
+
+    def law(self, spec: FlatSpec) -> Law:
+        return Biased("a test")
+
+    def compress(self, x: Tensor, state: CompressorState) -> tuple[Message, CompressorState]:
+        raise NotImplementedError
+
+    def decompress(self, payload: Message) -> Tensor:
+        raise NotImplementedError
+
+    def nbytes(self, spec: FlatSpec, step: int = 0) -> int:
+        return 4 * spec.numel
+
+
+@register
+@dataclass(frozen=True)
+class LocalMomentumExchange(AllReduce):
+    """A user's own scheme."""
+
+    momentum: float = 0.9
+
+
+@pytest.mark.parametrize(
+    ("scheme", "found"),
+    [
+        (CompressedAllGather(LocalMomentum(0.8)), "LocalMomentum, .* 0.8 .* would apply 0.9 on top"),
+        (CompressedAllGather(ErrorFeedback(LocalMomentum(0.8))), "LocalMomentum, .* 0.8 "),
+        (LocalMomentumExchange(momentum=0.7), "LocalMomentumExchange, .* 0.7 "),
+        (CompressedAllGather(LocalMomentum(0.0)), None),
+        (LocalMomentumExchange(momentum=0.0), None),
+    ],
+    ids=str,
+)
+def test_so_is_the_momentum_of_what_users_have_written(scheme: Scheme[Any], found: str | None) -> None:
+    layer = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match=found) if found else nullcontext():
+        MomentumCheck(dict(layer.named_parameters())).check(plan_of(layer, scheme), sgd(layer.parameters()))
 
 
 def plan_of(layer: nn.Linear, scheme: Scheme[Any]) -> Plan:

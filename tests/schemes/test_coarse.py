@@ -226,6 +226,17 @@ def test_sums_in_16_bits_give_the_mean_over_any_number_of_ranks(values: str, cho
     torch.testing.assert_close(ranks.step(inputs)[:1000], mean, rtol=2**-7, atol=0)
 
 
+@pytest.mark.parametrize("choice", ["late", "exact"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_means_of_16_bit_gradients_are_rounded_once(dtype: torch.dtype, choice: str) -> None:
+    """The sums are whole numbers, so that the factor alone can bring an error; it is no number of 16 bits."""
+    like = bucket(dtype, ((1000,),))
+    ranks = Ranks(replace(SMALL, ratio=1.0, choice=choice), 3, like)
+    inputs = [constant([float(3 * number + rank**2) for number in range(10)], like).to(dtype) for rank in range(3)]
+    mean = torch.stack(inputs).double().sum(dim=0).mul(1 / 3)
+    assert torch.equal(ranks.step(inputs)[:1000], mean[:1000].to(dtype))
+
+
 def test_the_exact_choice_is_that_of_the_largest_norms_over_all_ranks() -> None:
     """No rank alone would choose chunk 4."""
     ranks = Ranks(replace(SMALL, ratio=0.1, choice="exact"), 2, ONE)

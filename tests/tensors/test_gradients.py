@@ -64,6 +64,51 @@ def test_a_gradient_that_lives_in_its_view_is_not_copied() -> None:
     assert torch.equal(view, 3 * WEIGHT)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_factor_multiplies_gradients_as_they_are_loaded_and_leaves_flags_alone(dtype: torch.dtype) -> None:
+    """The same bits as by `mul_` of the whole bucket, wherever a gradient comes from."""
+    names = ("copied", "in its view", "together a", "together b", "sparse", "cut", "unused")
+    values = {name: torch.randn(4, 6).to(dtype) for name in names}
+    values["copied"] = torch.randn(1, 2, 3, 4).to(dtype).contiguous(memory_format=torch.channels_last)
+    segments = [(name, 0, 24) for name in names if name != "cut"] + [("cut", 0, 7), ("cut", 7, 24)]
+    expected, found = flat_gradients(values, segments), flat_gradients(values, segments)
+    for gradients, factor in ((expected, 1.0), (found, 1 / 3)):
+        gradients.begin(factor)
+        for name in ("in its view", "together a", "together b"):
+            view = gradients.view(name)
+            assert view is not None
+            view.copy_(values[name])
+        gradients.load("copied", values["copied"])
+        gradients.load("cut", values["cut"])
+        gradients.load("sparse", values["sparse"].to_sparse())
+        gradients.load("unused", None, used=False)
+        gradients.load("in its view", gradients.view("in its view"))
+        gradients.load_views(["together a", "together b"])
+    assert torch.equal(found.take(check_finite=False)[:168], expected.take(check_finite=False)[:168].mul_(1 / 3))
+    assert torch.equal(found.flags, expected.flags)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1 / 3])
+def test_the_values_of_a_gradient_in_a_graph_are_taken_without_the_graph(factor: float) -> None:
+    gradients = flat_gradients({"w": WEIGHT})
+    gradients.begin(factor)
+    gradients.load("w", WEIGHT.clone().requires_grad_())
+    assert torch.equal(gradients.values, WEIGHT.flatten() * factor)
+    assert not gradients.flat.requires_grad
+
+
+@pytest.mark.parametrize("names", ["abcd", "dcba", "bc", "ad", "acd", "b", ""])
+def test_gradients_that_live_in_the_bucket_are_multiplied_in_any_order_and_no_others(names: str) -> None:
+    lengths = {"a": 3, "b": 1, "c": 0, "d": 4}
+    gradients = flat_gradients({name: torch.zeros(length) for name, length in lengths.items()})
+    gradients.begin(1 / 3)
+    gradients.values.fill_(1.0)
+    gradients.load_views(list(names))
+    expected = [1 / 3 if name in names else 1.0 for name, length in lengths.items() for _ in range(length)]
+    assert torch.equal(gradients.take(check_finite=False)[:8], torch.tensor(expected))
+    assert gradients.flags[:4].tolist() == [float(name in names) for name in lengths]
+
+
 @pytest.mark.parametrize(
     "parameter",
     [

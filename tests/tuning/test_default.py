@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from gradsync.comm import run_local
 from gradsync.tuning.default import measured_network
+from gradsync.tuning.pieces import at_once
 
 
 def test_where_the_network_was_not_measured_nothing_is_known() -> None:
-    assert run_local(2, lambda group: measured_network(group, 5.0)) == [None, None]
+    assert run_local(2, lambda group: at_once(measured_network(group, 5.0))) == [None, None]

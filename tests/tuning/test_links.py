@@ -19,6 +19,7 @@ from gradsync.tuning.links import (
     measured_links,
     measured_points,
 )
+from gradsync.tuning.pieces import at_once
 
 TIMEOUT_S = 20.0
 ONCE = patch.object(links, "REPEATS", (1, 1))  # where it takes the same time whenever it is repeated
@@ -37,7 +38,8 @@ def slow_exchange(stage_s: float, byte_s: float) -> object:
 
 def points(share_s: float, byte_s: float) -> list[list[LinkPoint]]:
     def rank(group: LocalGroup) -> list[LinkPoint]:
-        return measured_points(group, Pattern.ALL_TO_ALL, highest_over(group, TIMEOUT_S), TIMEOUT_S, share_s)
+        highest = highest_over(group, TIMEOUT_S)
+        return at_once(measured_points(group, Pattern.ALL_TO_ALL, highest, TIMEOUT_S, share_s))
 
     with slow_exchange(1e-3, byte_s):
         return run_local(3, rank)
@@ -63,7 +65,7 @@ def test_sizes_that_a_slow_link_has_no_time_for_are_left_out() -> None:
 
 def test_links_of_all_of_nodes_and_across_them_are_told() -> None:
     def rank(group: LocalGroup) -> list[tuple[Span, int]]:
-        found = measured_links(group, TIMEOUT_S)
+        found = at_once(measured_links(group, TIMEOUT_S))
         for link in found:
             assert list(link.collectives) == list(PATTERNS)
             assert link.link.bandwidth_bytes_per_s.value == pytest.approx(1e8, rel=1e-3)
@@ -75,12 +77,12 @@ def test_links_of_all_of_nodes_and_across_them_are_told() -> None:
         uneven = run_local(3, rank, placement=Placement((0, 0, 1)))
     assert hierarchy == [[(Span.ALL, 4), (Span.INSIDE, 2), (Span.ACROSS, 2)]] * 4
     assert flat == uneven == [[(Span.ALL, 3)]] * 3
-    assert run_local(1, lambda group: measured_links(group, TIMEOUT_S)) == [()]
+    assert run_local(1, lambda group: at_once(measured_links(group, TIMEOUT_S))) == [()]
 
 
 def test_what_a_message_costs_is_told_from_what_an_operation_does() -> None:
     with slow_exchange(2e-3, 1e-8), ONCE:
-        (found,) = run_local(4, lambda group: measured_links(group, TIMEOUT_S))[0]
+        (found,) = run_local(4, lambda group: at_once(measured_links(group, TIMEOUT_S)))[0]
     assert found.link.alpha_s.value == pytest.approx(1e-4, rel=1e-3)
     for fit in found.collectives.values():
         assert fit.link.stage_s.value == pytest.approx(2e-3, rel=1e-3)

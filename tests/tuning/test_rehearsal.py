@@ -12,6 +12,7 @@ import torch
 from gradsync.costs.steps import Compute
 from gradsync.schemes import DOUBLING_OF_ROWS, AGSparse, BalancedElements, BalancedParallelism, Scheme, Traits
 from gradsync.tensors.bucket import Layout
+from gradsync.tuning.pieces import at_once
 from gradsync.tuning.rehearsal import rehearse, times_between_awaits_s
 
 WORK_S = 0.02
@@ -38,14 +39,14 @@ class Busy(Scheme[torch.Tensor]):
 
 
 def test_time_is_told_apart_by_await_and_is_the_processors() -> None:
-    before, behind = times_between_awaits_s(Busy(), [torch.ones(4)] * 3)
+    before, behind = at_once(times_between_awaits_s(Busy(), [torch.ones(4)] * 3))
     assert WORK_S <= before < 1.9 * WORK_S
     assert behind < WORK_S / 2
 
 
 def test_ranks_that_rehearse_exchange_what_they_have() -> None:
     inputs = [torch.tensor([0.0, 1.0 + rank]) for rank in range(3)]
-    times_between_awaits_s(BalancedElements(), inputs)
+    at_once(times_between_awaits_s(BalancedElements(), inputs))
     assert [float(x[1]) for x in inputs] == [1.0, 2.0, 3.0]  # and work on copies
 
 
@@ -59,7 +60,7 @@ def test_ranks_that_rehearse_exchange_what_they_have() -> None:
     ids=lambda value: getattr(value, "title", ""),
 )
 def test_each_part_has_the_kernels_of_the_steps_in_it(scheme: Scheme[Any], kernels: list[set[str]]) -> None:
-    samples = rehearse([scheme])
+    samples = at_once(rehearse([scheme]))
     assert [{step.kernel for step in computed} for computed, _ in samples[: len(kernels)]] == kernels
     assert len(samples) % len(kernels) == 0 and len(samples) > len(kernels)  # several sizes
     assert all(seconds > 0 and all(isinstance(s, Compute) for s in computed) for computed, seconds in samples)

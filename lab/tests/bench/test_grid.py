@@ -1,4 +1,4 @@
-"""`bench train --grid` runs every workload on every link in one command, and keeps finished records."""
+"""`bench train --grid links` runs every workload on every link in one command, and keeps finished records."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_grid_is_all_workloads_on_all_links(monkeypatch: pytest.MonkeyPatch, t
 
     monkeypatch.setattr(cli, "run_training", run)
     out = tmp_path / "grid.json"
-    words = ["bench", "train", "--grid", "--methods", "ddp_bf16,auto_lossy", "--json", str(out)]
+    words = ["bench", "train", "--grid", "links", "--methods", "ddp_bf16,auto_lossy", "--json", str(out)]
     broken = CliRunner().invoke(app, words)
     assert broken.exit_code == 1 and "a rank died" in broken.output
     assert [(r["params"]["workload"], r["params"]["link"]) for r in json.loads(out.read_text())] == ran

@@ -141,3 +141,12 @@ def test_methods_with_compressors_keep_tables_sparse_and_are_lossy() -> None:
     for name in ("topk0.01", "bf16"):
         assert method(name).sparse and not method(name).exact
     assert method("bf16") is METHODS["bf16"]
+
+
+def test_the_best_line_of_ddp_is_one_of_all_sizes_with_views_without_and_with_a_static_graph() -> None:
+    assert len(SWEEPS["ddp"]) == 4 * 3 and len(SWEEPS["ddp_sparse"]) == 2 * 3
+    assert {"ddp_default", "ddp_1mb", "ddp_one_bucket_views", "ddp_100mb_static"} < set(SWEEPS["ddp"])
+    assert {"ddp_sparse_default", "ddp_sparse_views", "ddp_sparse_1mb_static"} < set(SWEEPS["ddp_sparse"])
+    lines = {name: method(name).wrap.keywords for name in SWEEPS["ddp"]}
+    assert len({tuple(sorted(settings.items())) for settings in lines.values()}) == len(lines), "no two are alike"
+    assert lines["ddp_1mb_static"] == {"bucket_mb": 1, "views": True, "static": True}

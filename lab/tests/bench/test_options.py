@@ -127,7 +127,7 @@ def test_the_help_names_the_options_of_every_workload(command: str) -> None:
 def test_a_training_run_has_the_options_and_the_perplexity_of_both_methods() -> None:
     options = parse_options(["lstm"], SMALL_LSTM)
     spec = TrainSpec(
-        workload="lstm", options=options, methods=("ddp_sparse", "agsparse"), nodes=2, repeats=2, block_steps=2,
+        workload="lstm", options=options, methods=("ddp_sparse_default", "agsparse"), nodes=2, repeats=2, block_steps=2,
         warmup_steps=1, loopback=True,
     )  # fmt: skip
     run = run_training(spec, lambda event: None)

@@ -56,7 +56,7 @@ def run_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., TrainingRun]:
     ) -> TrainingRun:
         sweep = sweep or [{} for _ in judged]
         ranks = [
-            {"picked": picked or {}, "sweep": s, "judged": j, "stolen": [0.0]}
+            {"methods": spec.methods, "picked": picked or {}, "sweep": s, "judged": j, "stolen": [0.0]}
             for s, j in zip(sweep, judged, strict=True)
         ]
         monkeypatch.setattr(train, "run_ranks", lambda *arguments: ranks)
@@ -105,6 +105,7 @@ def test_ddp_is_the_picked_one_judged_anew_and_the_sweep_stays_in_the_run(run_wi
     ours = records.pop("gradsync")
     assert ours.baseline == "ddp" and ours.params["baseline_method"] == "ddp_1mb_views" and "phase" not in ours.params
     assert ours.ratio.median == 0.5 and ours.aa.median == pytest.approx(1.05)
+    assert ours.params["picked_of"] == {"ddp": {"lines": len(SWEEPS["ddp"]), "rounds": 3}}, "before the two of ratios"
     assert set(records) == set(SWEEPS["ddp"]) - {"ddp_1mb_views"}
     for record in records.values():
         assert (record.baseline, record.params["phase"], record.ratio.median) == ("ddp", "pick", 2.0)
@@ -144,11 +145,11 @@ def test_emulated_records_know_what_a_rank_alone_takes(run_with: Any, monkeypatc
         return ComputeTimes(forward_s=0.1, ready_s={}, backward_s=0.6 if sparse else 0.7, optimizer_s=0.1)
 
     monkeypatch.setattr(train, "measured_times", times)
-    spec = TrainSpec(methods=("ddp", "ddp_sparse"), repeats=2, emulate_compute=True)
-    figures = {name: blocks_of(1.0, 1.0) for name in ("ddp", "ddp_sparse", f"ddp:{AGAIN}")}
+    spec = TrainSpec(methods=("ddp", "ddp_sparse_1mb"), repeats=2, emulate_compute=True)
+    figures = {name: blocks_of(1.0, 1.0) for name in ("ddp", "ddp_sparse_1mb", f"ddp:{AGAIN}")}
     records = run_with(spec, [figures], [SWEEP], PICKED).records
     assert {record.subject: record.scaling for record in records} == pytest.approx(
-        {"ddp_sparse": 0.8} | {name: 0.45 for name in SWEEPS["ddp"] if name != "ddp_1mb_views"}
+        {"ddp_sparse_1mb": 0.8} | {name: 0.45 for name in SWEEPS["ddp"] if name != "ddp_1mb_views"}
     )
     spec = spec.model_copy(update={"emulate_compute": False})
     assert {record.scaling for record in run_with(spec, [figures], [SWEEP], PICKED).records} == {None}
@@ -193,7 +194,7 @@ def test_a_failed_baseline_leaves_the_others_their_times_and_its_error(run_with:
     assert (record.baseline_s, record.ratio, record.aa) == (None, None, None)
 
 
-def pick_of(blocks: dict[str, list[float]], failed: str) -> str:
+def pick_of(blocks: dict[str, list[float]], failed: str) -> tuple[str, float]:
     """Returns this rank's choice.
 
     Both ranks see the same blocks, but rank 1 sees those of `slow` three times as long.
@@ -212,9 +213,29 @@ def pick_of(blocks: dict[str, list[float]], failed: str) -> str:
 
 def test_all_ranks_pick_the_best_by_the_slowest_rank(world: Callable[[int], Ranks]) -> None:
     blocks = {"slow": [1.0, 1.0, 1.0], "steady": [2.0, 2.0, 2.0], "jumpy": [9.0, 1.9, 1.9], "gone": [0.1, 0.1, 0.1]}
-    assert world(2).run(pick_of, blocks, "gone") == ["jumpy", "jumpy"]
+    assert world(2).run(pick_of, blocks, "gone") == [("jumpy", 1.9)] * 2
     only = {"gone": [0.1] * 3, "steady": [2.0] * 3}
-    assert world(2).run(pick_of, only, "gone") == ["steady", "steady"]
+    assert world(2).run(pick_of, only, "gone") == [("steady", 2.0)] * 2
+    assert world(2).run(pick_of, {"gone": [0.1] * 3}, "gone") == [("gone", inf)] * 2
+
+
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.timeout(200)
+def test_the_fastest_of_two_sweeps_is_the_baseline() -> None:
+    """Large tables are faster with sparse gradients, also on loopback."""
+    spec = TrainSpec(
+        options={"data": "zipf", "batch_size": 16, "dim": 64}, methods=("ddp", "ddp_sparse", "gradsync"), nodes=2,
+        repeats=2, pick_repeats=1, block_steps=1, warmup_steps=2, fastest_first=True, loopback=True,
+    )  # fmt: skip
+    run = run_training(spec, lambda event: None)
+    compared = {r.subject: r for r in run.records if "phase" not in r.params}
+    assert compared.keys() == {"ddp", "gradsync"} and {r.baseline for r in compared.values()} == {"ddp_sparse"}
+    assert compared["gradsync"].params["baseline_method"] in SWEEPS["ddp_sparse"]
+    assert compared["ddp"].params["subject_method"] in SWEEPS["ddp"]
+    assert compared["ddp"].params["picked_of"] == {
+        name: {"lines": len(SWEEPS[name]), "rounds": 1} for name in ("ddp", "ddp_sparse")
+    }
+    assert not [m.failed for m in run.methods if m.failed]
 
 
 @pytest.mark.parametrize(("loopback", "counted"), [(True, 8000), (False, 4000)], ids=["one interface", "one a node"])
@@ -222,7 +243,7 @@ def test_bytes_of_a_step_are_those_of_one_node(loopback: bool, counted: int, mon
     """Two nodes of two ranks send 4000 bytes each in 4 steps."""
     figures = rank_result([[0.1, 0.1], [0.1, 0.1]]) | {"sent_bytes": counted}
     judged = {name: figures for name in ("ddp_default", f"ddp_default:{AGAIN}")}
-    rank = {"picked": {}, "sweep": {}, "judged": judged, "stolen": [0.0]}
+    rank = {"methods": ["ddp_default"], "picked": {}, "sweep": {}, "judged": judged, "stolen": [0.0]}
     monkeypatch.setattr(train, "run_ranks", lambda *arguments: [rank] * 4)
     monkeypatch.setattr(Lab, "__enter__", lambda self: self)
     monkeypatch.setattr(Lab, "__exit__", lambda *arguments: None)
@@ -238,7 +259,7 @@ def test_bytes_of_a_step_are_those_of_one_node(loopback: bool, counted: int, mon
 def test_a_run_that_the_host_disturbed_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     figures = rank_result([[0.1, 0.1], [0.1, 0.1]])
     judged = {name: figures for name in ("ddp_default", f"ddp_default:{AGAIN}")}
-    rank = {"picked": {}, "sweep": {}, "judged": judged, "stolen": [0.01, 0.5]}
+    rank = {"methods": ["ddp_default"], "picked": {}, "sweep": {}, "judged": judged, "stolen": [0.01, 0.5]}
     monkeypatch.setattr(train, "run_ranks", lambda *arguments: [rank] * 2)
     spec = TrainSpec(workload="dense160", methods=("ddp_default",), nodes=2, repeats=2, block_steps=2, loopback=True)
     run = run_training(spec, lambda event: None)
@@ -248,7 +269,8 @@ def test_a_run_that_the_host_disturbed_says_so(monkeypatch: pytest.MonkeyPatch) 
 
 def test_an_unknown_method_is_refused_with_the_names_there_are() -> None:
     with pytest.raises(
-        ValueError, match=r"unknown method 'ddpp'; there are gradsync, auto, .* and ddp and ddp_16bit \(the best"
+        ValueError,
+        match=r"unknown method 'ddpp'; there are gradsync, auto, .* and ddp, ddp_sparse and ddp_16bit \(the ",
     ):
         method("ddpp")
     with pytest.raises(ValueError, match="unknown method 'nccl'"):
@@ -258,7 +280,15 @@ def test_an_unknown_method_is_refused_with_the_names_there_are() -> None:
 @pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.timeout(200)
 def test_methods_train_alike_in_one_run_on_loopback() -> None:
-    names = ("ddp_default", "ddp_sparse", "ddp_sparse_bf16", "ddp_fp16", "ddp_powersgd1", "gradsync", "agsparse")
+    names = (
+        "ddp_default",
+        "ddp_sparse_default",
+        "ddp_sparse_bf16",
+        "ddp_fp16",
+        "ddp_powersgd1",
+        "gradsync",
+        "agsparse",
+    )
     spec = TrainSpec(
         options={"data": "zipf", "batch_size": 64, "dim": 4},
         methods=names,

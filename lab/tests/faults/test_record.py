@@ -9,7 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from gradsync.cli import app
-from gradsync_lab.faults import campaign, record, tables
+from gradsync_lab.bench import provenance
+from gradsync_lab.faults import campaign, tables
 from gradsync_lab.faults.cases import Case, Fault
 from gradsync_lab.faults.judge import judge
 from gradsync_lab.faults.record import Entry, Header, append, entries, open_record, read_record
@@ -67,9 +68,9 @@ def test_a_record_may_be_of_another_commit_but_not_of_another_engine(
     path = tmp_path / "record.jsonl"
     open_record(path, Header.here("faults"))
     append(path, entry(0))
-    monkeypatch.setattr(record, "commit", lambda: "another")
+    monkeypatch.setattr(provenance, "commit", lambda: "another")
     assert len(open_record(path, Header.here("faults"))) == 1
-    monkeypatch.setattr(record, "engine_digest", lambda: "another")
+    monkeypatch.setattr(provenance, "engine_digest", lambda: "another")
     with pytest.raises(ValueError, match="another value of engine: it has .*this run has another; name another file"):
         open_record(path, Header.here("faults"))
     (tmp_path / "notes.txt").write_text("notes\n")

@@ -11,10 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from gradsync.cli import app
+from gradsync_lab.bench.provenance import engine_digest
 from gradsync_lab.fuzz import run
 from gradsync_lab.fuzz.case import Case
 from gradsync_lab.fuzz.draw import drawn
-from gradsync_lab.fuzz.record import Batch, append, batches_of, engine_digest, header, next_seed, read
+from gradsync_lab.fuzz.record import Batch, append, batches_of, header, next_seed, read
 from gradsync_lab.fuzz.run import script_of
 from gradsync_lab.fuzz.shrink import is_possible, kind_of, shrunk
 from lab.tests.fuzz.test_workers import CASE, UNWATCHED

@@ -17,6 +17,7 @@ from lab.tests.workloads.training import opened, opened_or_skip
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "deepfm": {"data": "zipf", "batch_size": 64},
+    "movielens": {"data": "zipf", "batch_size": 64},
     "lstm": {"data": "zipf", "batch_size": 16, "vocabulary": 2000, "num_negatives": 128},
     "nmt": {"data": "zipf", "batch_size": 16, "german_words": 2000, "english_words": 2000, "num_negatives": 128},
     "bert": {"data": "zipf", "batch_size": 8, "dim": 64},
@@ -57,7 +58,7 @@ def test_every_workload_has_the_batches_of_a_late_start(workload: Workload) -> N
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt", "lstm", "nmt"])
+@pytest.mark.parametrize("name", ["bert", "gpt", "lstm", "movielens", "nmt"])
 @pytest.mark.parametrize("small", [True, False])
 def test_the_description_counts_the_parameters_and_says_that_generated_data_are_not_real(
     name: str, small: bool

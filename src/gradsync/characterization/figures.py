@@ -32,9 +32,15 @@ def _equal_to_one(version: int) -> int:
 
 
 class TensorCharacterization(Frozen):
-    """The sparsity figures of one parameter's gradient: of its elements, and of its rows (None below two dimensions).
+    """The sparsity figures of one parameter's gradient: of its elements and, with two dimensions or more, of its rows.
 
-    `filled_ratio` is the share of non-zero elements within rows that are not all zero; None where there are none.
+    Attributes:
+        shape: the shape of the gradient.
+        sparse: whether some rank's gradient had the sparse layout.
+        full: whether a quick look found few zeros; the figures are then those of a tensor without zeros, not measured.
+        elements, rows: densities, overlap between ranks and skewness.
+        filled_ratio: the share of non-zero elements within rows that are not all zero; None where there are none.
+        pattern: a digest of the non-zero rows: equal for tensors that have the same ones on every rank.
     """
 
     shape: tuple[int, ...]
@@ -54,7 +60,7 @@ class Characterization(Frozen):
     """The result of `characterize`: sparsity figures of each parameter's gradient, and of all sparse ones together.
 
     `together` counts elements of all gradients of which at most half is non-zero, whatever their layout, concatenated
-    in the order of `tensors` as in one flat bucket; None without such gradients.
+    in the order of `tensors`; None without such gradients. `sampled` says that some figures are estimates.
     """
 
     version: Annotated[int, AfterValidator(_equal_to_one)] = 1
@@ -69,10 +75,10 @@ class Characterization(Frozen):
 
     @classmethod
     def from_json(cls, text: str) -> Characterization:
-        """Returns the characterization that `to_json` has written as text.
+        """Returns the characterization that `to_json` wrote as this text.
 
         Raises:
-            ValueError: for any other text.
+            ValueError: for text that is not JSON, or fields that do not fit.
         """
         return read_as(cls.model_validate_json, from_json(text, "characterization"), "characterization")
 
@@ -112,8 +118,8 @@ def characterize(
         gradients: a list with one dict per rank, from parameter name to gradient: sparse, dense, `SparseRows`, or None
             for a parameter that the rank did not use. Or a list of such lists, one per step; figures are then means
             over steps. With `group`: only this rank's dict, or a list of its dicts, one per step.
-        group: the ranks that take part. The call is collective; all ranks get the same figures. Only indices of
-            non-zero rows (and of elements, where rows have zeros) are sent.
+        group: the ranks that take part, of which each calls this; all get the same figures. Only indices of non-zero
+            rows (and of elements, where rows have zeros) are sent. None: `gradients` has all ranks' gradients.
         sample: the most rows read of each tensor (elements, if it has no rows), the same on all ranks and in all steps;
             `footprint.DEFAULT_SAMPLE` is a good number. Dense gradients that are small, mostly non-zero or not
             contiguous then count as full. None reads everything.
@@ -147,7 +153,7 @@ def characterize(
 
 
 def footprints_of(ranks: Sequence[Gradients], sample: int | None = None) -> list[Footprints]:
-    """Returns a footprint (indices of non-zero elements) for every rank and parameter that some rank used in a step.
+    """Returns, for every rank, a footprint (indices of non-zeros) of each parameter that some rank used in a step.
 
     Args:
         ranks: for every rank its gradients by parameter name.

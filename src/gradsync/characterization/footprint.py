@@ -34,7 +34,10 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of a gradient, seen as rows of `dim` elements; a tensor of fewer than two dimensions has no rows."""
+    """The shape of a gradient, seen as `units` rows of `dim` elements.
+
+    A tensor of fewer than two dimensions has no rows: its units are its elements.
+    """
 
     shape: tuple[int, ...]
 
@@ -50,18 +53,21 @@ class Shape:
 
     @property
     def dim(self) -> int:
-        """The number of elements in a unit of sampling: a row's length, or 1 where there are no rows."""
+        """The number of elements of a row, or 1 for a tensor of fewer than two dimensions, which has no rows."""
         return int(torch.Size(self.shape[1:]).numel()) if len(self.shape) > 1 else 1
 
     @property
     def units(self) -> int:
-        """The number of units that samples are drawn from: rows, or elements where there are no rows."""
+        """The number of rows, or of elements for a tensor without rows; samples are drawn of these."""
         return self.shape[0] if len(self.shape) > 1 else self.numel
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """A rule to sample one of every `step` neighbouring units (rows or elements); `step` is a power of two."""
+    """A rule to read one of every `step` neighbouring rows (or elements, of a tensor without rows); 1 reads all.
+
+    `step` is a power of two. A hash chooses the row, the same on all ranks.
+    """
 
     step: int = 1
 
@@ -74,15 +80,15 @@ class Sampling:
         return cls(step)
 
     def places(self, units: int) -> Tensor:
-        """Returns the indices of the sampled ones of `units` rows or elements, ascending, (n,) int64."""
+        """Returns the indices of the rows (or elements) that are sampled of `units` in all, ascending, (n,) int64."""
         return torch.arange(units) if self.step == 1 else _places(units, self.step)
 
     def chosen(self, units: Tensor, of: int) -> Tensor:
         """Returns which entries of `units` are in the sample, as positions in `units`, (n,) int64.
 
         Args:
-            units: (m,) int64, indices of units (rows or elements).
-            of: the number of units of the whole tensor.
+            units: (m,) int64, indices of rows, or of elements of a tensor without rows.
+            of: the number of rows or elements of the whole tensor.
         """
         return _in_sample(of, self.step).to(units.device).index_select(0, units).nonzero().squeeze(1)
 
@@ -107,10 +113,17 @@ def _in_sample(units: int, step: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Footprint:
-    """The non-zero units (rows or elements) of one tensor's gradient, on one rank in one step, within the sample.
+    """The indices of a gradient's non-zero rows and elements, without values, of one tensor on one rank in one step.
 
-    `full` means that it counts as without zeros (small, not contiguous, or more than half non-zero); indices are not
-    kept then.
+    Attributes:
+        shape: the shape of the gradient.
+        sampling: which rows were read (elements, of a tensor without rows).
+        units: (n,) int64, ascending: rows read that are not all zero (elements, of a tensor without rows); of a sparse
+            gradient, the rows that it stores.
+        elements: (nnz,) int64, ascending: indices of non-zero elements within `units`; None: all of them.
+        sparse: whether the gradient had the sparse layout, or was `SparseRows`.
+        full: whether the gradient counts as without zeros (small, not contiguous, or more than half non-zero); indices
+            are not kept then.
     """
 
     shape: Shape
@@ -127,7 +140,8 @@ class Footprint:
         NaN, infinity and subnormal numbers count as non-zero, -0.0 as zero.
 
         Args:
-            gradient: None for a parameter that this rank did not use.
+            gradient: dense, sparse or `SparseRows`; None for a parameter that this rank did not use.
+            shape: the gradient's shape, needed where it is None.
             sample: the most rows to read (elements, if `shape` has no rows); dense gradients that are small, mostly
                 non-zero or not contiguous then count as without zeros (`full`). None reads all.
 
@@ -146,7 +160,7 @@ class Footprint:
         return cls(shape, sampling, *_of_dense(gradient, shape, sampling))
 
     def element_indices(self) -> Tensor:
-        """Returns the indices of the non-zero elements, ascending, (nnz,) int64."""
+        """Returns the indices of the sampled non-zero elements in the flattened gradient, ascending, (nnz,) int64."""
         if self.elements is not None:
             return self.elements
         return (self.units[:, None] * self.shape.dim + torch.arange(self.shape.dim)).flatten()
@@ -232,7 +246,7 @@ def write_footprints(file: BinaryIO, steps: Sequence[Footprints], **more: Any) -
 
 
 def read_footprints(file: BinaryIO) -> tuple[list[dict[str, Footprint]], dict[str, Any]]:
-    """Returns from a file of `write_footprints` the indices of non-zeros by step and name, and the other JSON entries.
+    """Reads a file of `write_footprints`; returns indices of non-zeros by step and name, and the other JSON entries.
 
     Raises:
         ValueError: for another kind of file, or another version.

@@ -12,7 +12,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 
 
 def figure(x: str, y: str, height: int = 400, **layout: Any) -> go.Figure:
-    """Returns an empty plotly figure with the axis titles `x` and `y`; `layout` has further layout settings.
+    """Returns an empty plotly figure whose axes have the titles `x` and `y`; `layout` has further layout settings.
 
     Raises:
         ImportError: without plotly, naming what to install.

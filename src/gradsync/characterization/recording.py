@@ -29,7 +29,9 @@ class Recorder(StepListener):
     `gradsync bench characterize` measures the cost: every 16th step takes less than 1 % of a small model's time.
 
     Args:
+        steps: the number of steps to record.
         sample: the most rows (elements, if a tensor has no rows) read of each gradient; None reads all.
+        every: records one of so many steps.
     """
 
     def __init__(self, steps: int, sample: int | None = DEFAULT_SAMPLE, *, every: int = 1) -> None:
@@ -49,9 +51,11 @@ class Recorder(StepListener):
             self._current[name] = Footprint.of(gradient, Shape(shape), self.sample)
 
     def step_ended(self, engine: Any, names: Iterable[str]) -> None:
-        """Stores the ended training step's indices of non-zeros in gradients, in the order of the parameters' `names`.
+        """Stores where the gradients of the training step that has ended were not zero; engines call it in each step.
 
-        `engine` synchronises the gradients of one model; steps of any but the first model are not stored.
+        Args:
+            engine: synchronises the gradients of one model; steps of any but the first model are not stored.
+            names: the model's parameters, in the order in which they are stored.
 
         Raises:
             RecordingDone: after the last step to record.
@@ -66,12 +70,17 @@ class Recorder(StepListener):
 
 
 def path_of(folder: str | Path, rank: int) -> Path:
-    """Returns the path of the file in `folder` that has one rank's recording."""
+    """Returns the path of the file in `folder` that has (or is to have) the recording of rank `rank`."""
     return Path(folder) / PATTERN.replace("*", str(rank))
 
 
 def save_recording(folder: str | Path, steps: Sequence[Footprints], *, rank: int, ranks: int) -> None:
-    """Writes one rank's indices of non-zeros in gradients to its file in `folder`, which appears only when complete."""
+    """Writes where one rank's gradients were not zero to its file in `folder`, which appears only when complete.
+
+    Args:
+        steps: for every training step, a footprint (indices of non-zeros) by parameter name.
+        rank, ranks: this rank, and the number of ranks.
+    """
     Path(folder).mkdir(parents=True, exist_ok=True)
     unfinished = path_of(folder, rank).with_suffix(".part")
     with unfinished.open("wb") as file:
@@ -80,7 +89,10 @@ def save_recording(folder: str | Path, steps: Sequence[Footprints], *, rank: int
 
 
 def discard_recording(folder: str | Path, *, rank: int, ranks: int) -> None:
-    """Removes this rank's file of an earlier recording; rank 0 also removes files of ranks >= `ranks`."""
+    """Removes this rank's file of an earlier recording; call it before a new one.
+
+    Rank 0 also removes files of ranks that there are no longer, from `ranks` on.
+    """
     for path in Path(folder).glob(PATTERN):
         number = path.stem.removeprefix("rank")
         if number == str(rank) or (rank == 0 and number.isdecimal() and int(number) >= ranks):
@@ -88,7 +100,9 @@ def discard_recording(folder: str | Path, *, rank: int, ranks: int) -> None:
 
 
 def load_recording(folder: str | Path) -> list[list[Footprints]]:
-    """Returns the recorded indices of non-zeros in gradients: a list of steps, each a list by rank of dicts by name.
+    """Reads the recordings of all ranks: for each step, for each rank, a dict of footprints by parameter name.
+
+    A footprint has the indices of a gradient's non-zeros.
 
     Raises:
         ValueError: if a rank's file is missing, is not a recording, or belongs to another recording.
@@ -115,7 +129,7 @@ def load_recording(folder: str | Path) -> list[list[Footprints]]:
 
 
 def await_recording(folder: str | Path, ranks: int, timeout_s: float) -> None:
-    """Waits until the folder has a recording file of every rank.
+    """Waits until the folder has a recording file of every one of `ranks` ranks.
 
     Raises:
         RuntimeError: after `timeout_s` seconds, naming the ranks whose files are missing.

@@ -50,10 +50,22 @@ class Range(Frozen):
 
 
 class Sparsity(Frozen):
-    """Densities of gradients and their sums over ranks, overlap of ranks' non-zeros, and skewness, of `size` places.
+    """The sparsity figures of gradients: densities, also of sums over ranks, overlap of ranks' non-zeros, and skewness.
 
-    A place is an element or a row. Overlap, and the ratios of a sum's or a partition's density to that of one rank or
-    the whole, are None or empty if all gradients are zero.
+    They count `size` places: elements, or rows. Overlap, and the ratios of a sum's or a partition's density to that of
+    one rank or the whole, are None or empty if all gradients are zero.
+
+    Attributes:
+        looked_at: how many places were read on every rank in every step.
+        density: share of non-zero places in one rank's gradient.
+        union_density: density of the sum over k ranks, by k; for k below all, a mean over groups of k adjacent ranks.
+        densification_ratio: density of the sum over k ranks over that of one rank, by k.
+        overlap_ratio: common non-zeros of two ranks over the non-zeros of the one with fewer.
+        overlap_histogram: share of pairs of ranks in each of `HISTOGRAM_BINS` bins of that ratio.
+        skewness_ratio, union_skewness_ratio: density of the densest of n even partitions over that of the whole, by n,
+            for one rank and for the sum over all ranks.
+        shares, union_shares: each partition's share of the non-zeros, for the largest n that is a power of two, for one
+            rank and for the sum.
     """
 
     size: int
@@ -71,7 +83,7 @@ class Sparsity(Frozen):
 
 @dataclass(frozen=True)
 class TouchedPlaces:
-    """The sampled places (elements or rows) of one tensor that each rank touches: where its gradient is not zero."""
+    """The places of one tensor (elements or rows, in a sample of them) where each rank's gradient is not zero."""
 
     size: int
     run: int  # places in a sampled unit: a row's length for elements, else 1
@@ -86,17 +98,17 @@ class TouchedPlaces:
 
     @property
     def weight(self) -> float:
-        """The number of elements (or rows) for which a sampled one counts in estimates; 1 without sampling."""
+        """The number of elements (or rows) for which each sampled one counts in estimates; 1 without sampling."""
         return self.size / self.run / max(self.units_looked_at, 1)
 
     def variance(self, terms: Tensor) -> float:
-        """Returns the estimated variance, caused by sampling, of the sum of `terms`; 0 if all places were read.
+        """Returns the estimated variance, caused by sampling, of the sum of `terms`; 0 if the whole tensor was read.
 
-        Units of `run` neighbouring places (rows of elements, as a rule) are sampled as a whole, so terms are first
-        summed in each unit.
+        Runs of `run` neighbouring elements (a row, as a rule) are sampled as a whole, so terms are first summed in each
+        run.
 
         Args:
-            terms: (u,) float64, one number for each of `places`, the touched elements (or rows).
+            terms: (u,) float64, one number for each of `places`: elements (or rows) that are not zero on some rank.
         """
         if self.sampling.step == 1:
             return 0.0
@@ -107,7 +119,10 @@ class TouchedPlaces:
 
 
 def elements_of(footprints: Sequence[Footprint]) -> TouchedPlaces:
-    """Returns which elements of one tensor are non-zero on each rank; each footprint has one rank's indices of them."""
+    """Returns which elements of one tensor are non-zero on each rank.
+
+    `footprints`: for each rank, the indices of its gradient's non-zeros.
+    """
     first = footprints[0]
     run = first.shape.dim if first.shape.numel else 1
     if all(f.elements is None for f in footprints):  # whole rows: no need to sort their elements
@@ -119,7 +134,10 @@ def elements_of(footprints: Sequence[Footprint]) -> TouchedPlaces:
 
 
 def rows_of(footprints: Sequence[Footprint]) -> TouchedPlaces:
-    """Returns which rows of one tensor are not all zero on each rank; each footprint has one rank's indices of them."""
+    """Returns which rows of one tensor are not all zero on each rank.
+
+    `footprints`: for each rank, the indices of its gradient's non-zeros.
+    """
     first = footprints[0]
     return _part(first.shape.units, 1, first.sampling, [f.units for f in footprints])
 
@@ -318,7 +336,13 @@ class _PartitionCounts:
 
 
 def full_sparsity(size: int, ranks: int, partitions: int | None) -> Sparsity:
-    """Returns figures, all 1, of `size` elements or rows non-zero everywhere, for 2, ... 128 and `partitions` parts."""
+    """Returns the sparsity figures, all 1, of a gradient without zeros, so that it need not be counted.
+
+    Args:
+        size: the number of its elements, or rows.
+        ranks: the number of ranks.
+        partitions: a number n for skewness ratios beside 2, 4, ... 128.
+    """
     one = Estimate(value=1.0)
     everywhere = Range(mean=1.0, least=1.0, most=1.0)
     ks, numbers = _powers_and(ranks), _partition_numbers(size, partitions)

@@ -21,7 +21,11 @@ NOTHING = "-"
 
 
 def views(found: Characterization) -> dict[str, tuple[str, Sparsity]]:
-    """Returns ("rows" or "elements", figures) by sparse tensor's name, last "all together"; {} if none is sparse."""
+    """Returns the figures to show, by tensor name: ("rows" or "elements", the sparsity figures of these).
+
+    It has tensors with at most half of their rows or elements not zero, and last "all together" for all such gradients;
+    empty if there are none.
+    """
     named = {
         name: ("rows" if tensor.view() is tensor.rows else "elements", tensor.view())
         for name, tensor in found.tensors.items()
@@ -31,7 +35,7 @@ def views(found: Characterization) -> dict[str, tuple[str, Sparsity]]:
 
 
 def summary(found: Characterization) -> str:
-    """Returns a text: on how many ranks and steps gradients were measured, and why `sparsity_table` omits some."""
+    """Returns a text on what was measured: ranks, steps, sampling, and tensors that the table leaves out as dense."""
     dense = [n for n, t in found.tensors.items() if t.view().density.mean > MOST_FOUND]
     looked = "from samples of rows (+-: standard error)" if found.sampled else "everything counted"
     text = f"{found.ranks} ranks, mean over {found.steps} steps, {looked}."
@@ -90,7 +94,7 @@ def _skews(view: Sparsity, n: int) -> str:
 
 
 def figures(found: Characterization) -> list[tuple[str, str, go.Figure]]:
-    """Returns plots, each (title, how to read it, plot): density of sums over ranks, ranks' overlap, unevenness."""
+    """Returns plotly figures as (title, how to read it, figure): density of sums over ranks, overlap, skewness."""
     shown = views(found)
     return [
         ("Density of the sum", "Flat: the ranks touch the same places. A straight rise: different ones.", _sums(shown)),

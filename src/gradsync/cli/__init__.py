@@ -58,7 +58,7 @@ COMMANDS = {
 
 
 class Commands(TyperGroup):
-    """A Typer group that imports a command's module only when the command is called, not to list all commands."""
+    """A Typer group that imports a command's module when the command is called, but not to list all commands."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -76,7 +76,7 @@ class Commands(TyperGroup):
 
 
 def loaded(name: str) -> Any:
-    """Imports the command of this name and returns it as a click command.
+    """Imports the module of the command `name`, and returns the command as a click command.
 
     Raises:
         ImportError: if the command belongs to gradsync-lab, which is not installed.

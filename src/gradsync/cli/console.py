@@ -22,7 +22,7 @@ class LiteralConsole(Console):
         super().__init__(stderr=stderr, markup=False, emoji=False)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Yields the segments of a renderable, such as a table, with text as `printable` returns it."""
+        """Yields the segments to print of a renderable, as a table, with characters that steer terminals escaped."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
@@ -58,10 +58,10 @@ def plain_errors() -> Iterator[None]:
 
 
 def folder(path: Path) -> Path:
-    """Returns the path of a folder that is there or can be made; a callback of options.
+    """Returns the path if it is a folder to write into, or can be made one; a Typer callback that checks an option.
 
     Raises:
-        typer.BadParameter: before a command begins its work, if it cannot.
+        typer.BadParameter: before a command begins its work, if it is none and cannot be made, or cannot be written.
     """
     there = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
     if not there.is_dir():
@@ -72,7 +72,9 @@ def folder(path: Path) -> Path:
 
 
 def writable(path: P) -> P:
-    """Returns the path of a file to write, or None or "-" as they are; a callback of options.
+    """Returns the path if a file can be written there; a Typer callback that checks an option.
+
+    None and "-" (standard output) are returned as they are.
 
     Raises:
         typer.BadParameter: before a command begins its work, if no such file can be written.

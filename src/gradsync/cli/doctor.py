@@ -29,7 +29,7 @@ def doctor(
 
 
 def described(report: Report) -> Iterator[str]:
-    """Yields the lines of a report."""
+    """Yields the report on an installation as lines of text for people."""
     yield "   ".join(f"{name} {found or '(not installed)'}" for name, found in report.versions.items())
     yield report.machine
     yield f"accelerators: {'; '.join(report.devices) or 'none'}"

@@ -18,17 +18,17 @@ PATIENCE_S = 2.0  # until it is said that nobody listens yet
 
 
 class Ranks(NamedTuple):
-    """This process's rank, and the number of ranks."""
+    """The rank of this process, and the number of ranks (`size`), as torchrun sets them."""
 
     rank: int
     size: int
 
 
 def ranks_of_environment(*, joins: bool) -> Ranks:
-    """Returns rank and number of ranks as torchrun gives them; rank 0 of 1 without torchrun.
+    """Returns this process's rank and the number of ranks as torchrun's variables give them; 0 of 1 without torchrun.
 
-    `joins`: the command joins the other ranks itself, by MASTER_ADDR and MASTER_PORT, so that it raises where rank 0
-    cannot be reached. A user's script may find the others by other means, so there this is only said.
+    `joins`: whether the command itself joins the other ranks by MASTER_ADDR and MASTER_PORT. It then raises where rank
+    0 cannot be reached; else it prints a note, as a user's script may find the others by other means.
 
     Raises:
         ValueError: for variables that are missing, no numbers or out of range, and a master that nobody can reach.

@@ -34,7 +34,8 @@ def torch_group(
         device: the device of the tensors that the members will exchange.
         placement: the node of each member, the same on all members; None: found by host name and torchrun agent.
         what: what the members come together for, the same on all members, for error messages.
-        on_calling_thread: see `TorchGroup`; the same on all members.
+        on_calling_thread: whether only the thread that calls issues operations, see `TorchGroup`; the same on all
+            members.
 
     Raises:
         ValueError: if the process group has no backend for the device.

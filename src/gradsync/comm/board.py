@@ -18,7 +18,7 @@ from .store import StoreClient, by_rank, from_json, reading
 
 
 class Came(NamedTuple):
-    """A member at a barrier or a rendezvous: the operations that it issued before, for what it came, and details."""
+    """A rank's arrival at a barrier or a rendezvous: how many operations it had issued, its purpose, and details."""
 
     operations: int
     what: str
@@ -29,7 +29,7 @@ class Came(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """A failure that member `by` announced: the reason, the ranks that are the cause, and those that do not answer."""
+    """A failure that rank `by` announced through the store: why, which ranks are the cause, and which do not answer."""
 
     by: int
     ranks: tuple[int, ...]
@@ -37,32 +37,39 @@ class Failure(NamedTuple):
     lost: tuple[int, ...] = ()
 
     def error(self) -> GroupError:
-        """Returns the error that the other members raise."""
+        """Returns the error that the other members of the group raise because of this failure."""
         said = "" if self.by in self.ranks else " reports"
         return GroupError(f"rank {self.by}{said}: {self.text}", self.ranks)
 
 
 def purpose(what: str, detail: str) -> str:
-    """Returns the text by which messages name a barrier's purpose: `what`, with any detail in brackets."""
+    """Returns the purpose of a barrier in words: `what`, followed by the detail in brackets if there is one."""
     return f"{what} ({detail})" if detail else what
 
 
 def require_one_purpose(came: Mapping[int, Came]) -> None:
-    """Raises GroupError if members came to one meeting for different purposes; `came` is the arrivals by rank."""
+    """Checks that all ranks came to a barrier or rendezvous for the same purpose; `came` has the arrival of each rank.
+
+    Raises:
+        GroupError: if they did not, with each rank's purpose.
+    """
     if len({each.what for each in came.values()}) > 1:
         found = ", ".join(f"{each} on rank {rank}" for rank, each in sorted(came.items()))
         raise GroupError(f"the ranks came to different things at the same time, all must come to the same: {found}")
 
 
 class Board:
-    """Notices in the store, under `name`: which members of a group failed, are at a barrier, or closed it."""
+    """The notices that members of a group leave in the store: who failed, is at a barrier, or closed the group.
+
+    `name`: the prefix of the group's keys in the store.
+    """
 
     def __init__(self, store: StoreClient, name: str) -> None:
         self.name = name
         self._store = store
 
     def announce_failure(self, failure: Failure) -> bool:
-        """Writes why a member cannot go on, and returns whether the store answered.
+        """Writes into the store why a member cannot go on, and returns whether the store answered.
 
         Only the first failure is kept: later ones are its consequences.
         """
@@ -71,10 +78,10 @@ class Board:
         return self._store.ask(lambda store: store.compare_set(key, "", text), urgent=True) is not None
 
     def failure(self) -> Failure | None:
-        """Returns the announced failure; None if there is none, or the store does not answer.
+        """Returns the failure that a member has announced; None if there is none, or the store does not answer.
 
         Raises:
-            GroupError: as the other methods that read, where something else stands there.
+            GroupError: if the entry in the store is of another form.
         """
         key = self._key("failure")
         text = self._store.read(key)
@@ -82,22 +89,30 @@ class Board:
             return from_json(Failure, text) if text else None
 
     def note_left(self, rank: int, operations: int) -> None:
-        """Writes that member `rank` closed its group after having issued so many operations."""
+        """Writes into the store that member `rank` closed its group after having issued so many `operations`."""
         self._store.append(self._key("left"), f"{rank}:{operations} ")
 
     def left(self) -> dict[int, int]:
-        """Returns the members that closed their group, each with the number of operations it had issued."""
+        """Returns the members that closed their group, each with the number of operations it had issued.
+
+        Raises:
+            GroupError: if the entry in the store is of another form.
+        """
         key = self._key("left")
         return by_rank(key, self._store.read(key), partial(from_json, int))
 
     def left_before(self, operation: int) -> list[int]:
-        """Returns the members that closed their group before they issued this operation, ascending."""
+        """Returns the members that closed their group before they issued operation number `operation`, ascending."""
         return sorted(rank for rank, operations in self.left().items() if operations <= operation)
 
     def note_arrival(self, barrier: int, rank: int, operations: int, what: str, detail: str) -> None:
-        """Writes that member `rank` came to barrier number `barrier`, for purpose `what`, after so many operations.
+        """Writes into the store that member `rank` came to barrier number `barrier`, for purpose `what`.
 
         The notices of the barrier before the previous one are deleted: all members have left it.
+
+        Args:
+            operations: the number of operations that the member had issued.
+            detail: details for error messages.
         """
         entry = f"{rank}:{operations}:{what.encode().hex()}:{detail.encode().hex()} "
         key, former = self._key(f"barrier {barrier}"), self._key(f"barrier {barrier - 2}")
@@ -110,12 +125,16 @@ class Board:
         self._store.ask(note, urgent=True)
 
     def arrivals(self, barrier: int) -> dict[int, Came]:
-        """Returns the arrivals at the barrier of this number, by rank; empty where the store does not answer."""
+        """Returns who has come to the barrier of this number, by rank; empty where the store does not answer.
+
+        Raises:
+            GroupError: if the entry in the store is of another form.
+        """
         key = self._key(f"barrier {barrier}")
         return by_rank(key, self._store.read(key), _came)
 
     def clear(self, barriers: int) -> None:
-        """Deletes all notices; `barriers`: the number of barriers that this member has come to."""
+        """Deletes all notices of the group from the store; `barriers`: how many barriers this member has come to."""
         last = (self._key(f"barrier {number}") for number in (barriers - 2, barriers - 1, barriers))
         self._store.delete(*map(self._key, ("seen", "failure", "left")), *last)
 

@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d
 
 
 def is_open(communicator: dist.ProcessGroup) -> bool:
-    """Whether the communicator still exists: the user's `destroy_process_group()` ends all of them."""
+    """Whether this process group of gradsync's still exists: the user's `destroy_process_group()` ends all of them."""
     return dist.is_initialized() and communicator in distributed_c10d._world.pg_map
 
 
@@ -38,12 +38,12 @@ def backend_for(process_group: dist.ProcessGroup | None, device: torch.device) -
 def new_communicator(
     backend: str, members: tuple[int, ...], rank: int, timeout_s: float, name: str
 ) -> dist.ProcessGroup:
-    """Makes a process group of these members with this backend; only the members need to call this.
+    """Makes a process group of these members with this backend; only the members need to call this, all of them.
 
     Args:
         backend: the name, as `backend_for` returns it.
         members: the global ranks.
-        rank: this member's index.
+        rank: the index of this process among the members.
         timeout_s: seconds that making it, and later each of its operations, may take.
         name: a name that is the same on all members, and used for no other process group.
 
@@ -67,13 +67,13 @@ def new_communicator(
 
 
 def set_patience(communicator: dist.ProcessGroup, patience_s: float) -> None:
-    """Sets the seconds after which the backend aborts operations; only gloo and NCCL know this."""
+    """Sets after how many seconds the backend of a process group aborts operations; only gloo and NCCL do so."""
     if dist.get_backend(communicator) in ("gloo", "nccl"):
         distributed_c10d._set_pg_timeout(timedelta(seconds=patience_s), communicator)
 
 
 def destroy(communicator: dist.ProcessGroup, *, hanging: bool) -> None:
-    """Destroys the communicator; `hanging`: some of its operations may not have ended."""
+    """Destroys a process group that gradsync made; `hanging`: some of its operations may not have ended."""
     if not is_open(communicator):
         return
     if hanging and dist.get_backend(communicator) == "nccl":  # to destroy it would wait for what hangs
@@ -87,7 +87,10 @@ def destroy(communicator: dist.ProcessGroup, *, hanging: bool) -> None:
 
 
 def keys_of(name: str, size: int) -> Iterator[str]:
-    """Yields the keys of the store in which members of a gloo communicator leave their addresses, for deletion."""
+    """Yields the keys of the store under which members of a gloo process group left their addresses, to delete them.
+
+    `name`, `size`: the process group's name, and the number of its members.
+    """
     for rank in range(size):
         yield f"{name}//cpu//0/{rank}"
         yield f"{name}//cuda//0/{rank}"

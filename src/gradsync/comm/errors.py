@@ -17,7 +17,7 @@ class GroupError(RuntimeError):
         self.ranks = tuple(sorted(ranks))
 
     def at(self, place: str) -> GroupError:
-        """Returns the same error with `place`, such as a bucket and a step, in front of its text, and only there."""
+        """Returns this error with `place`, such as a bucket and a step, put or moved to the front of its text."""
         return GroupError(f"{place}: {str(self).replace(f'{place}: ', '', 1)}", self.ranks)
 
 

@@ -58,7 +58,15 @@ def cut_to_lengths(arrived: Sequence[Tensor], rank: int, own: Tensor) -> list[Te
 
 
 def swapped(outgoing: Mapping[int, Tensor], bound: int) -> dict[int, Tensor]:
-    """Writes the length of each message for `swap`, (bytes,) uint8, at its start; returns messages by destination."""
+    """Writes its length at the start of each message for `swap`; returns the messages by destination.
+
+    Args:
+        outgoing: the message for each destination, (bytes,) uint8.
+        bound: the most bytes of a message.
+
+    Raises:
+        ValueError: for a message that has no room for its length, or is longer than `bound`.
+    """
     messages = with_lengths(list(outgoing.values()), [bound] * len(outgoing), outgoing)
     return dict(zip(outgoing, messages, strict=True))
 
@@ -66,6 +74,8 @@ def swapped(outgoing: Mapping[int, Tensor], bound: int) -> dict[int, Tensor]:
 def cut_messages(arrived: Sequence[Tensor], origins: Collection[int]) -> dict[int, Tensor]:
     """Cuts the messages received in a `swap` to the lengths that they begin with, and returns them by origin.
 
-    `arrived` has for each member the received buffer, (bound,) uint8, which may be longer than the message.
+    Args:
+        arrived: for each member the received buffer, (bound,) uint8, which may be longer than the message.
+        origins: the members that sent a message.
     """
     return {peer: arrived[peer][: length_of(arrived[peer])] for peer in origins}

@@ -31,7 +31,7 @@ DIRECT_EXCESS = 0.4  # share by which messages that all start at once take longe
 
 
 class GlooGroup(TorchGroup):
-    """The members of a process group with the gloo backend.
+    """The members of a process group with the gloo backend, with collectives that are faster than gloo's own.
 
     Args:
         process_group: the members; None: all ranks.
@@ -42,7 +42,7 @@ class GlooGroup(TorchGroup):
         placement: the node of each member; None: the members find it out together.
         what: what the members come together for, the same on all members, for error messages.
         parent: the group that this one is a subgroup of.
-        places: the members' places in `parent`.
+        places: the members' indices in `parent`.
         on_calling_thread: whether only the thread that calls issues operations. The communicators are the group's own
             all the same, as gloo's do not wait for each other.
     """
@@ -154,7 +154,11 @@ class GlooGroup(TorchGroup):
 
     @property
     def at_once_bytes(self) -> float:
-        """An all-gather or all-to-all in which each member sends at most so many bytes starts all messages at once."""
+        """The most bytes that a member sends in an all-gather or all-to-all whose messages all start at once.
+
+        A larger all-gather of equal parts goes round a ring. A larger all-to-all runs in rounds of one message per
+        rank, unless links are fast.
+        """
         limit = float(DIRECT_BYTES)
         if self.alpha_s is not None and self.bytes_per_s is not None:
             latency_s = self.stage_s + (self.size - 1) * self.alpha_s

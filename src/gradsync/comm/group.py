@@ -25,7 +25,10 @@ _place: ContextVar[Callable[[], str]] = ContextVar("place", default=lambda: "out
 
 @contextmanager
 def waiting_at(place: Callable[[], str]) -> Iterator[None]:
-    """Makes `place_of_wait` return what `place` returns, on this thread inside the `with` block."""
+    """Sets, inside the `with` block, what waits of this thread are for, as `place_of_wait` tells it in error messages.
+
+    `place`: returns the words, such as a bucket, stage and step.
+    """
     before = _place.set(place)
     try:
         yield
@@ -34,7 +37,7 @@ def waiting_at(place: Callable[[], str]) -> Iterator[None]:
 
 
 def place_of_wait() -> str:
-    """Returns what this thread's waits for operations are a part of, such as a bucket, stage and step."""
+    """Returns in words what this thread's waits for operations are a part of, such as a bucket, stage and step."""
     return _place.get()()
 
 
@@ -59,7 +62,10 @@ class Pending(Generic[T]):
 
 
 class Group(ABC):
-    """Ranks that communicate by collectives: `members` are global ranks, `rank` is this process' index among them."""
+    """The ranks of a process group with their collectives, each of which returns a `Pending` to await or wait for.
+
+    `members` are global ranks, `rank` is this process's index among them.
+    """
 
     rank: int
     members: tuple[int, ...]
@@ -76,7 +82,7 @@ class Group(ABC):
 
     @property
     def at_once_bytes(self) -> float:
-        """The most bytes that a member sends in an all-gather that starts all messages at once; above, it is a ring."""
+        """The most bytes that a member sends in an all-gather that starts all messages at once; above: a ring."""
         return float(DIRECT_BYTES)
 
     @property
@@ -96,7 +102,7 @@ class Group(ABC):
 
     @property
     def placement(self) -> Placement:
-        """The node of each member; each member is on a node of its own where nothing is known."""
+        """The node of each member; where nothing is known, each member counts as on a node of its own."""
         return self._placement or Placement.one_per_node(self.size)
 
     def within_node(self) -> Group:
@@ -116,8 +122,8 @@ class Group(ABC):
         """Returns the group of the members at these indices, which include this member's; for all indices, this group.
 
         The first call makes the subgroup: all of its members must make it at the same point between their operations.
-        It stays until this group is closed, or `renewed` closes it. All members must issue the operations on this group
-        and its subgroups in one common order.
+        It stays until this group is closed, or a `with renewed()` block closes it. All members must issue the
+        operations on this group and its subgroups in one common order.
         """
 
     @contextmanager
@@ -206,10 +212,14 @@ class Group(ABC):
         """Overwrites `buffer`, 1-D, with member 0's buffer, which has the same shape and dtype, and returns it."""
 
     def reach(self, moment: Moment, timeout_s: float) -> None:  # noqa: B027  waiting for an operation is enough
-        """Waits until the device has got to a moment behind this group's operations, which have been waited for.
+        """Blocks the host until the device has reached `moment`, which was recorded behind operations of this group.
+
+        Waiting for an operation may only make a stream wait for it; this call waits for the device. It does nothing in
+        groups whose operations run on the host.
 
         Raises:
-            GroupError: where one of them does not end; only in groups whose operations run on streams.
+            GroupError: where an operation does not end within `timeout_s`; only in groups whose operations run on
+                streams.
         """
 
     @abstractmethod
@@ -239,11 +249,11 @@ class Group(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Destroys the communicator; the group must not be used afterwards."""
+        """Destroys the process groups made for this group and its subgroups; it must not be used afterwards."""
 
 
 def gather_bytes(group: Group, content: bytes, timeout_s: float) -> list[bytes]:
-    """Gathers each rank's `content`, at least one byte each, and returns them by rank. Collective."""
+    """Gathers each rank's `content`, at least one byte, and returns all by rank; all members must call it."""
     mine = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(group.device)
     sizes = group.all_gather(torch.tensor([mine.numel()], device=group.device)).wait(timeout_s)
     parts = group.all_gather(mine, [int(size) for size in sizes]).wait(timeout_s)

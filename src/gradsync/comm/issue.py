@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 
 def drive(coroutine: Coroutine[Any, Any, T], *, timeout_s: float) -> T:
-    """Runs a scheme's coroutine to its end, blocking at each awaited operation, and returns the coroutine's result."""
+    """Runs a scheme's coroutine to its end and returns its result; waits up to `timeout_s` for each operation."""
     try:
         pending: Pending[Any] = coroutine.send(None)
         while True:
@@ -108,7 +108,7 @@ def _until_operation(coroutine: Coroutine[Any, Any, Any], value: Any) -> Pending
 
 
 class Span(NamedTuple):
-    """A piece of a step's work between two moments, of which `task` makes times."""
+    """A piece of a step's work, such as a bucket's transfer, with the moments when a device began and ended it."""
 
     name: str
     stream: str
@@ -117,20 +117,20 @@ class Span(NamedTuple):
     nbytes: float = 0.0
 
     def task(self, origin: Moment) -> Task:
-        """Returns the work with its times since `origin`; waits until the device has ended it."""
+        """Returns this piece of work with its times in seconds since `origin`; waits until the device has ended it."""
         return Task(self.name, self.stream, self.began.since(origin), self.ended.since(origin), self.nbytes)
 
 
 class CancelledStepError(RuntimeError):
-    """Raised when a step was cancelled before all of its buckets were ready."""
+    """An error that a training step was cancelled before all of its buckets were ready, so that it has no results."""
 
 
 class Synchronization:
-    """The gradient synchronisation of one training step: runs a coroutine per bucket and keeps their results.
+    """The gradient synchronisation of one training step: runs a scheme's coroutine per bucket and keeps their results.
 
     Args:
         order: (bucket, stage) pairs in the order of issuing; a stage is one collective of a bucket's scheme.
-        start: makes a bucket's coroutine, at the bucket's first turn.
+        start: makes a bucket's coroutine, when its first collective is about to be issued.
         where: returns the words for a bucket and a stage in error messages.
         timeout_s: seconds that each operation may take.
         turn: the lock that a thread holds while it issues operations.
@@ -203,13 +203,13 @@ class Synchronization:
             self._thread.submit(self.advance)
 
     def do_work(self) -> None:
-        """Runs the queued computations that schemes leave to the thread of backward, which calls this."""
+        """Runs computations (`Work`) that schemes queued for the thread of backward; only that thread calls this."""
         while self.due and not self._cancelled:
             self.due.popleft().run()
             self._thread.submit(self.advance)
 
     def cancel(self) -> None:
-        """Cancels the step: operations that were not issued yet never will be."""
+        """Cancels the step unless it has ended: no further operation is issued, `wait` raises `CancelledStepError`."""
         self._cancelled = True
         self._give_up_work()
         self._tell_progress()
@@ -240,7 +240,9 @@ class Synchronization:
             raise self._error
 
     def advance(self, *, joined: bool = False) -> None:
-        """Issues operations in order up to the first bucket that is not ready, or to the end if all buckets are.
+        """Issues operations in the plan's order up to the first bucket that is not ready, or to the end if all are.
+
+        The communication thread calls this during backward, the thread of backward when it waits.
 
         `joined`: the caller is the thread of backward, and backward has ended: so it also runs computations (`Work`)
         that schemes left to this thread.

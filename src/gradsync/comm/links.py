@@ -29,16 +29,17 @@ Highest = Callable[[Sequence[float]], list[float]]
 
 @dataclass(frozen=True)
 class Exchange:
-    """A repeatable collective of zero-filled buffers to time links: `issue` starts it, `transfer` has its sizes."""
+    """A repeatable collective of zeros, to time links: `issue` starts it, `transfer` has its sizes in bytes."""
 
     transfer: Transfer
     issue: Callable[[], Pending[Any]]
 
     @classmethod
     def of(cls, group: Group, pattern: Pattern, nbytes: int, distances: Sequence[int] = (1,)) -> Exchange:
-        """Returns the collective `pattern` with buffers such that each member sends about `nbytes`.
+        """Returns a collective of zeros, of the given pattern, in which each member of the group sends about `nbytes`.
 
         Args:
+            pattern: the type of collective.
             distances: for `Pattern.MESSAGES`: member r sends to the members (r + distance) mod size.
 
         Raises:
@@ -66,9 +67,9 @@ class Exchange:
 
     @classmethod
     def of_messages(cls, group: Group, peers: Mapping[int, Sequence[int]], nbytes: int) -> Exchange:
-        """Returns the exchange in which each member sends one message of `nbytes` to each of its `peers`.
+        """Returns an exchange of zeros in which each member sends one message of `nbytes` to each of its `peers`.
 
-        `peers` maps senders to receivers, the same on all members; members without messages must call it too.
+        `peers` maps senders to receivers, the same on all members; members without messages must take part too.
         """
         size = max(nbytes, LENGTH_BYTES)
         hops = [(member, to, float(size)) for member, others in peers.items() for to in others]
@@ -82,7 +83,7 @@ class Exchange:
         return cls(Transfer.of_messages("", group.size, hops), issue)
 
     def seconds(self, group: Group, timeout_s: float) -> float:
-        """Runs the exchange after a barrier of all members, and returns its seconds on this rank. Collective.
+        """Runs the exchange once, after a barrier, and returns its seconds on this rank; all members must call it.
 
         On an accelerator these are the device's seconds, for which the host waits.
 
@@ -99,12 +100,13 @@ class Exchange:
 
 
 def measured_link(group: Group, all_to_all: Callable[[int], Exchange], timeout_s: float) -> tuple[float, float, float]:
-    """Measures latency and rate of the group's links, sending at most about 5 MiB per member. Collective.
+    """Measures latency and rate of the group's links, sending at most about 5 MiB per member; all members must call it.
 
     Between accelerators, whose links are faster, members may send up to 400 MiB.
 
     Args:
         all_to_all: returns, for a number of bytes per member, an all-to-all whose messages all start at once.
+        timeout_s: seconds that each exchange may take.
 
     Returns:
         Seconds per further message, seconds per operation, bytes per second: the slowest member's, the same on all.
@@ -129,18 +131,22 @@ def measured_link(group: Group, all_to_all: Callable[[int], Exchange], timeout_s
 
 
 def latencies(small_s: float, one_message_s: float, messages: int) -> tuple[float, float]:
-    """Returns seconds per further message and seconds per operation, from two timed small exchanges.
+    """Returns the latency of links, from two timed small exchanges: seconds per further message, seconds per operation.
 
     Args:
         small_s: seconds of the exchange in which each member sends `messages` messages.
         one_message_s: seconds of the exchange in which each member sends one; unused if `messages` is 1.
+        messages: the number of messages that each member sends in the former.
     """
     alpha_s = max(small_s - one_message_s, 0.0) / (messages - 1) if messages > 1 else small_s
     return alpha_s, max(small_s - messages * alpha_s, 0.0)
 
 
 def highest_over(group: Group, timeout_s: float) -> Highest:
-    """Returns a collective function that takes a list of numbers and returns its elementwise maximum over all ranks."""
+    """Returns a function that takes a list of numbers and returns its elementwise maximum over all members.
+
+    It is a collective: all members must call it together.
+    """
 
     def highest(mine: Sequence[float]) -> list[float]:
         parts = group.all_gather(torch.tensor(mine, dtype=torch.float64, device=group.device)).wait(timeout_s)
@@ -151,7 +157,7 @@ def highest_over(group: Group, timeout_s: float) -> Highest:
 
 
 def barrier(group: Group, timeout_s: float) -> None:
-    """Waits until all members have called this, by an all-to-all of one byte per message."""
+    """Blocks until all members of the group have called this, by a small all-to-all on the links that are timed."""
     ones = [1] * group.size
     group.all_to_all(_zeros(group.size, group.device), ones, ones, largest=1).wait(timeout_s)
 

@@ -68,7 +68,7 @@ class _SharedMemory:
 
 
 class LocalGroup(Group):
-    """One member of a group whose members are threads of a process; `LocalGroup.world(size)` makes all members."""
+    """One rank of a group whose ranks are threads of one process; `LocalGroup.world(size)` makes all ranks."""
 
     def __init__(self, rank: int, meeting: _SharedMemory, members: tuple[int, ...], placement: Placement) -> None:
         self.rank = rank
@@ -80,7 +80,10 @@ class LocalGroup(Group):
 
     @classmethod
     def world(cls, size: int, placement: Placement | None = None) -> list[LocalGroup]:
-        """Makes a group of `size` members, and returns each member's `LocalGroup`, by rank."""
+        """Makes a group of `size` ranks that are threads of this process, and returns each rank's `LocalGroup`.
+
+        `placement`: the node of each rank; None: each on a node of its own.
+        """
         meeting, members = _SharedMemory(size), tuple(range(size))
         return [cls(rank, meeting, members, placement or Placement.one_per_node(size)) for rank in members]
 
@@ -94,6 +97,9 @@ class LocalGroup(Group):
         return self._subgroups[places]
 
     def all_reduce(self, buffer: Tensor) -> Pending[Tensor]:
+        if self.size == 1:
+            return self._operation("all_reduce", None, lambda _: buffer)
+
         def total(brought: list[Any]) -> Tensor:
             result = brought[0].clone()
             for other in brought[1:]:
@@ -159,7 +165,7 @@ class LocalGroup(Group):
         return self._operation("broadcast", buffer.clone(), lambda brought: buffer.copy_(brought[0]))
 
     def barrier(self, what: str, timeout_s: float, *, detail: str = "") -> None:
-        """Does nothing: `_operation` raises an error where members issue different operations."""
+        """Does nothing, as threads need no barrier: an operation raises an error where members issue different ones."""
 
     def announce_failure(self, text: str, ranks: Collection[int] | None = None) -> None:
         own = self.members[self.rank]

@@ -32,7 +32,7 @@ class _Operation(NamedTuple):
 
 
 class Monitor:
-    """The operations of a group and its subgroups that are under way on streams, and a thread that watches them.
+    """A thread that watches operations of a group and its subgroups on streams, for which no thread of the host waits.
 
     Args:
         timeout_s: seconds that an operation may take from when streams are made to wait for it.
@@ -46,20 +46,24 @@ class Monitor:
 
     @property
     def error(self) -> GroupError | None:
-        """The reason that an operation cannot end, or did not in time; None if there is none."""
+        """The error of an operation that cannot end, or did not end in time; None if there is none."""
         return self._state.error
 
     def watch(self, work: Any, whereabouts: Whereabouts, number: int, place: str) -> None:
-        """Watches operation `number`, which streams wait for from now on, until its `work` has ended.
+        """Watches an operation until it has ended; call it when a stream was made to wait for the operation.
 
-        `place`: what the operation is a part of, for error messages.
+        Args:
+            work: torch's handle of the operation.
+            whereabouts: says which ranks are missing if the operation does not end.
+            number: the operation's number in its group, by which ranks tell how far they are.
+            place: what the operation is a part of, for error messages.
         """
         if not self._state.ended.is_set():
             self._state.oldest()  # so that ended works, and the memory that they hold, go soon
             self._state.operations.append(_Operation(work, whereabouts, number, place, time.monotonic()))
 
     def stop(self) -> None:
-        """Ends the thread."""
+        """Ends the thread that watches operations; later ones are not watched."""
         self._end()
 
 

@@ -18,10 +18,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Entry:
-    """One collective of one rank, and the bytes that the rank sends in it.
+    """One collective that a rank issued, and the bytes that the rank sends in it.
 
     For `all_reduce`, `all_gather` and `broadcast` the bytes are computed by the group's transport model; else they are
     the bytes of the parts or messages. Backends other than gloo pad an `exchange` to its bounds, which is not counted.
+    `inside`: whether all members are on one node.
     """
 
     pattern: Pattern
@@ -79,7 +80,7 @@ class RecordingGroup(Group):
         self.inner.reach(moment, timeout_s)
 
     def subgroup(self, places: tuple[int, ...]) -> Group:
-        """Returns the group of the members at indices `places`, which records sent bytes in this group's `ledger`."""
+        """Returns the group of the members at indices `places`, whose operations go into this group's `ledger` too."""
         if len(places) == self.size:
             return self
         if places not in self._subgroups:

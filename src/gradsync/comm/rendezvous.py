@@ -38,7 +38,7 @@ WARNING_S = 30.0  # a rank that waits longer logs, once, for whom
 
 
 class Meeting(NamedTuple):
-    """All members of a process group, which have come to a rendezvous.
+    """The result of a rendezvous, to which all members of a process group have come.
 
     Attributes:
         name: a name that the members share and nobody else has, for their keys in the store.
@@ -52,7 +52,10 @@ class Meeting(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A rank's entry in the store: what it has come for, its version of gradsync and node, and a random number."""
+    """A rank's entry in the store at a rendezvous: its purpose `what`, version of gradsync and node.
+
+    `nonce` is a random number, by which entries of earlier jobs are told apart.
+    """
 
     nonce: str
     what: str
@@ -61,7 +64,7 @@ class Entry(NamedTuple):
 
 
 def meet(process_group: dist.ProcessGroup | None, what: str, timeout_s: float) -> Meeting:
-    """Waits until all ranks of the process group have called this for the same purpose `what`, and returns them.
+    """Waits until all ranks of the process group have called this for the same purpose `what`; returns what they share.
 
     Args:
         process_group: the members; None: all ranks.

@@ -32,13 +32,13 @@ Progress = dict[str, int]  # the number of operations that a rank has issued, by
 
 
 class RollCall:
-    """Calls of the roll in the store, under `name`; a thread answers them for this rank.
+    """A roll call of ranks through the store: a rank asks all how far they are, and a thread on each rank answers.
 
     Args:
         store: the connection for calling; the thread has one of its own.
         name: the prefix of the keys in the store: the same on all ranks, used by nothing else.
-        rank: this process' global rank.
-        progress: the bound method that returns what this rank answers.
+        rank: this process's global rank.
+        progress: the bound method that returns what this rank answers: the number of its operations, by group.
     """
 
     def __init__(self, store: StoreClient, name: str, rank: int, progress: Callable[[], Progress]) -> None:
@@ -55,11 +55,12 @@ class RollCall:
         self._end = ended_with(self, self._thread, self._state.ended)
 
     def answers(self, ranks: Sequence[int]) -> dict[int, Progress]:
-        """Calls all ranks, and returns the answers of those of `ranks` that answer within `CALL_S`.
+        """Asks all ranks through the store how far they are; returns the answers of `ranks` within `CALL_S`, by rank.
 
-        Time in which this process stood still, perhaps with its machine and so with others, hardly counts.
-        It is empty if the store does not take the call within `CALL_S`, or has then been silent for so long that ranks
-        may have answered in vain. Else `silent` has those without an answer.
+        An answer is the number of operations issued, by group. Time in which this process stood still, perhaps with its
+        machine and so with others, hardly counts. The result is empty if the store does not take the call within
+        `CALL_S`, or has then been silent for so long that ranks may have answered in vain. Else `self.silent` has the
+        ranks without an answer.
         """
         number, pause_s, found = self._state.calls, POLL_S, dict[int, Progress]()
         waited_s, until_s, heard_s, has_called = 0.0, CALL_S, 0.0, False
@@ -83,10 +84,10 @@ class RollCall:
             pause_s = min(2 * pause_s, LOOK_S)
 
     def stood_still_s(self, timeout_s: float) -> float:
-        """Returns for how long this process stood still, if the others must have given up waiting for it; else 0.
+        """Returns for how long this process stood still, if the other ranks must have given up waiting for it; else 0.
 
-        They wait `timeout_s`, of which they may have waited a part already when this process stopped. This rank has
-        then waited in vain for as long.
+        The others wait `timeout_s` for it, of which they may have waited a part already when this process stopped. This
+        rank has then waited in vain for as long.
         """
         since_s = time.monotonic() - 2 * timeout_s - CALL_S
         stood_s = max((seconds for resumed_s, seconds in self._state.stood_still if resumed_s > since_s), default=0.0)
@@ -102,7 +103,7 @@ class RollCall:
         return self._store.ask(call, urgent=True) is not None
 
     def close(self, *, clear: bool) -> None:
-        """Ends the thread; `clear` deletes all calls and answers from the store."""
+        """Ends the thread that answers; `clear` also deletes all calls and answers from the store."""
         self._end()
         if clear:
             numbers = range(self._state.calls + 1)

@@ -22,7 +22,7 @@ MAX_TAG = 1 << 30
 
 
 class RoundsWork:
-    """The handle of an all-to-all under way, with the interface of `torch.distributed.Work`."""
+    """The handle of an all-to-all in rounds that is under way, with the interface of `torch.distributed.Work`."""
 
     def __init__(self) -> None:
         self._ended = threading.Event()
@@ -49,10 +49,10 @@ class RoundsWork:
 
 
 class Rounds:
-    """Runs one group's all-to-alls in rounds, one after the other, on a communicator and a thread of its own.
+    """A thread that runs one group's all-to-alls in rounds, one after the other, on a communicator of its own.
 
-    torch can wait for a message, but cannot ask whether it has arrived. So a thread waits, and rounds proceed while the
-    communication thread does something else.
+    In round k rank r sends to rank r + k and receives from rank r - k. torch can wait for a message, but cannot ask
+    whether it has arrived. So a thread waits, and rounds proceed while the communication thread does something else.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, rank: int, size: int) -> None:
@@ -65,7 +65,7 @@ class Rounds:
     def exchange(
         self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], *, together: bool = False, bounded: bool = False
     ) -> RoundsWork:
-        """Sends `outgoing[j]` to member j and fills `incoming[j]` with what member j sends here.
+        """Begins an all-to-all: sends `outgoing[j]` to member j, and fills `incoming[j]` with what member j sends here.
 
         Args:
             outgoing: contiguous uint8 tensors, (bytes,), one for each member, unchanged until the exchange has ended;
@@ -91,7 +91,7 @@ class Rounds:
     def stop(self, patience_s: float) -> None:
         """Stops the thread after its queued all-to-alls; returns after `patience_s` even if one hangs and runs on.
 
-        The communicator is let go of, so that its sockets close when it is destroyed, not when garbage is collected.
+        It also drops the communicator, so that sockets close when that is destroyed, not when garbage is collected.
         """
         self._thread.stop(patience_s)
         del self._process_group

@@ -89,7 +89,9 @@ class Round:
 
 @dataclass(frozen=True)
 class GroupSchedule:
-    """A repeated sequence of averaging rounds: step t does `rounds[t % len(rounds)]`. A cycle is all rounds once.
+    """A schedule of averaging: which ranks average in which round; step t does `rounds[t % len(rounds)]`.
+
+    A cycle is all rounds once.
 
     Raises:
         ValueError: for rounds of different numbers of ranks, or if the groups never connect some ranks with others,
@@ -123,31 +125,34 @@ class GroupSchedule:
 
     @cached_property
     def distinct(self) -> tuple[RankGroup, ...]:
-        """The different groups of more than one rank, sorted, so that all ranks create process groups in one order."""
+        """The different groups of more than one rank, sorted, so that all ranks make process groups in one order."""
         return tuple(sorted({group for each in self.rounds for group in each.groups if len(group) > 1}))
 
     def product(self, start: int = 0, rounds: int | None = None) -> Matrix:
-        """Returns the matrix, (n, n) float64, by which `rounds` rounds, from `start` on, multiply the ranks' values.
+        """Returns the matrix, (n, n) float64, by which `rounds` rounds of averaging multiply the values of the n ranks.
 
-        `rounds` is one cycle if None.
+        Args:
+            start: the number of the first round.
+            rounds: how many rounds; None: all rounds of the schedule once.
         """
         steps = range(start, start + (len(self.rounds) if rounds is None else rounds))
         return reduce(lambda done, step: self.round(step).mixing @ done, steps, np.eye(self.size))
 
     @property
     def is_exact(self) -> bool:
-        """Whether one cycle brings the values of all ranks to their common mean, up to rounding."""
+        """Whether all rounds, done once, bring the values of all ranks to their common mean, up to rounding."""
         return bool(np.abs(self.product() - 1 / self.size).max() < EXACT)
 
     @property
     def left(self) -> float:
-        """The values' summed squared distances to their mean after all `rounds`, over those before, at worst."""
+        """The largest share of the ranks' squared distances to their mean that all rounds, done once, can leave."""
         return float(np.linalg.norm(self.product() - 1 / self.size, 2) ** 2)
 
     def spread(self, momentum: float = 0.0, *, averaged: bool = False) -> float:
-        """Returns the ranks' expected squared distances to their mean if each adds noise of variance 1 in each round.
+        """Returns how far apart averaging leaves the ranks: the sum of their expected squared distances to their mean.
 
-        The result is the sum over the ranks after a round, as the mean over the rounds of a cycle in steady state.
+        Each rank adds noise of variance 1 to its values before each round. The sum is taken after a round, in steady
+        state, and is a mean over all rounds.
 
         Args:
             momentum: the factor by which SGD accumulates the noise, as it accumulates gradients.
@@ -159,10 +164,16 @@ class GroupSchedule:
         return float(np.mean(self.spreads(momentum, averaged=averaged)))
 
     def spreads(self, momentum: float = 0.0, *, averaged: bool = False) -> list[float]:
-        """Returns the sum of the ranks' expected squared distances to their mean, after each round of the cycle.
+        """Returns, for each round, the sum of the ranks' expected squared distances to their mean after it.
 
-        In each round each rank adds noise of variance 1 to its values; `momentum` and `averaged` are as in `spread`:
-        SGD's factor, and whether momenta are averaged with the values.
+        Each rank adds noise of variance 1 to its values before each round; the sums are those of steady state.
+
+        Args:
+            momentum: the factor by which SGD accumulates the noise, as it accumulates gradients.
+            averaged: whether momenta are averaged with the values; else each rank keeps its own.
+
+        Raises:
+            ValueError: for a momentum outside [0, 1).
         """
         argument("momentum", momentum, Decay)
         n, kinds = self.size, 2 if momentum else 1
@@ -190,7 +201,7 @@ class GroupSchedule:
         return found
 
     def with_ranks(self, ranks: Sequence[int]) -> GroupSchedule:
-        """Returns this schedule with rank r replaced by rank `ranks[r]` in all groups; it averages equally fast.
+        """Returns this schedule of averaging with rank r replaced by rank `ranks[r]` in all groups of all rounds.
 
         Raises:
             ValueError: if `ranks` is no permutation of all ranks.
@@ -221,7 +232,7 @@ class GroupSchedule:
 
 
 def together(size: int) -> GroupSchedule:
-    """Returns the schedule of a single round, in which all `size` ranks are one group.
+    """Returns the schedule of averaging in which all `size` ranks are one group in every round.
 
     Raises:
         ValueError: for no ranks, or more than `MOST_RANKS`.
@@ -231,9 +242,10 @@ def together(size: int) -> GroupSchedule:
 
 
 def grid(radices: Sequence[int], ranks: Sequence[int] | None = None) -> GroupSchedule:
-    """Returns the schedule of a grid of ranks with one dimension per radix: round d averages along dimension d.
+    """Returns a schedule that averages along one dimension of a grid of ranks in each round.
 
-    A cycle brings all ranks to the mean, from whatever round it begins. `grid((2,) * d)` is a hypercube of pairs.
+    All rounds, one for each dimension, bring all ranks to the mean, whichever comes first. `grid((2,) * d)` is a
+    hypercube of pairs.
 
     Args:
         radices: the length of each dimension, which is the size of the groups in its round.
@@ -256,17 +268,18 @@ def grid(radices: Sequence[int], ranks: Sequence[int] | None = None) -> GroupSch
 
 
 def crossing(racks: Sequence[Sequence[int]], budget: int, *, keep_apart: bool = False) -> GroupSchedule:
-    """Returns a schedule that averages inside racks first, then in groups of at most one rank per rack.
+    """Returns a schedule that averages inside racks in the first round, then in groups of at most one rank per rack.
 
-    Rounds follow until every rank has been in such a group; ranks of racks smaller than the largest may be in
-    several. A rack of fewer ranks than `budget` is missing in some groups, so a group may be of a single rank. The
-    remaining ranks of each rack average inside it meanwhile.
+    Rounds follow until every rank has been in such a group; ranks of racks smaller than the largest may be in several.
+    A rack of fewer ranks than `budget` is missing in some groups, so a group may be of a single rank. The remaining
+    ranks of each rack average inside it meanwhile.
 
     Args:
         racks: the ranks in each rack.
         budget: the most groups across racks in a round.
-        keep_apart: whether in a rack the ranks that have crossed and those that have not are separate groups, which
-            makes a cycle exact; else they are one group, which keeps the ranks' values closer between rounds.
+        keep_apart: whether in a rack the ranks that have crossed and those that have not are separate groups. All
+            rounds together then bring all ranks to the mean; else they are one group, which keeps the ranks' values
+            closer between rounds.
 
     Raises:
         ValueError: for fewer than two racks, an empty one, or no budget; with `keep_apart` also for racks of different
@@ -296,14 +309,14 @@ def crossing(racks: Sequence[Sequence[int]], budget: int, *, keep_apart: bool = 
 
 
 def exact(size: int, most: int) -> GroupSchedule:
-    """Returns a schedule with groups of at most `most` ranks, in which one cycle brings all `size` ranks to the mean.
+    """Returns a schedule with groups of up to `most` ranks, whose rounds, done once, bring `size` ranks to the mean.
 
     It is a `grid`, averaging one dimension per round, where the prime factors of `size` allow one: with the fewest
     rounds and the most equal dimensions. Else the ranks are divided into parts that have grids, each at least as large
     as all later parts together. Each part first averages over its own grid. Then each part but the last, in turn, has a
     round that brings its mean to that of all ranks: every rank of any later part is in a group of its own with some
-    ranks of this part. Then a part averages over its grid again, while the next parts have their rounds.
-    (After the Base-(k+1) graphs of Takezawa et al., 2023, whose parts are the digits of the size.)
+    ranks of this part. Then a part averages over its grid again, while the next parts have their rounds. (After the
+    Base-(k+1) graphs of Takezawa et al., 2023, whose parts are the digits of the size.)
 
     Raises:
         ValueError: for no ranks, more than `MOST_RANKS`, or `most` below 2.
@@ -344,8 +357,9 @@ def _with_all(groups: Mapping[RankGroup, float], size: int) -> Round:
 def with_ranks_absent(schedule: GroupSchedule, ranks: Collection[int], every: int) -> GroupSchedule:
     """Returns the schedule in which these ranks join their groups in only one of `every` rounds, and else are alone.
 
-    The other members of their groups average without them. The joined round differs from time to time, so that over the
-    cycles they join each round of the schedule once. The result need not be exact.
+    The other members of their groups average without them. Which round they join differs from pass to pass through the
+    schedule, so that over `every` passes they join each round once. Even if one pass brought all ranks to the mean
+    before, it need not do so now.
 
     Raises:
         ValueError: for ranks outside the schedule, or `every` below 2.
@@ -367,16 +381,16 @@ def with_ranks_absent(schedule: GroupSchedule, ranks: Collection[int], every: in
 
 
 def one_of(every: int, length: int) -> frozenset[int]:
-    """Selects one of each `every` consecutive rounds in `every` cycles of `length` rounds, and returns their numbers.
+    """Selects one of each `every` consecutive rounds in `every` passes through `length` rounds; returns their numbers.
 
-    Each round of a cycle is selected once: the numbers modulo `length` are all different.
+    Each of the `length` rounds is selected in one pass only: the numbers modulo `length` are all different.
     """
     shared = math.gcd(every, length)
     return frozenset(every * turn + turn * shared // length for turn in range(length))
 
 
 def with_local_steps(schedule: GroupSchedule, every: int) -> GroupSchedule:
-    """Returns the schedule with `every` - 1 rounds without averaging inserted before each of its rounds (local SGD).
+    """Returns a schedule with `every` - 1 rounds without averaging inserted before each of its rounds (local SGD).
 
     If one pass through all rounds brought all ranks to their common mean, it still does; in the inserted rounds the
     ranks' values drift apart.

@@ -34,7 +34,10 @@ NO_STORE = "the store of torch.distributed does not answer: where torchrun does 
 
 
 class StoreClient:
-    """A connection of gradsync's own to the default store: a call on the user's connection may block others."""
+    """A connection of gradsync's own to torch.distributed's default store, whose calls have a time limit.
+
+    The user's connection is left alone, as a call that blocks on it would block the user's calls, too.
+    """
 
     def __init__(self) -> None:
         self._store = distributed_c10d._get_default_store()
@@ -44,9 +47,9 @@ class StoreClient:
         self._closed = False
 
     def ask(self, question: Callable[[distributed_c10d.Store], T], *, urgent: bool = False) -> T | None:
-        """Calls `question` with the store in a thread, and returns its answer; None if none comes within `ANSWER_S`.
+        """Calls `question` with the store in a thread, and returns its result; None if it takes longer than `ANSWER_S`.
 
-        A question that is not urgent is dropped while an earlier one is unanswered.
+        `urgent`: whether to wait for an earlier question that is unanswered; else None is returned then.
         """
         with self._turn:
             if self._asking is not None:
@@ -71,14 +74,14 @@ class StoreClient:
         return answers[0] if answers else None
 
     def read(self, key: str) -> str | None:
-        """Returns the value of `key`; None if there is none, or the store does not answer."""
+        """Returns the value of `key` in the store; None if there is none, or the store does not answer in time."""
         text = self.ask(lambda store: value(store, key))
         return text or None
 
     def append(self, key: str, text: str) -> bool:
-        """Appends `text` to the value of `key`, and returns whether the store answered.
+        """Appends `text` to the value of `key` in the store, and returns whether the store answered in time.
 
-        One key for all ranks lets a reader ask once, however many ranks there are.
+        All ranks append to one key, so that a reader asks once, however many ranks there are.
         """
 
         def append(store: distributed_c10d.Store) -> bool:
@@ -88,17 +91,17 @@ class StoreClient:
         return self.ask(append, urgent=True) is not None
 
     def delete(self, *keys: str) -> None:
-        """Deletes these keys; a key that does not exist is left out."""
+        """Deletes these keys from the store; one that does not exist is no error."""
         self.ask(lambda store: [store.delete_key(key) for key in keys], urgent=True)
 
     def close(self) -> None:
-        """Closes the connection; later questions have no answer."""
+        """Closes the connection to the store; later questions have no answer."""
         self._closed, self._own = True, None
 
 
 @contextmanager
 def patience(seconds: float) -> Iterator[None]:
-    """Limits for how long this thread waits for the store in the block, over all questions to any `StoreClient`.
+    """Limits how long this thread waits for the store inside the `with` block, over all calls of any `StoreClient`.
 
     A block inside another has no more than is left there. If the process stands still, the question of that time counts
     with its limit only.
@@ -128,15 +131,18 @@ def _join(asking: threading.Thread, seconds: float) -> None:
 
 
 def value(store: distributed_c10d.Store, key: str) -> str:
-    """Returns the value of `key`, or "" if there is none; `get` would wait for one, also if it was just deleted."""
+    """Returns the value of `key` in the store, or "" if there is none; `Store.get` would wait for one."""
     found = store.compare_set(key, ABSENT, ABSENT).decode(errors="replace")
     return "" if found == ABSENT else found
 
 
 def by_rank(key: str, text: str | None, read: Callable[..., T]) -> dict[int, T]:
-    """Returns the last entry of each rank in the value of `key`, to which ranks append `"rank:field:field "`.
+    """Returns the last entry that each rank has appended to `key` in the store, by rank.
 
-    `read` makes an entry of the texts of its fields, and raises ValueError or TypeError where it cannot.
+    Args:
+        key: the key, for errors.
+        text: its value, made of entries `"rank:field:field "`.
+        read: makes a result of the texts of an entry's fields; raises ValueError or TypeError where it cannot.
 
     Raises:
         GroupError: where an entry is of another form.
@@ -147,7 +153,7 @@ def by_rank(key: str, text: str | None, read: Callable[..., T]) -> dict[int, T]:
 
 
 def from_json(kind: Any, text: str | bytes) -> Any:
-    """Returns what a JSON text describes, which must be of the type `kind`, strictly; a list may be a tuple.
+    """Returns the data in a JSON text, checked strictly to be of the type `kind`, which may be a tuple for a list.
 
     Raises:
         ValueError: for text that is no JSON, or of another type.
@@ -164,7 +170,10 @@ def _reader(kind: Any) -> TypeAdapter[Any]:
 
 @contextmanager
 def reading(key: str, text: str | None) -> Iterator[None]:
-    """Raises a GroupError that names `key` and its value `text` where the block cannot read the value."""
+    """Turns a ValueError or TypeError inside the `with` block into a GroupError that names `key` and its value `text`.
+
+    Use it around code that parses what was read from the store.
+    """
     try:
         yield
     except (ValueError, TypeError):

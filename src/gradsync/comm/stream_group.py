@@ -27,7 +27,7 @@ GRACE_S = 30.0  # from our timeout to the backend's, whose watchdog ends the pro
 
 
 class StreamGroup(TorchGroup):
-    """The members of a process group whose operations run on streams: waiting for one makes the current stream wait.
+    """The members of a process group whose operations run on streams, as NCCL's: only streams wait for them.
 
     The host goes on at once. A `Monitor` notices operations that do not end; the next one that is issued then raises.
     """

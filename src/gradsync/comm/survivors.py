@@ -31,7 +31,10 @@ POLL_S = 0.1  # between two looks of a rank that waits for others
 
 @dataclass(frozen=True)
 class Survival:
-    """The global ranks that are left after others were lost, and the most training steps that any of them has made."""
+    """The outcome of an agreement after ranks were lost: the global ranks that are left, and how far they are.
+
+    `steps`: the most training steps that any of them has made.
+    """
 
     ranks: tuple[int, ...]
     steps: int
@@ -71,9 +74,9 @@ class Survivors:
         self._end = ended_with(self, self._thread, self._ended, self._woken)
 
     def agree(self, steps: int) -> Survival:
-        """Agrees on the ranks that are left and returns them; all living ranks must call this.
+        """Agrees through the store on the ranks that are left after some were lost; all living ranks must call this.
 
-        Ranks that send heartbeats are waited for until the timeout, then they are left out too.
+        Ranks that still send heartbeats but do not call are waited for until the timeout, then they are left out too.
 
         Args:
             steps: the training steps that this rank has made.
@@ -98,7 +101,7 @@ class Survivors:
         return found
 
     def new_group(self) -> dist.ProcessGroup:
-        """Makes a process group of the ranks that `agree` found; all of these ranks must call this.
+        """Makes a process group of the ranks that `agree` found to be left; all of these ranks must call this.
 
         The process group that an earlier call returned is destroyed.
         """

@@ -31,9 +31,10 @@ def _stop_all() -> None:
 
 
 def ended_with(owner: object, thread: threading.Thread, *events: threading.Event) -> weakref.finalize[..., object]:
-    """Returns a finalizer that sets `events`, which end the thread, and joins it; it runs with `owner` or at exit.
+    """Returns a finalizer of `owner` that ends a thread: sets `events`, which the thread waits for, and joins it.
 
-    A daemon thread that is inside of C++ code when the interpreter ends would abort the process.
+    It runs when `owner` is collected, or at exit: a daemon thread that is inside of C++ code when the interpreter ends
+    would abort the process.
     """
     return weakref.finalize(owner, _end, thread, events)
 
@@ -46,14 +47,14 @@ def _end(thread: threading.Thread, events: tuple[threading.Event, ...]) -> None:
 
 
 class CallingThread:
-    """Runs each job at once, on the thread that submits it."""
+    """A substitute for `JobThread` that runs each job at once, on the thread that submits it."""
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Runs a job, which must catch its own exceptions."""
+        """Runs the job on this thread, before it returns; the job must catch its own exceptions."""
         job()
 
     def stop(self) -> None:
-        """Does nothing, as no job is left."""
+        """Does nothing: every job has run when `submit` returned, and there is no thread to end."""
 
 
 class JobThread:
@@ -63,7 +64,8 @@ class JobThread:
         name: the thread's name.
         device: the thread's current device, where it is an accelerator; None: none is set.
         torch_threads: torch's intra-op threads for the jobs; None: torch's own setting.
-        owner: the object with which the thread ends, also where that was never made in full, as after Ctrl-C.
+        owner: the thread is stopped when this object is collected, even if its constructor was interrupted, as by
+            Ctrl-C.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ POLL_S = (0.002, 0.2)  # pauses of a rank at a barrier between two looks for the
 
 
 class Whereabouts:
-    """The members of a group as one of them sees them.
+    """A member's view of its group: which members failed, left or do not answer, by what they wrote into the store.
 
     Args:
         store: this member's connection to the store.
@@ -30,7 +30,7 @@ class Whereabouts:
         members: the global ranks.
         own: the global rank of this process.
         timeout_s: seconds that members wait for each other.
-        around: the same of the group that this one is a subgroup of, if it is one.
+        around: if this group is a subgroup, the `Whereabouts` of the group around it.
 
     Attributes:
         issued: the number of operations that this member has issued.
@@ -62,7 +62,10 @@ class Whereabouts:
         return found
 
     def announce_failure(self, text: str, ranks: Collection[int] | None = None) -> None:
-        """Makes the other members raise an error with this text, see `Group.announce_failure`."""
+        """Makes the other members raise an error with this text when they next wait; it goes through the store.
+
+        `ranks`: the global ranks that are the cause; None: this rank.
+        """
         failure = Failure(
             self._own, tuple([self._own] if ranks is None else ranks), text, tuple(self._roll_call.silent)
         )
@@ -72,13 +75,13 @@ class Whereabouts:
             logger.warning("could not tell the other ranks of a failure here, the store does not answer: %s", text)
 
     def leave(self) -> None:
-        """Tells the other members that this one closes the group."""
+        """Tells the other members, through the store, that this one closes the group."""
         self._board.note_left(self._own, self.issued)
         if self._around is not None and self in self._around._within:
             self._around._within.remove(self)
 
     def all_left(self) -> bool:
-        """Whether all members have closed the group, or are lost."""
+        """Whether all members have closed the group, or are lost, so that its keys in the store can be deleted."""
         try:
             failure, left = self._failure(), self._board.left()
         except GroupError:  # they cannot be read: not this group's to delete
@@ -86,14 +89,23 @@ class Whereabouts:
         return left.keys() | self._roll_call.silent | set(failure.lost if failure else ()) >= set(self._members)
 
     def close(self, *, clear: bool) -> None:
-        """Ends the roll call with the outermost group; `clear` deletes all notices of the members from the store."""
+        """Ends the thread that answers roll calls, unless this is a subgroup; `clear`: deletes keys from the store."""
         if clear:
             self._board.clear(self._barriers)
         if self._around is None:
             self._roll_call.close(clear=clear)
 
     def meet(self, what: str, timeout_s: float, *, detail: str) -> None:
-        """Waits until all members have come for the same purpose, see `Group.barrier`."""
+        """Blocks until all members have called this for the same purpose, through the store, without a collective.
+
+        Args:
+            what: the purpose, the same on all members.
+            timeout_s: seconds to wait for the other members.
+            detail: details of this member, for error messages.
+
+        Raises:
+            GroupError: where a member came for another purpose, has left, has failed, or does not come in time.
+        """
         barrier, pause_s, warned, text = self._barriers, POLL_S[0], False, purpose(what, detail)
         self._note_arrival(what, detail)
         began_s = answered_s = time.monotonic()
@@ -132,9 +144,10 @@ class Whereabouts:
             each._note_arrival(what, detail)
 
     def told(self, number: int, within_s: float = ANSWER_S) -> GroupError | None:
-        """Returns why operation `number` cannot end, by the notices of other members.
+        """Returns why operation `number` of the group cannot end, by what members wrote into the store, or None.
 
-        None if they say nothing. `within_s`: the seconds that the store has for each kind of notice.
+        A member may have failed, closed the group, or be at a barrier instead; None: nothing there says so. `within_s`:
+        seconds to wait for each of these answers of the store.
         """
         with patience(within_s):
             gone = self._board.left_before(number)
@@ -169,7 +182,11 @@ class Whereabouts:
         return whole or self._board.failure()
 
     def why_broken(self, number: int, why: str) -> GroupError:
-        """Returns the error of operation `number`, which failed: by notices, else by the members that are missing."""
+        """Returns the error of operation `number`, which failed in the backend, and names the ranks that are the cause.
+
+        They are the ranks that said so in the store, else those that a roll call misses. `why`: the backend's own
+        error.
+        """
         if told := self.told(number, within_s=LAST_S):
             return told
         missing = self.who_is_missing(number)
@@ -177,7 +194,11 @@ class Whereabouts:
         return self.told(number, within_s=LAST_S) or GroupError(f"{missing} ({why})", missing.ranks)
 
     def who_is_missing(self, number: int) -> GroupError:
-        """Calls the roll, and returns an error that names the members that are lost or behind operation `number`."""
+        """Asks all ranks how far they are; returns an error that names the members that are lost or behind.
+
+        `number`: the operation that this member waits for, counted as all members issue the same ones in the same
+        order.
+        """
         answers = self._roll_call.answers(self._members)
         if self._own not in answers:
             return self._stood_still() or GroupError(NO_STORE)

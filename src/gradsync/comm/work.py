@@ -16,16 +16,17 @@ T = TypeVar("T")
 
 
 class WorkGivenUpError(RuntimeError):
-    """Raised to threads that wait for `Work` whose training step was cancelled before the work had begun."""
+    """An error of threads that wait for `Work` whose training step was cancelled before the work had begun."""
 
 
 class Work(Pending[T]):
-    """A local computation that a scheme awaits. It runs once, on the first thread that calls `run`.
+    """A local computation that a scheme's coroutine awaits like a collective; it runs once, on one thread.
 
-    `device` names the thread meant for it: `COMPUTE` or `OFFLOAD`. A thread that waits for the result does the work
-    itself, unless `submit_to` gave it to another thread. Errors of the computation are raised to the waiting thread.
-    `touched` returns the objects with tensors that the work reads, or leaves to be read, as they are when it is called:
-    on an accelerator they are kept, because the work runs on another stream than what is before and behind it.
+    `device` names the thread meant for it: `COMPUTE` (the thread of backward) or `OFFLOAD`. A thread that waits for the
+    result does the work itself, unless `submit_to` gave it to another thread. Errors of the computation are raised to
+    the waiting thread. `touched` returns the objects with tensors that the work reads, or leaves to be read, as they
+    are when it is called: on an accelerator they are kept, because the work runs on another stream than what is before
+    and behind it.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Work(Pending[T]):
         return self._ended.is_set()
 
     def follow(self, streams: Streams) -> None:
-        """Makes the work run behind all that this thread's current stream, which makes the inputs, was given so far."""
+        """Makes the work run after all that this thread's current stream was given so far, which makes its inputs."""
         self._streams, self._inputs = streams, streams.record()
 
     def submit_to(self, submit: Callable[[Callable[[], None]], None]) -> None:

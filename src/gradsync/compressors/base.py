@@ -28,16 +28,21 @@ SENT, SUMS = "sent", "sums"
 
 
 def sums_point(number: int, copies: int = 1) -> str:
-    """Returns the key in a scheme's state of its `number`-th compression, from 1, of sums over ranks: "sums 2", say.
+    """Returns the key of a scheme's state for compressing sums over ranks: "sums", "sums 2" or "sums 2 of 4".
 
-    `copies`: the number of ranks that compress the same sums, and keep the same residual: 4 in "sums 2 of 4".
+    Args:
+        number: counts the scheme's compressions of sums, from 1; the first one's key has no number.
+        copies: how many ranks hold, and compress, the same sums; above 1, "of 4" is added.
     """
     name = SUMS if number == 1 else f"{SUMS} {number}"
     return name if copies == 1 else f"{name} of {copies}"
 
 
 def copies_at(point: str) -> int:
-    """Reads from a state's key how many ranks compress the same sum: 4 for "sums 2 of 4", 1 for "sums 2"; else 0."""
+    """Returns how many ranks compress the same sums, from the key of a state: 4 for "sums 2 of 4", 1 for "sums 2".
+
+    It is 0 for a key of something else than sums, such as "sent", a rank's own gradient.
+    """
     form = re.fullmatch(rf"{SUMS}(?: \d+)?(?: of (?P<copies>\d+))?", point)
     return 0 if form is None else int(form["copies"] or 1)
 
@@ -47,10 +52,12 @@ class CompressorState:
     """A compressor's state for one flat tensor, such as a residual. It is not overwritten, so steps can be undone.
 
     Attributes:
-        spec: names, shapes and dtype of the segments of the tensor.
+        spec: the layout of the tensor: its dtype, and the names and shapes of the parameters, or slices of them, in it
+            (segments).
         stream: a number, usually the rank, by which ranks draw different random numbers.
         step: how often the tensor was compressed before.
-        elements: tensors of shape (numel,), by name; if a new plan cuts the bucket elsewhere, they are cut like it.
+        elements: tensors of shape (numel,), by name; if a new plan cuts the flat tensor elsewhere, they are cut like
+            it.
         tensors: one tensor of any shape for each segment, by name; dropped for segments that a new plan cuts.
         together: tensors for all segments together, by name; they change even if ranks use only some parameters.
         agreed: the maxima over the ranks of what `Compressor.observe` returned in this step, (num_agreed,) float32.
@@ -66,11 +73,15 @@ class CompressorState:
 
     @property
     def arrived(self) -> list[tuple[int, int]] | None:
-        """The ranges [start, stop) of elements that the ranks summed in the last step, the rest being 0; None: all."""
+        """The ranges [start, stop) of elements that the ranks exchanged in the last step; None: all were.
+
+        Elements outside of these ranges were sent by no rank, and their sum is 0. Only schemes that choose ranges for
+        all ranks alike, such as `CoarseGrained`, have them.
+        """
         return None
 
     def unused(self, names: Collection[str]) -> CompressorState:
-        """Returns this state adjusted as no rank used the parameters `names` in the last step; by default unchanged.
+        """Returns the state to keep after a step in which no rank used the parameters `names`; by default this one.
 
         A subclass may change `together`. The caller itself sets `elements` and `tensors` of these parameters back to
         their values before the step.
@@ -113,7 +124,14 @@ def _mixed(mixed: np.ndarray, *numbers: int | np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Payload:
-    """A compressed tensor. Only `data` is sent: all ranks know the other attributes already."""
+    """A compressed tensor. Only `data` is sent: all ranks know the other attributes already.
+
+    Attributes:
+        maker: the compressor, which also decodes it.
+        spec: names, shapes and dtype of the compressed tensors.
+        step: how often the maker had compressed the tensor before.
+        data: the encoded tensor; a subclass says its shape and dtype.
+    """
 
     maker: Compressor[Any]
     spec: FlatSpec  # of the compressed tensor
@@ -128,20 +146,20 @@ class Payload:
 
 @dataclass(frozen=True)
 class Message(Payload):
-    """A payload of (nbytes,) uint8 that cannot be summed: each receiver decodes the message of each rank."""
+    """A compressed tensor as (nbytes,) uint8 that cannot be summed: each receiver decodes the message of each rank."""
 
 
 @dataclass(frozen=True)
 class SparseMessage(Message):
-    """A message with some elements of a tensor, so that schemes for element-sparse gradients can sum it."""
+    """A compressed tensor with some elements of the tensor, so that schemes for sparse elements can sum it."""
 
 
 @dataclass(frozen=True)
 class Summand(Payload):
-    """A payload of numbers that an all-reduce can sum: the sum decodes to the sum of the ranks' decoded tensors.
+    """A compressed tensor of numbers that an all-reduce can sum, so that the sum of the tensors is decoded.
 
-    The sum of count sketches decodes to an estimate of that sum. `agreed` has numbers that decoding needs, such as
-    scales: maxima over the ranks, the same on all; None if it needs none.
+    The sum decodes to the sum of the ranks' decoded tensors; that of count sketches, to an estimate of it. `agreed` has
+    numbers that decoding needs, such as scales: maxima over the ranks, the same on all; None if it needs none.
     """
 
     agreed: Tensor | None = None
@@ -160,7 +178,7 @@ class CompressorTraits:
     `replace(inner.traits, made_for_ranks=4)`.
 
     Attributes:
-        payload: the class of the payloads, which decides which schemes can send them.
+        payload: the class of the compressed tensors, which decides which schemes can send them.
         agrees: whether ranks compute the maxima of some numbers before they compress, see `Compressor.observe`.
         feeds_back: whether error feedback can make up for what the compressor leaves out. It cannot if the sum of
             payloads does not decode to the sum of the ranks' decoded tensors.
@@ -181,11 +199,12 @@ USUAL_TRAITS, SPARSE_TRAITS = CompressorTraits(), CompressorTraits(SparseMessage
 
 
 class Compressor(Nameable, ABC, Generic[P]):
-    """A compressor turns a flat tensor of one rank into a payload, and a payload into a tensor again.
+    """A compressor turns a flat tensor of one rank into a payload (encoded tensor), and a payload into a tensor again.
 
-    A compressor is a frozen dataclass of settings. A subclass defines `law`, `compress`, `decompress` and `nbytes`, and
-    its `traits` if they are not the usual ones. State is passed in, and the next state is returned: a compressor keeps
-    nothing, and overwrites none of its arguments. It does not communicate: a scheme sends and sums the payloads.
+    A compressor is a frozen dataclass of settings. A subclass defines `law` (the error bound), `compress`, `decompress`
+    and `nbytes`, and its `traits` if they are not the usual ones. State is passed in, and the next state is returned: a
+    compressor keeps nothing, and overwrites none of its arguments. It does not communicate: a scheme sends and sums the
+    payloads.
     """
 
     kind: ClassVar[str] = "compressor"
@@ -201,19 +220,32 @@ class Compressor(Nameable, ABC, Generic[P]):
         return self.name
 
     def kernel(self, what: str) -> str:
-        """Returns the name in cost models of an operation `what`, such as "compress": "compress_TopK(ratio=...)"."""
+        """Returns the name by which a cost model lists what an operation of this compressor takes.
+
+        `what` is the operation, such as "compress", for which the name is "compress_TopK(ratio=...)".
+        """
         return f"{what}_{self}"
 
     @abstractmethod
     def law(self, spec: FlatSpec) -> Law:
-        """Returns the bound that the compressor promises for its error on any tensor of these shapes and dtype."""
+        """Returns the bound that the compressor promises for its error on tensors of the shapes and dtype in `spec`."""
 
     @abstractmethod
     def nbytes(self, spec: FlatSpec, step: int = 0) -> int:
-        """Returns the bytes of the payload of a tensor like `spec` at step `step`, which all ranks know in advance."""
+        """Returns the bytes of a tensor like `spec` when it is compressed, which all ranks know in advance.
+
+        Args:
+            spec: shapes and dtype of the tensor.
+            step: how often the tensor was compressed before.
+        """
 
     def num_kept(self, spec: FlatSpec, step: int = 0) -> int:
-        """Returns the largest number of non-zero elements that a decoded tensor like `spec` can have."""
+        """Returns the largest number of non-zero elements that a tensor can have after it was compressed and decoded.
+
+        Args:
+            spec: shapes and dtype of the tensor.
+            step: how often the tensor was compressed before.
+        """
         return spec.numel
 
     def unchanged_since(self, step: int) -> int:
@@ -221,14 +253,15 @@ class Compressor(Nameable, ABC, Generic[P]):
         return 0
 
     def number_dtype(self, spec: FlatSpec) -> torch.dtype:
-        """Returns the dtype of the numbers in the `Summand` (payload) of a tensor like `spec`."""
+        """Returns the dtype of the numbers that ranks sum if a tensor like `spec` is compressed to a `Summand`."""
         return spec.dtype
 
     @property
     def of_sums(self) -> Compressor[Any]:
-        """The compressor used, unless a scheme names another, where a rank compresses sums over ranks to send them on.
+        """The compressor for sums over ranks that a rank sends on, unless a scheme names another one.
 
-        It leaves out operations that each rank applied to its own gradient before the sum, for example momentum.
+        It is this compressor, but without operations that each rank applied to its own gradient before the sum, such as
+        momentum.
         """
         return self
 
@@ -244,7 +277,7 @@ class Compressor(Nameable, ABC, Generic[P]):
         return CompressorState(spec, stream)
 
     def num_agreed(self, spec: FlatSpec) -> int:
-        """Returns how many numbers `observe` returns for a tensor like `spec`."""
+        """Returns how many numbers `observe` returns for a tensor like `spec` (shapes and dtype); 0 if none."""
         return 0
 
     def observe(self, x: Tensor, state: CompressorState) -> Tensor | None:
@@ -262,7 +295,7 @@ class Compressor(Nameable, ABC, Generic[P]):
 
     @abstractmethod
     def compress(self, x: Tensor, state: CompressorState) -> tuple[P, CompressorState]:
-        """Returns the payload of `x`, (numel,) in the dtype of `state.spec`, and the state after this step.
+        """Returns `x` compressed (the payload), and the state after this step; `x` is (numel,) as `state.spec` says.
 
         Raises:
             ValueError: if the state is of another tensor.
@@ -298,10 +331,11 @@ class Compressor(Nameable, ABC, Generic[P]):
     def sum_into(self, out: Tensor, payloads: Sequence[P], scale: float = 1.0) -> None:
         """Overwrites `out`, (numel,) floating, by `scale` times the sum of the decoded payloads, added in their order.
 
-        The sum is made in float32 (float64 for float64), and rounded once.
+        The sum is made in float32 (float64 for float64), and rounded once to the dtype of `out`.
 
         Raises:
-            ValueError: as `decompress`, or if `out` has another number of elements.
+            ValueError: for a payload of another compressor, a damaged one where the damage shows, or if `out` has
+                another number of elements.
         """
         total = memory.zeros(out.numel(), kernels.accumulation_dtype(out.dtype), out.device)
         for payload in payloads:
@@ -310,7 +344,10 @@ class Compressor(Nameable, ABC, Generic[P]):
         out.copy_(total.mul_(scale))
 
     def remainder(self, x: Tensor, payload: P) -> Tensor:
-        """Subtracts the decoded payload in place from `x`, (numel,) of the same or a wider dtype, and returns `x`."""
+        """Subtracts the decoded `payload` (a compressed tensor) from `x` in place, and returns `x`.
+
+        `x`: (numel,) of the dtype that was compressed, or a wider one.
+        """
         sent = memory.empty_like(x)
         self.sum_into(sent, [payload])
         return x.sub_(sent)
@@ -328,7 +365,7 @@ class Sparsifier(Compressor[SparseMessage]):
         """Returns the elements in the payload: ascending indices, and values in the dtype of the compressed tensor.
 
         Raises:
-            ValueError: as `decompress`.
+            ValueError: for a payload of another compressor, or a damaged one where the damage shows.
         """
 
     def decompress(self, payload: SparseMessage) -> Tensor:
@@ -352,7 +389,7 @@ class Sparsifier(Compressor[SparseMessage]):
 
 
 def corrected_by(residual: Tensor, x: Tensor) -> Tensor:
-    """Returns residual + x, both (numel,), in the dtype of the residual."""
+    """Returns x + residual, both (numel,), in the dtype of the residual (what compression left out before)."""
     return torch.add(residual, x, out=memory.empty_like(residual))
 
 
@@ -410,7 +447,7 @@ def check_payload(maker: Compressor[Any], payload: Payload, out: Tensor | None =
 
 
 def check_size(payload: Payload, out: Tensor) -> None:
-    """Checks that a payload decodes to as many elements as `out`, (numel,), has.
+    """Checks that a payload (compressed tensor) decodes to as many elements as `out`, (numel,), has.
 
     Raises:
         ValueError: if it does not.
@@ -420,12 +457,15 @@ def check_size(payload: Payload, out: Tensor) -> None:
 
 
 def by_spec(method: Callable[[Any, FlatSpec], T]) -> Callable[[Any, FlatSpec], T]:
-    """Decorates a method so that its results, which depend only on the settings and the spec, are cached."""
+    """Decorates a method of a compressor and a tensor's layout (`FlatSpec`) so that its results are cached.
+
+    The results may depend only on these two: the compressor's settings, and the shapes and dtype in the layout.
+    """
     return lru_cache(maxsize=256)(method)
 
 
 def alike(keys: Iterable[K]) -> dict[K, list[int]]:
-    """Returns the indices at which each key occurs, so that one operation can handle all tensors of one shape."""
+    """Returns the indices at which each key occurs, such as those of all tensors of one shape, which can be stacked."""
     places: dict[K, list[int]] = {}
     for place, key in enumerate(keys):
         places.setdefault(key, []).append(place)
@@ -433,12 +473,12 @@ def alike(keys: Iterable[K]) -> dict[K, list[int]]:
 
 
 def stacked(parts: Sequence[Tensor], places: Sequence[int]) -> Tensor:
-    """Returns the 1-D parts at these places, all of one length, as the rows of a tensor: (places, length)."""
+    """Returns the tensors parts[place] for each of `places`, 1-D and of one length, as rows: (places, length)."""
     return torch.stack([parts[place] for place in places]) if len(places) > 1 else parts[places[0]][None]
 
 
 def unstack(rows: Tensor, parts: Sequence[Tensor], places: Sequence[int]) -> None:
-    """Overwrites the parts at these places, (length,) each, by the rows of `rows`, (places, length)."""
+    """Overwrites the tensors parts[place] for each of `places`, (length,), by the rows of `rows`, (places, length)."""
     torch._foreach_copy_([parts[place] for place in places], list(rows.unbind()))
 
 
@@ -446,7 +486,10 @@ Field = tuple[torch.dtype, int]  # of a message: type and number of elements
 
 
 def fields_nbytes(*layout: Field) -> int:
-    """Returns the size in bytes of a message of these fields; all but the last are padded to multiples of 8."""
+    """Returns the bytes of a message made of these fields, each given as (dtype, number of elements).
+
+    Each field but the last is padded to a multiple of 8 bytes.
+    """
     if not layout:
         return 0
     *first, (dtype, count) = layout
@@ -454,7 +497,10 @@ def fields_nbytes(*layout: Field) -> int:
 
 
 def fields(message: Tensor, *layout: Field) -> list[Tensor]:
-    """Returns the fields of a message, (nbytes,) uint8, as 1-D views of its memory, in the order of the layout."""
+    """Returns the fields of a message, (nbytes,) uint8, as 1-D views of its memory.
+
+    `layout` lists (dtype, number of elements) of each field, in their order in the message.
+    """
     views, offset = [], 0
     for dtype, count in layout:
         nbytes = dtype.itemsize * count

@@ -25,7 +25,7 @@ DTYPES: dict[HalfType, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": to
 class Cast(Compressor[Summand]):
     """Rounds each element to the nearest number of 16 bits; 16-bit tensors are sent as they are.
 
-    bfloat16 keeps 8 significant bits in the range of float32: an error of 2^-8 of an element at most, a contraction.
+    bfloat16 keeps 8 significant bits in the range of float32: an error of 2^-8 of an element at most.
     float16 keeps 11 (2^-11) of numbers from 6.1e-5 to 65504; smaller numbers lose bits, then become zero. Finite
     numbers beyond the range become the largest one of their sign; infinity and NaN stay. The all-reduce rounds its sums
     and may overflow.

@@ -88,7 +88,9 @@ def registered(family: Any) -> dict[str, Any]:
 
 
 def to_expression(named: Nameable) -> dict[str, Any]:
-    """Returns a scheme or compressor as a tree of registered names and settings, ready for JSON.
+    """Returns a scheme or compressor as nested dicts of names and settings, ready for JSON.
+
+    For TopK(0.01) it is {"top_k": {"ratio": 0.01, "values": "same"}}.
 
     Raises:
         ValueError: if the class is not registered. A subclass of a registered class must be registered itself.
@@ -102,7 +104,7 @@ def to_expression(named: Nameable) -> dict[str, Any]:
 
 
 def from_expression(expression: Any, family: Any) -> Any:
-    """Returns the scheme or compressor that an expression names, an instance of `family`.
+    """Returns the scheme or compressor, an instance of `family`, that `to_expression` made `expression` of.
 
     Raises:
         ValueError: for an unknown name or setting, listing the known ones, or a setting with an illegal value.

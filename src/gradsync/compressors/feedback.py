@@ -57,11 +57,13 @@ class Feedback(Compressor[P]):
         return self.compressor.number_dtype(spec)
 
     def law(self, spec: FlatSpec) -> Law:
-        """Returns the law of the inner compressor: the error of one step, for which later steps make up."""
+        """Returns the error bound of the inner compressor, for one step; later steps make up for the error."""
         return self.compressor.law(spec)
 
     def init(self, spec: FlatSpec, stream: int = 0) -> CompressorState:
-        """Returns the state before the first step, with a residual of zeros, (numel,) float32 (float64 for float64).
+        """Returns the state before the first step, with a residual (what was left out) of zeros.
+
+        The residual is (numel,) float32, or float64 for float64.
 
         Raises:
             ValueError: if the error may be larger than the tensor, so that residuals would grow.

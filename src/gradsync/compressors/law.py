@@ -10,15 +10,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Exact:
-    """The law of a compressor without error: every tensor x is decoded as x, bit by bit."""
+    """The promise of a compressor that makes no error: every tensor x is decoded as x, bit by bit."""
 
 
 @dataclass(frozen=True)
 class Unbiased:
-    """A law for x decoded as C(x): right in the mean, E C(x) = x, and E |C(x) - x|^2 <= omega |x|^2.
+    """The promise of a random compressor that it is right in the mean: E C(x) = x.
 
-    The mean over n ranks that draw independently has omega / n. An unbiased compressor needs no error feedback;
-    C(x) / (1 + omega) is a contraction by 1 / (1 + omega).
+    C(x) is x compressed and decoded.
+    The mean squared error is bounded: E |C(x) - x|^2 <= omega |x|^2, with Euclidean norms. The mean over n ranks that
+    draw independently has omega / n. Such a compressor needs no error feedback; C(x) / (1 + omega) is a `Contraction`
+    with delta = 1 / (1 + omega).
     """
 
     omega: float
@@ -26,7 +28,11 @@ class Unbiased:
 
 @dataclass(frozen=True)
 class Contraction:
-    """A law for x decoded as C(x): |C(x) - x|^2 <= (1 - delta) |x|^2, 0 < delta <= 1. Biased: needs error feedback."""
+    """The promise of a compressor that its squared error is a share of the tensor's squared norm, less than 1.
+
+    |C(x) - x|^2 <= (1 - delta) |x|^2 with 0 < delta <= 1, where C(x) is x compressed and decoded. Such a compressor is
+    biased, and needs error feedback.
+    """
 
     delta: float
     in_expectation: bool = False  # True: holds in the mean over the compressor's random draws; False: for every draw
@@ -49,7 +55,7 @@ class Absolute:
 
 @dataclass(frozen=True)
 class Biased:
-    """The law of a compressor without an error bound, for which error feedback may fail; `why` tells the reason."""
+    """States that a compressor promises no error bound, so that error feedback may fail; `why` tells the reason."""
 
     why: str
 

@@ -76,7 +76,10 @@ class MomentumCorrection(Feedback[P]):
 
     @property
     def of_sums(self) -> Compressor[P]:
-        """The inner compressor with error feedback, to compress ranks' sums a second time: they contain momentum."""
+        """The inner compressor with error feedback and without momentum, for sums over ranks that a rank sends on.
+
+        The sum contains momentum already, as each rank applied it to its own gradient.
+        """
         return ErrorFeedback(self.compressor)
 
     def init(self, spec: FlatSpec, stream: int = 0) -> CompressorState:

@@ -93,7 +93,13 @@ FAMILIES: dict[str, Family] = {
 
 @dataclass(frozen=True)
 class Named:
-    """The compressor of a short name: `bare` lacks error feedback, `trained` has it if the name implies it."""
+    """The compressor that a short name such as "topk0.01" stands for.
+
+    Attributes:
+        family: what the name has in common with others, such as "topk0.001".
+        bare: the compressor without error feedback.
+        trained: the compressor as it is used in training: with error feedback if the name implies it.
+    """
 
     family: Family
     bare: Compressor[Any]
@@ -101,17 +107,23 @@ class Named:
 
     @property
     def with_feedback(self) -> Compressor[Any] | None:
-        """The compressor with error feedback; None if its family has none by default, or has a residual of its own."""
+        """The compressor with error feedback; None if its family does without, or has a residual of its own."""
         return ErrorFeedback(self.bare) if self.family.feedback else None
 
 
 def usual_names() -> tuple[str, ...]:
-    """Returns the names that benchmarks measure by default: each family with each of its `numbers`, as "topk0.01"."""
+    """Returns the names of compressors that benchmarks measure by default, such as "topk0.01" and "int8".
+
+    They are all families, each with each of its usual `numbers`.
+    """
     return tuple(f"{family}{number}" for family, of in FAMILIES.items() for number in of.numbers or ("",))
 
 
 def is_known(name: str) -> bool:
-    """Whether a name, with any number, is that of a compressor in one of the `FAMILIES`."""
+    """Whether a name is one of a compressor, as "topk" with any number behind it ("topk0.02") or "int8".
+
+    Known names are those of `FAMILIES`, perhaps with "_feedback" or "_no_feedback" behind them.
+    """
     try:
         _parted(name)
     except ValueError:
@@ -120,9 +132,12 @@ def is_known(name: str) -> bool:
 
 
 def named(name: str, *, momentum: float = 0.0, summands: int = USUAL_RANKS) -> Named:
-    """Returns the named compressor without error feedback (`bare`), and with it if the name implies it (`trained`).
+    """Returns the compressor of a short name such as "topk0.01", with and without error feedback.
 
-    `momentum` and `summands` go to the compressor only if `Family.asks` lists them.
+    Args:
+        name: the family and its number, and perhaps "_feedback" or "_no_feedback" behind them.
+        momentum: the optimiser's momentum, which only a compressor that applies momentum itself takes (`Family.asks`).
+        summands: the number of ranks, which only a compressor whose codes are summed takes.
 
     Raises:
         ValueError: for an unknown name, listing the known ones, or a number that the compressor refuses.

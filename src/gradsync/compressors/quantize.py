@@ -41,16 +41,19 @@ Summands = Annotated[int, Interval(ge=1, le=MOST_LEVELS[8])]  # ranks that sum i
 
 
 class Quantizer(Compressor[P]):
-    """A compressor that rounds elements to a `grid`: a payload has a code for each, and a scale for each block."""
+    """A compressor that rounds each element to a code of few bits, times a scale that each block of elements has.
+
+    The numbers that codes stand for are a `grid`; a block is a run of consecutive elements of one tensor.
+    """
 
     @property
     @abstractmethod
     def grid(self) -> AnyGrid:
-        """The numbers that the codes stand for, relative to the scale of their block."""
+        """The numbers that codes stand for, in units of their block's scale, and the length of blocks."""
 
     @property
     def seed(self) -> int:
-        """The seed of random rounding."""
+        """The seed of random rounding; 0 where rounding is not random."""
         return 0
 
     @torch.no_grad()
@@ -109,7 +112,7 @@ class Quantizer(Compressor[P]):
 
 
 class MessageQuantizer(Quantizer[Message]):
-    """A quantiser in which each rank has scales of its own, and sends them before the codes in one message."""
+    """A quantiser whose scales are each rank's own: a rank sends one message with its scales, then its codes."""
 
     def nbytes(self, spec: FlatSpec, step: int = 0) -> int:
         return fields_nbytes(*self._layout(spec))
@@ -133,9 +136,9 @@ class MessageQuantizer(Quantizer[Message]):
 class SharedScaleQuantizer(Quantizer[Summand]):
     """A quantiser whose scales are maxima over the ranks, the same on all: an all-reduce can sum the int8 codes.
 
-    The largest level is 127 // summands at most, so that no sum of `summands` codes overflows. The law is about all
-    ranks together, as if their tensors were one with blocks `summands` times as long: it bounds the sum of the squared
-    errors over ranks by the sum of the squared norms over ranks.
+    The largest code is 127 // summands at most, so that no sum of `summands` codes overflows. The error bound (`law`)
+    is about all ranks together, as if their tensors were one with blocks `summands` times as long: it bounds the sum of
+    the squared errors over ranks by the sum of the squared norms over ranks.
     """
 
     summands: int
@@ -152,12 +155,18 @@ class SharedScaleQuantizer(Quantizer[Summand]):
 
     @property
     def found(self) -> Grid:
-        """The grid by which `observe` finds scales: blocks as in `grid`, each with its largest magnitude as scale."""
+        """The grid with which `observe` finds scales: a block's scale is its largest magnitude.
+
+        Blocks are those of `grid`.
+        """
         return Grid(1, block=self.grid.block)
 
     @torch.no_grad()
     def observe(self, x: Tensor, state: CompressorState) -> Tensor:
-        """Returns the largest magnitude of each block, (blocks,) float32."""
+        """Returns this rank's largest magnitude in each block of `x`, (blocks,) float32; `x` is (numel,).
+
+        A scheme makes their maxima over the ranks the scales.
+        """
         check_tensor(x, state)
         sections = state.spec.sections
         scales = x.new_empty(self.num_agreed(state.spec), dtype=torch.float32)
@@ -189,7 +198,7 @@ class BlockInt(MessageQuantizer):
 
     s = 127 for 8 bits, 7 for 4 bits. Rounded to nearest, an element is off by a / (2 s) at most, so |error|^2 / |x|^2
     is at most r / (1 + r) with r = (L - 1) / (4 s^2) for blocks of L elements: a contraction; error feedback helps.
-    `stochastic` rounds up with a probability equal to the fraction: unbiased, with omega =
+    `stochastic` rounds up with a probability equal to the fraction: unbiased, with E |error|^2 <= omega |x|^2, omega =
     (sqrt(1 + (L - 1) / s^2) - 1) / 2.
     Blocks whose magnitudes are all below s / 3.4e38 count as zero. For blocks: Dettmers et al., 2022.
     Wire: bits / 8 bytes an element, 4 bytes a block.
@@ -211,8 +220,9 @@ class BlockInt(MessageQuantizer):
 @register
 @dataclass(frozen=True)
 class SharedBlockInt(SharedScaleQuantizer):
-    """`BlockInt` in 8 bits whose scale is the block's largest magnitude over all ranks, with s = 127 // summands.
+    """Rounds each element to an int8 multiple of a / s, with a the largest magnitude of its block on any rank.
 
+    s = 127 // summands, so that an all-reduce can sum the codes of `summands` ranks. Otherwise as `BlockInt` in 8 bits.
     Wire: 1 byte an element in an all-reduce of int8, after an all-reduce of 4 bytes a block (maxima).
     """
 
@@ -235,9 +245,9 @@ class QSGD(MessageQuantizer):
     """Rounds each element at random to a multiple of norm / s, with the norm of its block. (Alistarh et al., 2017)
 
     s is `levels`; a block has L = `bucket` elements, as the paper calls it. An element is rounded up with a probability
-    equal to the fraction: unbiased, omega = sqrt(L) / s - 1 if sqrt(L) >= 2 s, else L / (4 s^2). Exactly, E |error|^2
-    is (norm / s)^2 times the sum of f (1 - f) over the fractions f. `norm="max"` takes the largest magnitude in place
-    of the Euclidean norm, with the law of a stochastic `BlockInt`.
+    equal to the fraction: unbiased, with E |error|^2 <= omega |x|^2, where omega = sqrt(L) / s - 1 if sqrt(L) >= 2 s,
+    else L / (4 s^2). Exactly, E |error|^2 is (norm / s)^2 times the sum of f (1 - f) over the fractions f. `norm="max"`
+    takes the largest magnitude in place of the Euclidean norm, with the error bound of a stochastic `BlockInt`.
     Wire: 2, 4 or 8 bits an element for s of 1, up to 7, up to 127; 4 bytes a block. No Elias codes.
     """
 
@@ -263,10 +273,10 @@ class QSGD(MessageQuantizer):
 class TernGrad(MessageQuantizer):
     """Rounds each element at random to -a, 0 or a, with a the largest magnitude of its block. (Wen et al., 2017)
 
-    An element x becomes a or -a with the probability |x| / a: unbiased, omega = (sqrt(L) - 1) / 2 for blocks of L
-    elements; exactly, E |error|^2 is the sum of a |x| - x^2. With `clip`, a is at most clip times the root mean square
-    of the block, and larger elements count as a: unbiased for the clipped tensor, so biased for the tensor. `block=0`:
-    one scale a tensor, as in the paper, which clips at 2.5.
+    An element x becomes a or -a with the probability |x| / a: unbiased, with E |error|^2 <= omega |x|^2, omega =
+    (sqrt(L) - 1) / 2 for blocks of L elements; exactly, E |error|^2 is the sum of a |x| - x^2. With `clip`, a is at
+    most clip times the root mean square of the block, and larger elements count as a: unbiased for the clipped tensor,
+    so biased for the tensor. `block=0`: one scale a tensor, as in the paper, which clips at 2.5.
     Wire: 2 bits an element, 4 bytes a block.
     """
 
@@ -319,8 +329,9 @@ class SharedTernGrad(SharedScaleQuantizer):
 class Natural(MessageQuantizer):
     """Rounds each magnitude at random to one of the two neighbouring powers of two. (Horvath et al., 2019)
 
-    The probability keeps the mean: unbiased, omega = 1/8, reached at 4/3 of a power of two. This holds for magnitudes
-    of 2^-109 to 2^16: larger ones count as 2^16, smaller ones as 2^-109 or zero. NaN and infinity become NaN.
+    The probability keeps the mean: unbiased, with E |error|^2 <= |x|^2 / 8, reached at 4/3 of a power of two. This
+    holds for magnitudes of 2^-109 to 2^16: larger ones count as 2^16, smaller ones as 2^-109 or zero. NaN and infinity
+    become NaN.
     Wire: 1 byte an element.
     """
 
@@ -359,10 +370,15 @@ class Float8(MessageQuantizer):
 
 
 def of_largest(length: int, levels: int, stochastic: bool) -> Law:
-    """Returns the error bound of rounding to multiples of a / `levels`, a the largest magnitude of `length` elements.
+    """Returns the error bound of rounding a block to multiples of a / `levels`, with a the block's largest magnitude.
 
-    The error reaches the bound if all elements but the largest have one value: half a level (rounding to nearest), or
-    1 / (2 (1 + omega)) of a level (`stochastic`).
+    The error reaches the bound if all elements but the largest have one value: half of a / levels (rounding to
+    nearest), or 1 / (2 (1 + omega)) of it (`stochastic`, with the omega that is returned).
+
+    Args:
+        length: the number of elements in a block.
+        levels: the largest multiple.
+        stochastic: whether elements are rounded up or down at random, so that their mean is right.
     """
     others = (length - 1) / levels**2
     if stochastic:
@@ -371,7 +387,7 @@ def of_largest(length: int, levels: int, stochastic: bool) -> Law:
 
 
 def ternary(length: int, clip: float | None) -> Law:
-    """Returns TernGrad's error bound for blocks of `length` elements; `Biased`, without a bound, with a `clip`."""
+    """Returns TernGrad's error bound for blocks of `length` elements; with a `clip` there is none (`Biased`)."""
     if clip is not None:
         return Biased("unbiased only for the clipped tensor: what clipping cuts off is lost")
     return of_largest(length, 1, stochastic=True)

@@ -41,9 +41,9 @@ class RandomK(Sparsifier):
 
     A tensor is cut into runs of `block` neighbours (a shorter tensor is one run), and k = max(1, round(ratio * runs))
     different runs are drawn, so that each element has the same probability; longer runs read memory in fewer pieces.
-    `scaled`: kept values are multiplied by elements / kept: unbiased, omega = elements / kept - 1, no error feedback
-    needed. Otherwise values are sent as they are: in the mean over the draws a contraction by kept / elements, to be
-    wrapped in ErrorFeedback.
+    `scaled`: kept values are multiplied by elements / kept: unbiased, with E |error|^2 <= omega |x|^2, omega = elements
+    / kept - 1; no error feedback needed. Otherwise values are sent as they are: in the mean over the draws |error|^2 is
+    (1 - kept / elements) |x|^2; wrap it in ErrorFeedback then.
     `shared`: all ranks draw the same elements, by the tensor's name and the step, so that an all-reduce can sum their
     values. Otherwise ranks draw independently, so that the mean over n ranks of scaled payloads has omega / n.
     NaN and infinity are not preferred: they may not be sent.

@@ -32,7 +32,7 @@ class Signs(Compressor[Message]):
     @property
     @abstractmethod
     def kept(self) -> tuple[SignScale, int]:
-        """The kind of scale by which a block is decoded, and the elements of a block (0: a block is a tensor)."""
+        """The kind of scale that blocks have, and the elements of a block (0: a block is a whole tensor)."""
 
     @torch.no_grad()
     def compress(self, x: Tensor, state: CompressorState) -> tuple[Message, CompressorState]:
@@ -129,7 +129,7 @@ class OneBit(Signs):
     """Sends signs, the mean of the negative elements, and the mean of the other elements. (Seide et al., 2014)
 
     Each tensor, or each `block` of elements, has its two means. No other two levels have a smaller squared error, so
-    the error is never larger than that of ScaledSign: a contraction by at least 1 / d for blocks of d elements. In the
+    the error is never larger than that of ScaledSign: |error|^2 <= (1 - 1 / d) |x|^2 for blocks of d elements. In the
     paper a block is a column. Needs ErrorFeedback.
     Wire: 1 bit an element and 8 bytes a block.
     """
@@ -175,7 +175,7 @@ class Signum(Sign):
 
     @property
     def of_sums(self) -> Sign:
-        """`Sign`, to compress ranks' sums a second time: each rank applied momentum to its own gradient before."""
+        """`Sign`, for sums over ranks that a rank sends on: they contain momentum already."""
         return Sign()
 
     def init(self, spec: FlatSpec, stream: int = 0) -> CompressorState:
@@ -192,5 +192,9 @@ class Signum(Sign):
     def compress_with_feedback(
         self, x: Tensor, residual: Tensor, state: CompressorState
     ) -> tuple[Message, Tensor, CompressorState]:
-        """Compresses x + residual; the next residual, (numel,), is what is left of that sum, not of the momentum."""
+        """Compresses with error feedback: adds `residual` to the gradient `x`, both (numel,), before momentum.
+
+        Returns the payload, the next residual and the next state. The next residual is x + residual less the decoded
+        payload, not the momentum less it.
+        """
         return Compressor.compress_with_feedback(self, x, residual, state)

@@ -49,8 +49,8 @@ class SketchML(Sparsifier):
     quantile buckets of about equal size, min(buckets, k) together. An element is sent as the number of its quantile
     bucket and decoded as the mean of that bucket: signs and order stay. The paper's MinMax sketch of the numbers is
     left out: a number is one byte.
-    A contraction by (k / numel) / (size of the largest quantile bucket), which is at most ceil(2 k / buckets); much
-    better if neighbouring values are similar. Wrap it in ErrorFeedback.
+    |error|^2 <= (1 - delta) |x|^2 with delta = (k / numel) / (size of the largest quantile bucket), a size of at most
+    ceil(2 k / buckets); much better if neighbouring values are similar. Wrap it in ErrorFeedback.
     Wire: a byte for each kept element, float32 means (float64 for float64), and positions as TopK.
     """
 
@@ -170,7 +170,7 @@ class CountSketch(Compressor[Summand]):
             raise ValueError(f"CountSketch.rows must be odd, got {self.rows}")
 
     def columns(self, numel: int) -> int:
-        """Returns the counters in a row for a tensor of `numel` elements, see "Wire" in the class."""
+        """Returns the number of counters in one of the sketch's `rows`, for a tensor of `numel` elements."""
         if numel == 0:
             return 0
         columns = max(1, round(self.ratio * numel / self.rows))
@@ -206,7 +206,13 @@ class CountSketch(Compressor[Summand]):
         return estimates.zero_().index_copy_(0, largest, values)
 
     def sum_into(self, out: Tensor, payloads: Sequence[Summand], scale: float = 1.0) -> None:
-        """Overwrites `out`, (numel,) floating, by `scale` times the decoded sum of the counters."""
+        """Overwrites `out`, (numel,) floating, by `scale` times an estimate of the sum of the tensors in the payloads.
+
+        Counters are added first and decoded once, so that the large elements of the sum are found.
+
+        Raises:
+            ValueError: for a payload of another compressor, or if `out` has another number of elements.
+        """
         for payload in payloads:
             check_payload(self, payload, out)
         total = torch.empty_like(payloads[0].data)

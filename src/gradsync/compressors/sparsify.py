@@ -43,7 +43,12 @@ def share_of(ratio: float, numel: int) -> int:
 
 
 def least_share(kept: tuple[int, ...], of: tuple[int, ...]) -> float:
-    """Returns the smallest of the shares kept / of over all tensors that are not empty; 1 if all are empty."""
+    """Returns the smallest share of a tensor that is sent: the least kept[i] / of[i]; 1 if all are empty.
+
+    Args:
+        kept: the number of elements (or blocks) that are sent, of each tensor.
+        of: the number that each tensor has.
+    """
     return min((count / numel for count, numel in zip(kept, of, strict=True) if numel), default=1.0)
 
 
@@ -53,9 +58,9 @@ class TopK(Sparsifier):
     """Keeps the `ratio` largest elements of each tensor by magnitude. (Aji & Heafield, 2017)
 
     Exactly k = max(1, round(ratio * numel)) of a tensor; of equal elements the first ones. NaN is larger than infinity,
-    so both are sent. Biased, a contraction by k / numel: wrap it in ErrorFeedback. Values are sent as they are, or
-    rounded to 16 bits; the residual then holds the rounding error, also of magnitudes beyond 65504 or too small for
-    float16.
+    so both are sent. Biased, with |error|^2 <= (1 - k / numel) |x|^2 if values are sent as they are: wrap it in
+    ErrorFeedback. If they are rounded to 16 bits, the residual (what is sent later) also holds the rounding error, even
+    of magnitudes beyond 65504 or too small for float16.
     Wire: k values, and their positions in the smallest format for k of numel (`tensors.index_formats`).
     """
 
@@ -125,14 +130,21 @@ class TopK(Sparsifier):
 
 
 def packed_layout(count: int, length: int, dtype: torch.dtype) -> tuple[Field, Field]:
-    """Returns dtype and size of a message's two fields: positions of `count` elements of [0, length), and values."""
+    """Returns (dtype, number of elements) of a message's two fields: packed positions (uint8), and values.
+
+    The message has `count` elements of a tensor with `length` elements; positions are packed in their smallest format.
+    """
     return (torch.uint8, int(smallest(count, length).nbytes(count, length))), (dtype, count)
 
 
 def packed_positions(packed: Tensor, most: int, length: int, count: int | None = None) -> Positions:
-    """Returns the positions in `packed`, (nbytes,) uint8, which has room for `most` positions of [0, length).
+    """Returns the positions of sent elements in `packed`, (nbytes,) uint8, as a view.
 
-    `count` of them, by default `most`, are at its beginning, in the format that is smallest for `most`.
+    Args:
+        packed: a field with room for `most` positions; they are at its beginning.
+        most: decides on the format: the smallest for this many positions.
+        length: positions are in [0, length).
+        count: how many positions there are; None: `most`.
     """
     form, count = smallest(most, length), most if count is None else count
     return Positions(packed[: int(form.nbytes(count, length))], count, length, form)
@@ -145,7 +157,7 @@ class BlockTopK(Sparsifier):
 
     Exactly max(1, round(ratio * blocks)) of the blocks of a tensor, the last of which may be shorter; of equal blocks
     the first, and blocks with NaN before blocks with infinity. There are few positions, and memory is read in runs.
-    Biased, a contraction by the share of blocks: wrap it in ErrorFeedback.
+    Biased, with |error|^2 <= (1 - share of blocks) |x|^2: wrap it in ErrorFeedback.
     Wire: the values of this number of whole blocks, and the positions of the blocks.
     """
 

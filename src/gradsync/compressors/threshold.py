@@ -49,7 +49,10 @@ class Thresholded(Sparsifier):
 
     @abstractmethod
     def most(self, numel: int) -> int:
-        """Returns how many elements of a tensor with `numel` elements are sent at most: the capacity."""
+        """Returns how many elements of a tensor with `numel` elements are sent at most.
+
+        Messages always have room for as many.
+        """
 
     def elements(self, payload: SparseMessage) -> SparseVector:
         check_payload(self, payload)
@@ -111,10 +114,12 @@ class Thresholded(Sparsifier):
 class Threshold(Thresholded):
     """Keeps elements with a magnitude above `value`, of each tensor at most the share `most_ratio`. (Strom, 2015)
 
-    If more elements are above `value` than the capacity, max(1, round(most_ratio * numel)), the largest are sent, and
-    the others stay in the residual, however large. Otherwise the error of an element is at most `value`; most_ratio=1
-    always suffices. NaN and infinity are sent. Wrap it in ErrorFeedback. (See also Dryden et al., 2016.)
-    Wire: 8 bytes, and values and positions of the full capacity, used or not, so that no rank needs to send its size.
+    A message has room for max(1, round(most_ratio * numel)) elements of a tensor. If more are above `value`, the
+    largest are sent, and the others stay in the residual, to be sent later, however large. Otherwise the error of an
+    element is at most `value`; most_ratio=1 always suffices. NaN and infinity are sent. Wrap it in ErrorFeedback. (See
+    also Dryden et al., 2016.)
+    Wire: 8 bytes, and values and positions of as many elements as there is room for, used or not, so that no rank needs
+    to send its size.
     """
 
     value: Annotated[float, Interval(ge=0, lt=math.inf)]  # the threshold
@@ -153,9 +158,9 @@ class GaussianK(Thresholded):
 
     The threshold is |mean| + z * standard deviation, with z the normal quantile of 1 - ratio / 2. With k as in TopK, it
     is halved if fewer than 2k/3 elements are above it, and raised by half if more than 4k/3 are, three times at most.
-    Then the k' <= 4k/3 largest elements above it are sent: a contraction by k' / numel. k' may be 0: for zeros, or if
-    the last correction went too far. The residual holds what is not sent, so wrap it in ErrorFeedback. NaN and infinity
-    are sent first. On CPUs TopK is exact and takes fewer passes.
+    Then the k' <= 4k/3 largest elements above it are sent: |error|^2 <= (1 - k' / numel) |x|^2. k' may be 0: for zeros,
+    or if the last correction went too far. The residual holds what is not sent, so wrap it in ErrorFeedback. NaN and
+    infinity are sent first. On CPUs TopK is exact and takes fewer passes.
     Wire: 8 bytes, and values and positions of 4k/3 elements, used or not.
     """
 
@@ -173,7 +178,10 @@ class GaussianK(Thresholded):
         return self._message(x, self.thresholds(x, state.spec), state), state.next()
 
     def thresholds(self, x: Tensor, spec: FlatSpec) -> Tensor:
-        """Returns the threshold of each segment of `x`, (numel,): (segments,) float32, or float64 for float64."""
+        """Returns the threshold of each tensor in the flat `x`, (numel,): (tensors,) float32, or float64 for float64.
+
+        `spec` has the shapes of the tensors, or slices of them (segments).
+        """
         dtype, quantile = kernels.accumulation_dtype(x.dtype), -NormalDist().inv_cdf(self.ratio / 2)
         thresholds = torch.zeros(len(spec.lengths), dtype=dtype, device=x.device)
         parts = x.split(spec.lengths)

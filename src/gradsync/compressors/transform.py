@@ -53,9 +53,9 @@ class THC(Compressor[Summand]):
     rank with the largest norm: elements beyond are cut off, for which ErrorFeedback makes up.
     levels = min(2^(bits - 1) - 1, 127 // summands), so that the sum over `summands` ranks fits int8. As all ranks use
     the same T, the sum of codes decodes to the sum of the decoded tensors.
-    Without clip unbiased: in a chunk of n elements, E T^2 <= 2 (ln 2n + 1) |x|^2 / n over the signs, so omega is at
-    most (ln 2n + 1) / (2 levels^2), relative to the rank with the largest T. A chunk with NaN or infinity decodes to
-    NaN.
+    Without clip unbiased: in a chunk of n elements, E T^2 <= 2 (ln 2n + 1) |x|^2 / n over the signs, so E |error|^2 <=
+    omega |x|^2 with an omega of at most (ln 2n + 1) / (2 levels^2), where x is the tensor of the rank with the largest
+    T. A chunk with NaN or infinity decodes to NaN.
     Wire: a byte an element, after an all-reduce of 4 bytes a chunk (maxima).
     """
 
@@ -71,7 +71,7 @@ class THC(Compressor[Summand]):
 
     @property
     def levels(self) -> int:
-        """The number of positive levels that a code can have, and of negative ones."""
+        """The largest code: codes are integers from -levels to levels."""
         return min((1 << self.bits - 1) - 1, _INT8_MOST // self.summands)
 
     @cached_property
@@ -92,7 +92,11 @@ class THC(Compressor[Summand]):
 
     @torch.no_grad()
     def observe(self, x: Tensor, state: CompressorState) -> Tensor:
-        """Returns chunks' T: largest magnitude or `clip` standard deviations, (chunks,) float32; infinity for NaN."""
+        """Returns the range T to which this rank would round each chunk of the rotated tensor `x`, (chunks,) float32.
+
+        T is the largest magnitude or, with `clip`, `clip` standard deviations; infinity for a chunk with NaN or
+        infinity. `x` is (numel,); a scheme makes the maximum over the ranks the T of all.
+        """
         check_tensor(x, state)
         chunks, _ = self._chunks(state.spec)
         most = torch.empty(len(chunks.lengths), device=x.device)
@@ -126,9 +130,9 @@ class THC(Compressor[Summand]):
 
     @torch.no_grad()
     def sum_into(self, out: Tensor, payloads: Sequence[Summand], scale: float = 1.0) -> None:
-        """Overwrites `out`, (numel,) floating, by the scaled sum, made in the rotated basis and rotated back once.
+        """Overwrites `out`, (numel,) floating, by `scale` times the sum of the decoded payloads, all of one step.
 
-        All payloads must be of one step.
+        Payloads are added while they are still rotated, and the sum is rotated back once.
         """
         if not payloads:
             out.zero_()
@@ -175,7 +179,16 @@ class THC(Compressor[Summand]):
 
 
 class Tiling(NamedTuple):
-    """The cutting of a matrix into equal rectangles, with zeros beyond its lower and right edges."""
+    """Dimensions of a matrix and of the equal rectangles into which it is cut.
+
+    Rectangles that reach beyond the lower or right edge of the matrix are filled up with zeros.
+
+    Attributes:
+        rows: of the matrix.
+        columns: of the matrix.
+        height: rows of a rectangle.
+        width: columns of a rectangle.
+    """
 
     rows: int
     columns: int
@@ -203,7 +216,14 @@ class Tiling(NamedTuple):
 
 @dataclass(frozen=True)
 class Tiles:
-    """The rectangles into which all tensors of one shape are cut, tensor by tensor."""
+    """The rectangles into which all tensors of one shape in a flat tensor are cut, tensor by tensor.
+
+    Attributes:
+        tiling: how each of the tensors is cut.
+        places: the tensors' numbers among those of the flat tensor (segments).
+        elements: their part of the coefficients of all tensors.
+        kept: their part of the coefficients that are sent.
+    """
 
     tiling: Tiling  # the same for each tensor
     places: tuple[int, ...]  # the tensors' numbers among the segments
@@ -215,7 +235,7 @@ class Tiles:
         return len(self.places) * self.tiling.tiles
 
     def starts(self, device: torch.device) -> Tensor:
-        """Returns the index of each rectangle's first coefficient among those of all tensors, (count, 1) int64."""
+        """Returns where the coefficients of each rectangle begin among those of all tensors, (rectangles, 1) int64."""
         size = self.tiling.size
         return torch.arange(self.elements.start, self.elements.stop, size, device=device)[:, None]
 
@@ -231,7 +251,7 @@ class DCTTopK(Compressor[Message]):
     DeMo. DeMo takes the nearest divisor of other sides, 1 for a prime.) Of a rectangle of `chunk` x `chunk`, the `k`
     coefficients of the largest magnitude are kept; of a smaller one the same share, at least one. NaN is larger than
     infinity, and makes its whole rectangle NaN.
-    The transform is orthonormal: a contraction by kept / elements of a rectangle. Wrap it in ErrorFeedback.
+    The transform is orthonormal: |error|^2 <= (1 - kept / elements of a rectangle) |x|^2. Wrap it in ErrorFeedback.
     Wire: for each kept coefficient 2 bytes (the place in its rectangle), and its value in the dtype of the tensor.
     """
 
@@ -244,7 +264,7 @@ class DCTTopK(Compressor[Message]):
             raise ValueError(f"DCTTopK.k must be at most chunk^2 = {self.chunk**2}, got {self.k}")
 
     def tiling(self, shape: tuple[int, ...]) -> Tiling:
-        """Returns how a tensor of this shape is cut into rectangles."""
+        """Returns the rectangles into which a tensor of this shape is cut for the transform."""
         numel = math.prod(shape)
         if len(shape) >= 2:
             rows, columns = shape[0], numel // max(1, shape[0])
@@ -254,11 +274,11 @@ class DCTTopK(Compressor[Message]):
         return Tiling(rows, columns, height, width)
 
     def kept(self, tiling: Tiling) -> int:
-        """Returns how many coefficients of each rectangle are sent."""
+        """Returns how many coefficients of each rectangle of a tensor that is cut like `tiling` are sent."""
         return max(1, round(self.k * tiling.size / self.chunk**2))
 
     def num_coefficients(self, spec: FlatSpec) -> int:
-        """Returns how many coefficients of all tensors are sent."""
+        """Returns how many coefficients are sent of all tensors whose shapes `spec` has."""
         return sum(tiling.tiles * self.kept(tiling) for tiling in map(self.tiling, spec.shapes))
 
     def law(self, spec: FlatSpec) -> Law:
@@ -290,7 +310,10 @@ class DCTTopK(Compressor[Message]):
         return out
 
     def sum_into(self, out: Tensor, payloads: Sequence[Message], scale: float = 1.0) -> None:
-        """Overwrites `out`, (numel,) floating, by the scaled sum: adds coefficients and transforms them back once."""
+        """Overwrites `out`, (numel,) floating, by `scale` times the sum of the decoded payloads.
+
+        Coefficients of the cosine transform are added first, and the sum is transformed back once.
+        """
         if not payloads:
             out.zero_()
             return

@@ -27,7 +27,7 @@ class Warmup(Compressor[P]):
 
     All compressors make payloads of one class; their states lie side by side in one `CompressorState`. Wrap the Warmup
     in error feedback, not its compressors, so that one residual lasts through all of them. If all are contractions, the
-    law is the weakest one; otherwise the law of the last compressor.
+    error bound (`law`) is the weakest one; otherwise that of the last compressor.
     Wire: as the compressor of the step.
     """
 
@@ -72,14 +72,17 @@ class Warmup(Compressor[P]):
         )
 
     def num_agreed(self, spec: FlatSpec) -> int:
-        """Returns how many numbers `observe` returns for maxima over ranks; all compressors must return as many."""
+        """Returns how many numbers `observe` returns for a tensor like `spec`, whose maxima over the ranks are needed.
+
+        `spec` has its shapes and dtype. The number is the same for all compressors; `init` checks it.
+        """
         return self.compressors[0].num_agreed(spec)
 
     def num_kept(self, spec: FlatSpec, step: int = 0) -> int:
         return self.at(step).num_kept(spec, step)
 
     def number_dtype(self, spec: FlatSpec) -> torch.dtype:
-        """Returns the dtype of the numbers of a `Summand`, which must be the same for all compressors."""
+        """Returns the dtype in which ranks sum payloads of a tensor like `spec`; it is the same for all compressors."""
         return self.compressors[0].number_dtype(spec)
 
     def law(self, spec: FlatSpec) -> Law:
@@ -89,7 +92,7 @@ class Warmup(Compressor[P]):
         return Contraction(min(deltas), drawn) if len(deltas) == len(laws) else laws[-1]
 
     def init(self, spec: FlatSpec, stream: int = 0) -> CompressorState:
-        """Returns the state before the first step, with what all compressors keep.
+        """Returns the state before the first step, with what each of the compressors keeps.
 
         Raises:
             ValueError: if the compressors differ in how many numbers ranks agree on, or in the dtype that is summed.

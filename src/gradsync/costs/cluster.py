@@ -59,7 +59,7 @@ def parse_duration_s(text: str) -> float:
 
 
 def format_rate(bytes_per_s: float) -> str:
-    """Returns the rate in the spelling that `parse_rate_bytes_per_s` reads, for people: 125e6 -> `1gbit`."""
+    """Returns the rate as text for people, which `parse_rate_bytes_per_s` reads: 125e6 bytes per second -> `1gbit`."""
     bits = bytes_per_s * 8
     for prefix in "tgmk":
         if bits >= _BITS_PER_UNIT[prefix]:
@@ -69,7 +69,7 @@ def format_rate(bytes_per_s: float) -> str:
 
 @dataclass(frozen=True)
 class Link:
-    """One full-duplex link: `latency_s` per message, `bandwidth_bytes_per_s` in each direction."""
+    """A full-duplex network link: `latency_s` seconds a message, and `bandwidth_bytes_per_s` in each direction."""
 
     bandwidth_bytes_per_s: PositiveFloat
     latency_s: NonNegativeFinite = 0.0
@@ -89,7 +89,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Placement:
-    """The node of each member of a process group: `nodes[i]` is the node of the i-th member."""
+    """The node on which each rank of a process group runs: `nodes[i]` is the node of the group's i-th member."""
 
     nodes: tuple[int, ...]
 
@@ -138,7 +138,7 @@ class Placement:
         return tuple(sorted(members[place] for members in self._members.values()))
 
     def of(self, members: Sequence[int]) -> Placement:
-        """Returns the placement of these members alone, in this order, numbered from 0."""
+        """Returns the placement of a subgroup: of these members alone, in this order, numbered from 0."""
         return Placement(tuple(self.nodes[member] for member in members))
 
     @cached_property
@@ -152,7 +152,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes with `ranks_per_node` ranks each, joined by `link`; ranks of one node are joined by `intra`.
+    """A cluster of `nodes` nodes with `ranks_per_node` ranks each; `link` joins nodes, `intra` the ranks of one node.
 
     Attributes:
         slow: the links of single nodes, by node, that differ from `link`.
@@ -190,11 +190,11 @@ class Cluster:
         return self.nodes * self.ranks_per_node
 
     def placement(self) -> Placement:
-        """Returns the placement of the whole job: ranks are numbered node by node, as torchrun numbers them."""
+        """Returns the node of each rank of the cluster: ranks are numbered node by node, as torchrun numbers them."""
         return Placement.regular(self.nodes, self.ranks_per_node)
 
     def link_of(self, node: int) -> Link:
-        """Returns the link that joins `node` to the network."""
+        """Returns the link that joins `node` to the network: `self.link`, unless `slow` has another one for it."""
         return self.slow.get(node, self.link)
 
     @classmethod

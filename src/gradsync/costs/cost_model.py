@@ -18,7 +18,7 @@ MOST_KNOWN = 100_000  # transfers whose price a cost model remembers
 
 @dataclass(frozen=True)
 class KernelCost:
-    """The time of a kernel: `call_s` per call, plus `byte_s` per byte beyond the first `knee_bytes` of each call."""
+    """The cost of a kernel: `call_s` seconds a call, plus `byte_s` for each byte beyond `knee_bytes` of a call."""
 
     call_s: float
     byte_s: float
@@ -31,7 +31,12 @@ class KernelCost:
 
 @dataclass(frozen=True)
 class HostCost:
-    """The time of work that is offloaded from an accelerator to the host: copies there and back, and kernels there."""
+    """The costs of computations that are offloaded from an accelerator to the host.
+
+    Attributes:
+        fetch, send: copies to the host, and back.
+        kernels: kernels on the host, by name.
+    """
 
     fetch: KernelCost
     send: KernelCost
@@ -39,19 +44,19 @@ class HostCost:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> HostCost:
-        """Returns the costs that `dataclasses.asdict` turned into these values."""
+        """Returns the costs again from the dictionary that `dataclasses.asdict` made of them, as JSON files keep it."""
         kernels = {name: KernelCost(**costs) for name, costs in values["kernels"].items()}
         return cls(KernelCost(**values["fetch"]), KernelCost(**values["send"]), kernels)
 
     def copies_s(self, work: Compute) -> float:
-        """Returns the seconds of copies to the host and back."""
+        """Returns the seconds that an offloaded computation takes to copy bytes to the host and results back."""
         copies = ((self.fetch, work.fetched_bytes), (self.send, work.sent_bytes))
         return sum(cost.seconds(nbytes, work.calls) for cost, nbytes in copies if nbytes)
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """A model of the seconds that the steps of a scheme, its computations and transfers, take.
+    """A model of the seconds that a scheme's computations and transfers take, by latency and rate.
 
     A transfer takes `stage_s + rounds * alpha_s + bytes on the busiest link / bandwidth`; a computation takes the
     measured time of its kernel, else `bytes / memory bandwidth`. Latency and bandwidth are those of a node's link,
@@ -64,9 +69,9 @@ class CostModel:
         kernels: measured kernels, by name.
         intra: the link between ranks of one node.
         stage_s: fixed seconds of any transfer: to wake threads, and to wait for the slowest rank.
-        transport: the messages and rounds of a transfer. It matters for an all-gather where nodes have several ranks:
-            bytes that go round a ring cross between nodes fewer times. (Among the ranks of one node, and among one rank
-            a node, ring and direct messages load the links alike.)
+        transport: the way in which the backend carries a collective, which sets messages and rounds. It matters for an
+            all-gather where nodes have several ranks: bytes that go round a ring cross between nodes fewer times.
+            (Among the ranks of one node, and among one rank a node, ring and direct messages load the links alike.)
         host: copies and kernels of offloaded work, where gradients are on an accelerator; None: offloaded work runs on
             the same processor.
     """
@@ -102,16 +107,23 @@ class CostModel:
         return known
 
     def latency_s(self, transfer: Transfer, placement: Placement | None = None) -> float:
-        """Returns the seconds of a transfer in which it sends no bytes, so that others can use the links."""
+        """Returns the seconds of a transfer in which it sends no bytes, so that others can use the links.
+
+        `placement`: the node of each rank of the transfer; None: each on a node of its own.
+
+        Raises:
+            ValueError: where transfer and placement have different numbers of ranks, unless no node has several ranks.
+        """
         if placement is None or placement.num_nodes == placement.size:
             return self.stage_s + transfer.carried_by(self.transport).rounds * self.alpha_s
         self._require_of(transfer, placement)
         return self.stage_s + self._waits_s(transfer, placement)
 
     def unmeasured(self, steps: Iterable[Step]) -> list[str]:
-        """Returns the names of kernels in these steps that were not measured; none if no kernel at all was.
+        """Returns the names of kernels without measured costs in a scheme's `steps` (computations and transfers).
 
-        The time of unmeasured kernels is estimated by the rate of memory.
+        None are returned if no kernel at all was measured. The time of unmeasured ones is estimated by
+        `memory_bytes_per_s`.
         """
         if not self.kernels:
             return []
@@ -171,9 +183,9 @@ class CostModel:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> CostModel:
-        """Returns the cost model that `dataclasses.asdict` turned into these values.
+        """Returns the cost model again from the dictionary that `dataclasses.asdict` made of it, as JSON files keep it.
 
-        Its transport must be a `RingOrDirect`.
+        Its transport must have been a `RingOrDirect`.
         """
         kernels = {name: KernelCost(**costs) for name, costs in values["kernels"].items()}
         intra = Link(**values["intra"]) if values.get("intra") else None
@@ -186,7 +198,8 @@ class CostModel:
         """Fits latency and bandwidth to measured transfers, by least squares of relative errors; returns the model.
 
         Args:
-            samples: (rounds, bytes on the busiest link, measured seconds) of each transfer.
+            samples: (rounds, bytes on the busiest link, measured seconds) of each transfer; rounds are messages one
+                after another.
             known: the other fields of the model, `stage_s` among them.
 
         Raises:
@@ -204,7 +217,12 @@ class CostModel:
 
 
 def node_link_bytes(traffic: Traffic, placement: Placement) -> float:
-    """Returns the bytes on the busiest node's link: the most that all ranks of one node send, or receive, together."""
+    """Returns the bytes on the busiest node's link: the most that all ranks of one node send, or receive, together.
+
+    Args:
+        traffic: the messages of one transfer.
+        placement: the node of each rank.
+    """
     nodes = placement.nodes
     crossing = ((nodes[source], nodes[to], nbytes) for source, to, nbytes in traffic.messages())
     return busiest(message for message in crossing if message[0] != message[1])

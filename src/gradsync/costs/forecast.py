@@ -34,18 +34,20 @@ def forecast(
     *,
     backward_s: float | None = None,
 ) -> list[Task]:
-    """Returns the predicted tasks of a training step, each named `bucket:stage` and on one stream.
+    """Returns the predicted tasks of a training step's exchange, each named `bucket:stage` and on one stream.
 
-    Streams: "kernel" (the issuing thread computes between transfers), "link" (transfers), and, for computations that a
-    bucket awaits like transfers (`Compute.awaited`), "compute" (backward's thread) and "offload" (another core).
+    The streams are "kernel" (the thread that issues collectives computes between transfers), "link" (transfers) and,
+    for computations that a bucket awaits like transfers (`Compute.awaited`), "compute" (backward's thread) and
+    "offload" (another core).
 
     Args:
-        order: the issuing thread's turns (bucket, stage): at each it starts that stage of the bucket.
-        steps: the computations and transfers of each bucket.
-        cost: prices the steps.
+        order: the plan's turns, (bucket, stage): at each the issuing thread starts that stage, mostly one collective.
+        steps: the computations and transfers of each bucket's scheme.
+        ready_s: seconds from the begin of backward until each bucket's gradients are ready.
+        cost: the model that says how long computations and transfers take.
         placement: the node of each rank; None: each on a node of its own.
-        lasting: returns how long a task of so many seconds lasts, given its stream and start; None: as long.
-        ready_s, backward_s: when each bucket is ready, and when backward ends; None: with the last bucket.
+        lasting: a function (stream, start, seconds alone) -> seconds, which slows tasks down; None: nothing does.
+        backward_s: seconds of backward; None: it ends when the last bucket is ready.
     """
     return _Player(steps, ready_s, cost, placement, lasting, backward_s).play(order)
 
@@ -60,13 +62,19 @@ def greedy_turns(
     finish_last: bool,
     backward_s: float | None = None,
 ) -> list[tuple[str, str]]:
-    """Returns an order of (bucket, stage) turns in which the issuing thread never waits while a turn could begin.
+    """Returns an order of collectives in which the issuing thread never waits while it could begin one of them.
 
-    The next turn is the one that could have begun earliest; among several, that of the bucket that was ready earliest.
+    An entry, a turn, is (bucket, stage): one collective of the bucket, mostly. The next turn is the one that could have
+    begun earliest; among several, that of the bucket that was ready earliest.
 
     Args:
-        stages: the stages of each bucket; the other arguments are those of `forecast`.
+        stages: the names of each bucket's stages, in order.
+        steps: the computations and transfers of each bucket's scheme.
+        ready_s: seconds from the begin of backward until each bucket's gradients are ready.
+        cost: the model that says how long computations and transfers take.
+        placement: the node of each rank; None: each on a node of its own.
         finish_last: whether turns that only finish a bucket come behind all others that could begin.
+        backward_s: seconds of backward; None: it ends when the last bucket is ready.
     """
     player = _Player(steps, ready_s, cost, placement, backward_s=backward_s)
     left, order = {bucket: list(names) for bucket, names in stages.items()}, []

@@ -20,11 +20,15 @@ COMPUTE, OFFLOAD = "compute", "offload"  # devices of `Compute`: backward's own 
 
 @dataclass(frozen=True)
 class Compute:
-    """A computation on one rank, in `calls` kernel calls that together must read and write `nbytes`.
+    """A computation of a scheme on one rank, in `calls` kernel calls that together read and write `nbytes`.
 
-    `awaited`: the scheme awaits it like a transfer, as a stage of its own (`gradsync.comm.Work`) that runs on `device`;
-    else the thread that issues collectives computes it between transfers. `fetched_bytes` and `sent_bytes` are what
-    offloaded work copies from an accelerator to the host, and back.
+    Attributes:
+        kernel: the name under which the kernel's cost was measured.
+        device: where an awaited computation runs: on backward's thread or device ("compute"), or on another core or the
+            host ("offload").
+        awaited: whether the scheme awaits it like a transfer, as a stage of its own (`gradsync.comm.Work`); else the
+            thread that issues collectives computes it between transfers.
+        fetched_bytes, sent_bytes: bytes that offloaded work copies from an accelerator to the host, and back.
     """
 
     kernel: str
@@ -37,15 +41,15 @@ class Compute:
 
     @property
     def is_copied(self) -> bool:
-        """Whether the host computes this for gradients that are on an accelerator."""
+        """Whether the host does this computation for an accelerator, so that tensors are copied there and back."""
         return self.fetched_bytes > 0 or self.sent_bytes > 0
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """A collective, or several that run at once; `stage` names that part of a scheme's exchange, such as "push".
+    """One collective of a scheme, or several that run at once, with the bytes of each member of the process group.
 
-    `part_bytes` has one entry per member:
+    `stage` names that part of a scheme's exchange, such as "push". `part_bytes` has one entry per member:
 
     - `ALL_REDUCE`: the size of the whole buffer, the same for every member;
     - `ALL_GATHER`: the bytes that each member contributes; `BROADCAST`: entry 0 is the buffer;
@@ -53,8 +57,8 @@ class Transfer:
     - `MESSAGES`: the bytes that each member sends in all; `messages` says to whom.
 
     With `groups` there are as many collectives at once, each among the members of one group, as inside each node of a
-    cluster; members of no group take no part. `rounds` (messages one after another), `sent_bytes` and
-    `busiest_bytes` are for gloo's way to carry collectives (`DEFAULT_TRANSPORT`); `carried_by` has them for any other.
+    cluster; members of no group take no part. `rounds` (messages one after another), `sent_bytes` and `busiest_bytes`
+    are for gloo's way to carry collectives (`DEFAULT_TRANSPORT`); `carried_by` has them for any other.
     """
 
     stage: str
@@ -65,7 +69,12 @@ class Transfer:
 
     @classmethod
     def of_messages(cls, stage: str, size: int, messages: Sequence[tuple[int, int, float]]) -> Transfer:
-        """Returns the transfer of single messages that are in flight together among `size` members."""
+        """Returns the transfer of these single messages, which are in flight together among `size` members of a group.
+
+        Args:
+            stage: the name of this part of the scheme's exchange.
+            messages: (source, destination, bytes) of each message; members are numbered from 0.
+        """
         sent = [sum(nbytes for source, _, nbytes in messages if source == member) for member in range(size)]
         return cls(stage, Pattern.MESSAGES, tuple(sent), tuple(messages))
 
@@ -73,7 +82,11 @@ class Transfer:
     def at_once(cls, stage: str, size: int, groups: Sequence[tuple[int, ...]], each: Sequence[Transfer]) -> Transfer:
         """Merges transfers of one pattern that happen at once, each within its own group of members, into one.
 
-        A transfer in `each` numbers the members of its own group from 0; the result numbers all `size` members.
+        Args:
+            stage: the name of this part of the scheme's exchange.
+            size: the number of all members.
+            groups: the members of each group.
+            each: the transfer of each group, which numbers the group's members from 0.
         """
         (pattern,) = {transfer.pattern for transfer in each}
         part_bytes = [0.0] * size
@@ -92,41 +105,41 @@ class Transfer:
         return len(self.part_bytes)
 
     def collectives(self) -> Iterator[tuple[tuple[int, ...], tuple[float, ...]]]:
-        """Yields (members, part_bytes) for each of the collectives that run at the same time."""
+        """Yields (members, bytes of each member) for each of the collectives that run at once in this transfer."""
         if not self.groups:
             yield tuple(range(self.size)), self.part_bytes
         for group in self.groups:
             yield group, tuple(self.part_bytes[member] for member in group)
 
     def carried_by(self, transport: Transport) -> Traffic:
-        """Returns the messages and rounds that this transfer has on a transport."""
+        """Returns the messages and rounds in which a backend with this transport carries the transfer."""
         return Traffic(self, transport)
 
     @property
     def rounds(self) -> int:
-        """The number of messages one after another on a member's link, if carried as by gloo."""
+        """The number of messages that follow one another on a member's link, if the backend works as gloo does."""
         return self.carried_by(DEFAULT_TRANSPORT).rounds
 
     @property
     def busiest_bytes(self) -> float:
-        """The most bytes that one member sends or receives, if carried as by gloo."""
+        """The most bytes that one member sends or receives, if the backend works as gloo does."""
         return self.carried_by(DEFAULT_TRANSPORT).busiest_bytes
 
     def sent_bytes(self, member: int) -> float:
-        """Returns the bytes that the member sends, if the transfer is carried as by gloo."""
+        """Returns the bytes that the member sends, if the backend works as gloo does."""
         return self.carried_by(DEFAULT_TRANSPORT).sent_bytes(member)
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Counts the bytes, and the messages one after another, with which a backend such as gloo carries one transfer."""
+    """The traffic of one transfer: the bytes and messages with which a backend of this transport carries it."""
 
     transfer: Transfer
     transport: Transport
 
     @property
     def rounds(self) -> int:
-        """The number of messages one after another on a member's link, by which the latency is multiplied."""
+        """The number of messages that follow one another on a member's link, each of which takes the latency."""
         if self.transfer.pattern is Pattern.MESSAGES:
             ends = [place for message in self.transfer.messages for place in (("from", message[0]), ("to", message[1]))]
             return max(Counter(ends).values(), default=0)
@@ -141,7 +154,7 @@ class Traffic:
         return any(self.transport.passes_on(pattern, parts) for _, parts in self.transfer.collectives())
 
     def messages(self) -> Iterator[tuple[int, int, float]]:
-        """Yields (source, destination, bytes) between members; bytes that a ring forwards count at every member."""
+        """Yields (source, destination, bytes) of all messages; what a ring forwards counts for each sender."""
         if self.transfer.pattern is Pattern.MESSAGES:
             yield from self.transfer.messages
             return
@@ -151,7 +164,7 @@ class Traffic:
                     yield member, group[peer], nbytes
 
     def sent_bytes(self, member: int) -> float:
-        """Returns the bytes that `member` sends in the transfer."""
+        """Returns the bytes that `member` sends in the transfer, those that it forwards in a ring included."""
         if self.transfer.pattern is Pattern.MESSAGES:
             return sum(nbytes for source, _, nbytes in self.transfer.messages if source == member)
         for group, parts in self.transfer.collectives():
@@ -167,7 +180,10 @@ class Traffic:
 
 
 def busiest(messages: Iterable[tuple[int, int, float]]) -> float:
-    """Returns the most bytes that one source sends or one destination receives, of (source, destination, bytes)."""
+    """Returns the most bytes that one source sends or one destination receives in all.
+
+    `messages`: (source, destination, bytes) of each message.
+    """
     sent: dict[int, float] = defaultdict(float)
     received: dict[int, float] = defaultdict(float)
     for source, to, nbytes in messages:
@@ -180,5 +196,5 @@ Step = Compute | Transfer
 
 
 def transfers(steps: Iterable[Step]) -> list[Transfer]:
-    """Returns the transfers in a list of steps, in order."""
+    """Returns only the transfers of a scheme's list of computations and transfers, in order."""
     return [step for step in steps if isinstance(step, Transfer)]

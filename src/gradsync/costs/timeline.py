@@ -12,7 +12,11 @@ MORE_OR_LESS = 1.25  # a factor, up or down, from which a duration counts as cha
 
 @dataclass(frozen=True)
 class Task:
-    """One piece of work on one resource; times in seconds since the step began."""
+    """One piece of work in a measured or predicted timeline, on one stream, in seconds since the step began.
+
+    `stream` names what the work keeps busy, such as "compute" or "link". `nbytes`: bytes that this rank sends on a
+    link; 0 for other work.
+    """
 
     name: str
     stream: str  # "compute", "link", "wait", ...
@@ -27,7 +31,14 @@ class Task:
 
 @dataclass(frozen=True)
 class Activity:
-    """Work with a known duration on a stream, which begins when `schedule` finds time for it."""
+    """Work with a known duration that `schedule` is to place on a stream, which serves one activity at a time.
+
+    Attributes:
+        after: indices of the activities that must end before.
+        interrupts: whether it begins at once, and stops other work on the stream.
+        queue: activities of one stream with the same queue begin in the order of the list; "": no queue.
+        nbytes: the bytes of a transfer; 0 for other work.
+    """
 
     name: str
     stream: str
@@ -205,7 +216,7 @@ class _Scheduling:
 
 
 def covered_s(tasks: list[Task], start_s: float, end_s: float) -> float:
-    """Returns the seconds of [start_s, end_s] in which at least one task runs."""
+    """Returns the seconds between `start_s` and `end_s` in which at least one task runs."""
     total, reached = 0.0, start_s
     for task in sorted(tasks, key=lambda t: t.start_s):
         begin, end = max(task.start_s, reached), min(task.end_s, end_s)

@@ -17,7 +17,7 @@ DIRECT_BYTES = 256 << 10  # a collective in which a member sends no more goes st
 
 
 class Pattern(StrEnum):
-    """The kinds of collectives, told apart by which member sends what to which."""
+    """The types of collectives, such as all-reduce: which member sends what to which; MESSAGES is single messages."""
 
     ALL_REDUCE = "all_reduce"  # every member ends with the sum of all buffers, which have one size
     ALL_GATHER = "all_gather"  # member i's part reaches every other member
@@ -27,31 +27,49 @@ class Pattern(StrEnum):
 
 
 class Transport(ABC):
-    """The way in which a backend of `torch.distributed` carries collectives among n members, numbered from 0.
+    """The way in which a backend of `torch.distributed`, such as gloo, carries collectives: in which messages.
 
-    `part_bytes` has n entries, as in `Transfer`. Single messages (`Pattern.MESSAGES`) go as they are on every
-    transport: only `queue_of` is asked about them. Subclasses are frozen dataclasses: cost models are compared and
-    written to JSON.
+    A transport answers for a collective among n members, numbered from 0. `part_bytes` has n entries, as in `Transfer`.
+    Single messages (`Pattern.MESSAGES`) go as they are on every transport: only `queue_of` is asked about them.
+    Subclasses are frozen dataclasses: cost models are compared and written to JSON.
+
+    `queues`: how many transfers each queue of the backend carries at a time.
     """
 
     queues: ClassVar[tuple[int, ...]] = (1,)
     """How many transfers each queue of the backend carries at the same time, in the order in which they are issued."""
 
     def queue_of(self, pattern: Pattern) -> int:
-        """Returns the index in `queues` of the backend's queue that carries transfers of this pattern."""
+        """Returns which of the backend's queues carries transfers of this pattern, as an index in `queues`."""
         return 0
 
     @abstractmethod
     def passes_on(self, pattern: Pattern, part_bytes: Sequence[float]) -> bool:
-        """Whether members pass on what they receive, in rounds that wait for the slowest link, as in a ring."""
+        """Whether members pass on what they receive, in rounds that wait for the slowest link, as in a ring.
+
+        Args:
+            pattern: the type of collective.
+            part_bytes: bytes for each member, as in `costs.steps.Transfer`.
+        """
 
     @abstractmethod
     def rounds(self, pattern: Pattern, part_bytes: Sequence[float]) -> int:
-        """Returns the number of messages one after another on a member's link, by which the latency is multiplied."""
+        """Returns the number of messages that follow one another on a member's link, each of which takes the latency.
+
+        Args:
+            pattern: the type of collective.
+            part_bytes: bytes for each member, as in `costs.steps.Transfer`.
+        """
 
     @abstractmethod
     def sends(self, pattern: Pattern, part_bytes: Sequence[float], member: int) -> Iterator[tuple[int, float]]:
-        """Yields (peer, bytes) for all that `member` sends; bytes that a ring forwards count at every member."""
+        """Yields (peer, bytes) for all that `member` sends in a collective, what it forwards in a ring included.
+
+        Args:
+            pattern: the type of collective.
+            part_bytes: bytes for each member, as in `costs.steps.Transfer`.
+            member: the sender, from 0.
+        """
 
 
 @dataclass(frozen=True)
@@ -59,7 +77,8 @@ class RingOrDirect(Transport):
     """A transport that sends large all-reduces and large all-gathers of equal parts in a ring, and all else directly.
 
     gloo carries collectives like this (docs/collectives.md). Backends without a transport of their own are priced the
-    same way.
+    same way. `at_once_bytes`: most bytes that a member sends in an all-gather whose messages all start at once; above,
+    it is a ring.
     """
 
     at_once_bytes: float = float(DIRECT_BYTES)

@@ -14,22 +14,23 @@ from . import streams
 
 
 def is_apart(device: torch.device) -> bool:
-    """Whether tensors on the device must be copied before the host's kernels can read them."""
+    """Whether tensors on this device must be copied to the host before kernels for the CPU can read them."""
     return device.type != "cpu"
 
 
 def numbers(values: Sequence[float], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Copies numbers of the host to the device, and returns them, (values,); the host does not wait for the device.
+    """Copies numbers of the host to the device and returns them, shape (len(values),); the host does not wait.
 
-    Submitted to this thread's current stream. `dtype`: None for that of `torch.tensor`.
+    The copy is submitted to this thread's current stream. `dtype`: None for that of `torch.tensor`.
     """
     return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)  # pageable: staged before this returns
 
 
 def fetch(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the tensors, contiguous ones of any shapes and dtypes on one device, on the host.
+    """Returns copies on the host of tensors on one device, contiguous ones of any shapes and dtypes.
 
-    Copies run behind what this thread's current stream was given so far, and the thread waits for them.
+    They are copied after what this thread's current stream was given so far, and the thread waits for them. Tensors on
+    the CPU are returned as they are.
     """
     if not tensors or not is_apart(tensors[0].device):
         return list(tensors)
@@ -43,21 +44,27 @@ def fetch(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def room_for(out: Tensor) -> Tensor:
-    """Returns memory of the host with the shape and dtype of `out`, for a result that `send` copies to `out`."""
+    """Returns memory of the host with the shape and dtype of `out`, for a result that `send` then copies to `out`.
+
+    It is pinned; where `out` is on the CPU, it is `out` itself.
+    """
     return _pinned(out) if is_apart(out.device) else out
 
 
 def send(result: Tensor, out: Tensor) -> None:
     """Copies a tensor of the host to `out`, of the same shape and dtype, on this thread's current stream.
 
-    The thread does not wait where the result is in memory of `room_for`.
+    The host does not wait if `result` is memory that `room_for` returned.
     """
     if result is not out:
         out.copy_(result, non_blocking=True)
 
 
 def sent(made: Tensor, device: torch.device) -> Tensor:
-    """Returns a tensor of the host, 1-D, on the device, by way of memory that the thread need not wait for."""
+    """Returns a copy on the device of a 1-D tensor of the host, without waiting for the device.
+
+    It is copied to pinned memory first; a tensor for the CPU is returned as it is.
+    """
     if not is_apart(device):
         return made
     staged, out = _pinned(made), torch.empty(made.shape, dtype=made.dtype, device=device)

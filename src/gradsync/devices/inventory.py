@@ -47,13 +47,16 @@ def name_of(device: torch.device) -> str:
 
 
 def built_for() -> str:
-    """Returns the type of accelerators that torch was built for, whether there are any; "" for a build for the CPU."""
+    """Returns the type of accelerator that torch was built for, such as "cuda", even if this machine has none.
+
+    A build for the CPU gives "".
+    """
     kind = torch.accelerator.current_accelerator()
     return "" if kind is None else kind.type
 
 
 def processor() -> str:
-    """Returns the name of the processor's model, or else of its architecture."""
+    """Returns the name of the processor's model, or of its architecture if the system does not tell the model."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

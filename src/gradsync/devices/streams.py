@@ -29,40 +29,43 @@ OFFLOAD: Literal["offload"] = "offload"
 
 
 class Event(Protocol):
-    """A point in the order of a stream, behind all that was submitted to it before the event was recorded."""
+    """An event as CUDA's: a point of a stream, reached when the device has run all that was submitted before."""
 
     def wait(self) -> None:
         """Makes this thread's current stream wait for the event; the host goes on at once."""
 
 
 class HostCopy(Protocol):
-    """A copy of a small tensor on the host, which arrives there while the host goes on."""
+    """A copy of a small tensor from an accelerator to the host, under way while the host goes on."""
 
     @property
     def has_arrived(self) -> bool:
-        """Whether `tolist` returns at once."""
+        """Whether the copy is complete, so that `tolist` returns at once."""
 
     def tolist(self) -> list[Any]:
         """Returns the tensor's values as numbers; waits for the copy, but not for what was submitted behind it."""
 
 
 class Moment(Protocol):
-    """A time: when a device gets to a point of a stream, behind all that was submitted to the stream before."""
+    """A time that a device notes when it has run all that a stream was given before, as by a timing event of CUDA."""
 
     @property
     def has_passed(self) -> bool:
-        """Whether the device has got there, so that `since` returns at once."""
+        """Whether the device has reached this moment, so that `since` returns at once."""
 
     def since(self, earlier: Any) -> float:
-        """Returns the seconds from an earlier moment of the same device to this one; waits until both have passed."""
+        """Returns the seconds from an `earlier` moment of the same device to this one; waits until both have passed."""
 
 
 class Streams(ABC):
-    """The streams of one device that an engine uses: streams of its own, and those current on the user's threads."""
+    """The streams of one device that an engine uses: its own ones, and those current on the user's threads.
+
+    The engine's own are called "communication" and "offload".
+    """
 
     @abstractmethod
     def on(self, name: StreamName) -> AbstractContextManager[object]:
-        """Returns a context in which the engine's stream of this name is the thread's current stream."""
+        """Returns a context manager that makes the engine's stream `name` this thread's current stream."""
 
     @abstractmethod
     def record(self) -> Event:
@@ -70,7 +73,7 @@ class Streams(ABC):
 
     @abstractmethod
     def moment(self) -> Moment:
-        """Returns the moment at which the device has run what this thread's current stream was given so far."""
+        """Returns the moment when the device has run what this thread's current stream was given, to measure time."""
 
     def work_moment(self) -> Moment:
         """Returns a moment by which to time computations: `moment()`, but on the CPU in this thread's CPU time."""
@@ -78,19 +81,22 @@ class Streams(ABC):
 
     @abstractmethod
     def to_host(self, tensor: Tensor) -> HostCopy:
-        """Submits the copying of a 1-D tensor to the host on this thread's current stream, and returns the copy."""
+        """Begins to copy a 1-D tensor to the host, on this thread's current stream, and returns the copy under way."""
 
     @abstractmethod
     def keep(self, *objects: object) -> None:
-        """Keeps objects alive, and the tensors in them, until `release`, as another stream than theirs uses them."""
+        """Keeps objects and their tensors alive until `release`, as another stream than their own still uses them."""
 
     @abstractmethod
     def release(self) -> None:
-        """Lets go what `keep` holds. The streams must have waited for each other since, or will before they go on."""
+        """Drops the objects that `keep` holds, whose memory may then be used again.
+
+        The streams must have waited for each other since, or will before they go on.
+        """
 
 
 class NoStreams(Streams):
-    """The streams of the CPU: none, as an operation has run when its call returns."""
+    """The streams of the CPU, which has none: an operation has run when its call returns, so nothing needs to wait."""
 
     def on(self, name: StreamName) -> AbstractContextManager[object]:
         return nullcontext()
@@ -115,7 +121,7 @@ class NoStreams(Streams):
 
 
 class AcceleratorStreams(Streams):
-    """The streams of an accelerator; the engine's own have a higher priority than those of the user's code."""
+    """The streams of an accelerator that an engine uses; its own have a higher priority than those of the user."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -183,7 +189,7 @@ class _AcceleratorEvent:
 
 
 class HostMoment(float):
-    """A time by a clock of the host, in seconds: the CPU has run what it was given when a call returns."""
+    """A time in seconds by a clock of the host: on the CPU an operation has run when its call returns."""
 
     has_passed = True
 
@@ -236,12 +242,12 @@ class _Arriving:
 
 
 def streams_of(device: torch.device) -> Streams:
-    """Returns new streams of the device: of the class for its type, by the tensors' device and not by torch's build."""
+    """Returns new streams of a device for an engine: `NoStreams` for the CPU, `AcceleratorStreams` for all others."""
     return NoStreams() if device.type == "cpu" else AcceleratorStreams(device)
 
 
 def settle(device: torch.device) -> None:
-    """Blocks until this thread's current stream has run what it was given; for tensors that are made once and cached.
+    """Blocks until this thread's current stream has run what it was given; for tensors made once and cached.
 
     Any stream may read such tensors from then on, without an event.
     """
@@ -250,11 +256,11 @@ def settle(device: torch.device) -> None:
 
 
 def require(holds: Tensor, expected: str, got: Callable[[], object]) -> None:
-    """Checks a condition that follows from data, without waiting for an accelerator.
+    """Checks a condition on tensors' values, without waiting for an accelerator.
 
     Args:
         holds: the condition, one bool of shape ().
-        expected: the words for it, for the error.
+        expected: the condition in words, for the error.
         got: returns what was found instead; called on the CPU only.
 
     Raises:
@@ -272,6 +278,6 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def use_device(device: torch.device) -> None:
-    """Makes the device this thread's current one, which is a setting of each thread; on the CPU there is none."""
+    """Makes the device this thread's current one, as `torch.cuda.set_device` does; does nothing for the CPU."""
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)

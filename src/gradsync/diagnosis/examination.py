@@ -40,7 +40,7 @@ Verdict = Literal["ok", "note", "fault"]
 
 @dataclass(frozen=True)
 class Finding:
-    """The outcome of one check.
+    """The outcome of one check of an installation.
 
     Attributes:
         verdict: "ok"; "note" for what may be slow, or may fail on several nodes; "fault" for what does not work.
@@ -75,7 +75,10 @@ class Report:
 
 
 def examined(*, ranks: bool) -> Report:
-    """Examines this installation, and returns the report; `ranks`: whether two ranks are started."""
+    """Examines this installation of gradsync and its machine, and returns the report.
+
+    `ranks`: whether to start two ranks that train a small model; it takes some seconds.
+    """
     findings = [_torch_found(), _native_kernels()]
     try:
         cards = accelerators()

@@ -24,7 +24,7 @@ def new_model(device: torch.device) -> nn.Module:
 
 
 def train(model: nn.Module, device: torch.device) -> list[Tensor]:
-    """Trains for `STEPS` steps on data of this rank, and returns the parameters."""
+    """Trains the model for `STEPS` steps on random data that depends on the rank, and returns its parameters."""
     draws = torch.Generator().manual_seed(dist.get_rank())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(STEPS):
@@ -36,7 +36,15 @@ def train(model: nn.Module, device: torch.device) -> list[Tensor]:
 
 
 def main(backend: str, *devices: str) -> None:
-    """Runs this rank: `devices` has one device for each rank, or one for all."""
+    """Runs one of the two ranks: trains a model by DDP and by gradsync, and compares the parameters.
+
+    Args:
+        backend: the backend for `init_process_group`.
+        devices: one device for each rank, or one for all.
+
+    Raises:
+        AssertionError: if parameters differ in a bit.
+    """
     dist.init_process_group(backend)
     device = torch.device(devices[dist.get_rank() % len(devices)])
     use_device(device)

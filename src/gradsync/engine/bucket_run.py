@@ -101,7 +101,9 @@ class BucketRun:
 
     def begin(self) -> None:
         """Starts a training step, in which no gradient of the bucket is loaded yet."""
-        self.gradients.begin()
+        # State, and a residual to be added, are of gradients that are not scaled yet.
+        scales_first = self.scheme.traits.scales_first and not self.state and self.carried_residual is None
+        self.gradients.begin(1.0 / self.group.size if scales_first else 1.0)
         self.waiting = set(self.bucket.names)
 
     def load(self, name: str, gradient: Tensor | None, *, used: bool) -> bool:
@@ -118,12 +120,22 @@ class BucketRun:
                 "attached; change a model's element type before attach()"
             )
         if name not in self.waiting:
-            raise RuntimeError(
-                f"the gradient of {name!r} became ready twice in one backward; re-entrant activation checkpointing "
-                "does that: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
-            )
+            raise _ready_twice(name)
         self.gradients.load(name, gradient, used=used)
         self.waiting.discard(name)
+        return not self.waiting
+
+    def load_views(self, names: Sequence[str]) -> bool:
+        """Loads gradients of used parameters that live in their views of the bucket, as `load` does one by one.
+
+        Raises:
+            RuntimeError: for a parameter that was loaded in this step already, or is twice in `names`.
+        """
+        assert isinstance(self.gradients, FlatGradients)
+        if len(self.waiting) - len(self.waiting.difference(names)) < len(names):
+            raise _ready_twice(next(name for name in names if name not in self.waiting or names.count(name) > 1))
+        self.gradients.load_views(names)
+        self.waiting.difference_update(names)
         return not self.waiting
 
     async def synchronize(self, *, check_finite: bool, marks: StepMarks, step: int) -> Any:
@@ -134,7 +146,8 @@ class BucketRun:
             assert isinstance(self.gradients, FlatGradients)
             self.gradients.add(self.carried_residual)  # which is what `x` looks at
         state = at_step(self.state, step)
-        result, self.next_state = await self.scheme.synchronize(x, state, self.group, 1.0 / self.group.size)
+        scale = 1.0 / self.group.size / self.gradients.factor  # 1 if gradients were loaded with it
+        result, self.next_state = await self.scheme.synchronize(x, state, self.group, scale)
         if check_finite and self.bucket.layout is Layout.FLAT:  # while other buckets are in flight
             self.result_is_finite = is_finite(result)
         if self.flags_apart:
@@ -434,3 +447,10 @@ class BucketRuns:
         """Returns, by bucket id, work and transfers in training step `step`, without tables of unknown density."""
         steps = {run.bucket.id: run.expected_steps(profiles, step) for run in self}
         return {bucket: expected for bucket, expected in steps.items() if expected is not None}
+
+
+def _ready_twice(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"the gradient of {name!r} became ready twice in one backward; re-entrant activation checkpointing "
+        "does that: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+    )

@@ -34,8 +34,8 @@ COMPARISON = "comparison of parameters"  # in messages
 _AT_ONCE = 1 << 22  # elements that are compared in float64 at a time
 _MOST_RANKS = 8  # that a message names
 
-Call = Callable[[str, Callable[[Group], Any]], Any]  # `Engine.call`
-Aside = Callable[[Callable[[Group], Any]], Future[Any]]  # `Engine.aside`
+Call = Callable[[str, Callable[[Group], Any]], Any]  # `Peers.call`
+Aside = Callable[[Callable[[Group], Any]], Future[Any]]  # `Peers.aside`
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class ParameterGuard:
 
     Args:
         parameters: tensors that should be equal on all ranks, by name, in the same order on all ranks.
-        call: runs a collective operation between two steps, see `Engine.call`.
+        call: runs a collective operation between two steps, see `Peers.call`.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], verification: Verification, call: Call, *, timeout_s: float):

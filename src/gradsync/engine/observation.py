@@ -49,9 +49,9 @@ class Observer:
         self._arrivals.clear()
         self._samples.clear()
 
-    def arrived(self, name: str, *, sparse: bool) -> None:
-        """Records that the parameter's gradient is ready now, and whether its layout is sparse."""
-        self._arrivals[name] = sparse
+    def arrived(self, *names: str, sparse: bool) -> None:
+        """Records that these parameters' gradients are ready now, and whether their layout is sparse."""
+        self._arrivals |= dict.fromkeys(names, sparse)
 
     def look(self, name: str, gradient: Tensor) -> None:
         """Samples which rows and elements of a ready gradient are zero, before its exchange, if dense and large."""

@@ -2,15 +2,15 @@
 
 The first plan follows from the model alone. After the first step, at times the second, the planner is asked again, with
 what all ranks observed: ready order, layouts, densities. If the planner then returns several plans, the best guess
-first, each runs for some steps and the fastest stays (`trial.py`). A planner that measured the network is asked again
-while training goes on.
+first, each runs for some steps and the fastest stays (`trial.py`). A planner that measures the network does so between
+the steps that follow, is then asked once more, and again while training goes on.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Protocol, runtime_checkable
@@ -32,7 +32,7 @@ from .trial import Trial, slowest
 logger = logging.getLogger(__name__)
 
 Planner = Callable[[Sequence[ParameterProfile], int], Plan | Sequence[Plan]]
-Call = Callable[[str, Callable[[Group], Any]], Any]  # `Engine.call`
+Call = Callable[[str, Callable[[Group], Any]], Any]  # `Peers.call`
 
 # A table that no module announced travels dense at first, and so do dense gradients with many zeros: their rows show in
 # the second step.
@@ -85,8 +85,8 @@ class RevisingPlanner(Protocol):
 
     def __call__(self, profiles: Sequence[ParameterProfile], world_size: int) -> Plan | Sequence[Plan]: ...
 
-    def measure(self, group: Group, timeout_s: float) -> None:
-        """Measures the network; called on all ranks at once, before the first plan that depends on densities."""
+    def measure(self, group: Group, timeout_s: float) -> Iterator[None]:
+        """Measures the network, a piece at each `next`, which all ranks call at once, when a step has ended."""
 
     def revise(self, plan: Plan, before: Sequence[ParameterProfile], now: Sequence[ParameterProfile]) -> Plan:
         """Returns a plan for the profiles `now`, the same on all ranks; `plan` was made from the profiles `before`."""
@@ -132,6 +132,7 @@ class PlanController:
         self._observations_left = 0 if isinstance(plan, Plan) else MAX_OBSERVATIONS
         self._layouts_left = LAYOUT_STEPS
         self._steps_to_look = LOOK_STEPS
+        self._measurement: Iterator[None] | None = None  # of the network, under way
         self._trial: Trial[Plan] | None = None
         self._known_to_plan: list[ParameterProfile] = []  # when the plan was made
         self.plan = plan if isinstance(plan, Plan) else self._planned()[0]
@@ -140,7 +141,8 @@ class PlanController:
     @property
     def settled(self) -> bool:
         """Whether no observation, measurement or trial is left, so that the plan stays."""
-        return self._trial is None and not self._observations_left and self._follows is Follows.NO
+        undecided = self._observations_left or self._measurement is not None or self._trial is not None
+        return not undecided and self._follows is Follows.NO
 
     @property
     def looks(self) -> bool:
@@ -170,7 +172,11 @@ class PlanController:
         if self._layouts_left and self._observer.unseen and self.plan.what is What.GRADIENT:
             self._layouts_left -= 1
             self._observer.agree_on_layouts(lambda mine: self._gather("layouts of gradients", mine))
-        if self._trial is not None:
+        if self._measurement is not None:
+            self._measure(self._measurement)
+            if self._measurement is None:
+                self._plan_anew()
+        elif self._trial is not None:
             self._try(self._trial, now)
         elif self._reviser is not None and self._reviser.cost is not None:
             self._look_again(self._reviser, runs)
@@ -232,7 +238,8 @@ class PlanController:
         assert self._proposer is not None
         self._proposer.resume(engine, resumption.profile)
         self._observer.take({p.name: p for p in resumption.profile.parameter_profiles()})
-        self._follows, self._observations_left, self._trial = Follows.NO, 0, None
+        self._follows, self._observations_left = Follows.NO, 0
+        self._measurement = self._trial = None
         self._drift = Drift(resumption.usual_step_s)
         self._switch_to(resumption.plan)
 
@@ -246,7 +253,7 @@ class PlanController:
         for plan in plans:
             self._check(plan)
         self._require_same(plans)
-        self._follows, self._observations_left = Follows.NO, 0
+        self._follows, self._observations_left, self._measurement = Follows.NO, 0, None
         self._trial = Trial(plans) if len(plans) > 1 else None
         self._drift = Drift()
         self._switch_to(plans[0])
@@ -286,11 +293,20 @@ class PlanController:
         self._share("first observations", runs)
         self._observations_left = 0 if self._observer.complete else self._observations_left - 1
         to_measure = self._observer.sparsity_known or self._group.placement.is_hierarchy
-        if (reviser := self._reviser) is not None and reviser.cost is None and to_measure:
-            self._call("measurement of the network", lambda group: reviser.measure(group, self._timeout_s))
+        if self._reviser is not None and self._reviser.cost is None and self._measurement is None and to_measure:
+            self._measure(self._reviser.measure(self._group, self._timeout_s))
+        self._plan_anew()
+
+    def _measure(self, measurement: Iterator[None]) -> None:
+        """Runs the part of a measurement of the network that belongs between this step and the next."""
+        ended = self._call("measurement of the network", lambda group: next(measurement, True))
+        self._measurement = None if ended else measurement
+
+    def _plan_anew(self) -> None:
+        """Makes plans by all that is known now, and tries them if nothing is left to be observed or measured."""
         plans = self._planned()
         self._require_same(plans)
-        if self._observations_left == 0 and len(plans) > 1:
+        if self._observations_left == 0 and self._measurement is None and len(plans) > 1:
             self._trial = Trial(plans)
         self._switch_to(plans[0])
 

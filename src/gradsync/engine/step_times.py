@@ -11,6 +11,8 @@ from ..costs.timeline import Task
 from ..devices.streams import Moment
 from .bucket_run import BucketRuns
 
+MOST_UNREAD = 64  # steps that the device has ended: their spans take memory
+
 
 @dataclass(frozen=True)
 class Step:
@@ -34,7 +36,7 @@ class Step:
 
 
 class TimedSteps:
-    """The times of the training steps that the device has ended; the host waits for no other, unless `read` is called.
+    """The times of training steps, which are read when somebody asks for them, and otherwise many at a time.
 
     Attributes:
         timeline: the tasks of the last step that was read, in seconds from its begin.
@@ -47,8 +49,13 @@ class TimedSteps:
         self._unread: deque[Step] = deque()
 
     def step_ended(self, step: Step) -> None:
-        """Adds a step, and reads those that the device has ended."""
+        """Adds a step; reads those that the device has ended once many are unread."""
         self._unread.append(step)
+        if len(self._unread) >= MOST_UNREAD:
+            self.read_ended()
+
+    def read_ended(self) -> None:
+        """Reads the steps that the device has ended, without waiting for it."""
         while self._unread and self._unread[0].ended.has_passed:
             self._read(self._unread.popleft())
 

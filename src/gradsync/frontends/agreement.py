@@ -72,12 +72,19 @@ def agreed_engine(
     communicator: Communicator = "own",
     parameters: Mapping[str, nn.Parameter] | None = None,
 ) -> Iterator[tuple[Engine, dict[str, nn.Parameter]]]:
-    """Yields a new engine and the parameters, by name, that it synchronises, or raises on all ranks. Collective.
+    """Yields a new engine, which exchanges tensors, and the parameters that it synchronises, by name. Collective.
 
-    The block installs what calls the engine. If it raises, the engine is closed, and the model is free again.
+    If model, plan or settings are wrong on some rank, or differ, all ranks raise. In the `with` block the caller
+    installs the hooks that call the engine. If the block raises, the engine is closed, and the model is free again.
 
     Args:
+        model: the model, perhaps in DDP.
+        plan: the plan, or the function that makes one.
+        process_group: the ranks that share the model; None: all.
+        timeout_s: seconds after which a rank that waits for the others raises.
+        exclude: names or shell patterns of parameters and buffers that are left alone.
         settings: the caller's settings as text, which must be equal on all ranks.
+        optimizer: checked for momentum that a compressor has as well; None: no check.
         refusal: what is wrong with the settings on this rank, or "".
         also: further tensors that the engine synchronises, by name.
         what: the call that all ranks make, for error messages; ranks that make different ones all raise.
@@ -131,7 +138,9 @@ def agreed_engine(
 
 @contextmanager
 def announcing(group: Group, what: str) -> Iterator[None]:
-    """Tells the other ranks of collectives that failed in the block, and of interruptions, as in a phase `what`.
+    """Tells the other ranks if a collective fails, or the user interrupts this rank, in the `with` block.
+
+    `what` names the block in error messages. Other exceptions pass: the ranks tell each other of these themselves.
 
     Raises:
         GroupError: for collectives that failed, with `what` in front of its text.
@@ -161,9 +170,13 @@ def group_of(
     device: torch.device,
     communicator: Communicator = "own",
 ) -> Group:
-    """Returns the collectives (`Group`) over a process group's ranks, which all come for `what`; None: all ranks.
+    """Makes a communicator over the ranks of `process_group` (None: all), which all call this for `what`.
 
-    `device`: of the tensors that they will exchange; `communicator`: as in `gradsync.attach`.
+    Args:
+        timeout_s: seconds after which a rank that waits for the others raises.
+        what: the purpose, for error messages.
+        device: of the tensors that the ranks will exchange.
+        communicator: as in `gradsync.attach`.
 
     Raises:
         ValueError: if the process group has no backend for the device.
@@ -187,7 +200,7 @@ def group_of(
 
 
 def forget(modules: Iterable[nn.Module], parameters: Iterable[Tensor]) -> None:
-    """Allows modules and parameters to be attached again."""
+    """Forgets that gradsync is attached to these modules and parameters, so that `attach` takes them again."""
     for module in modules:
         _attached.discard(module)
     for parameter in parameters:
@@ -300,9 +313,9 @@ def require_values(model: nn.Module, exclude: Sequence[str]) -> None:
 
 
 def buffers_of(model: nn.Module, exclude: Sequence[str]) -> dict[str, Tensor]:
-    """Returns the buffers that gradsync broadcasts, by name, in any shape and dtype; none of DDP models.
+    """Returns the buffers that gradsync broadcasts, by name, in any shape and dtype; {} for a model in DDP.
 
-    DDP broadcasts its buffers itself.
+    DDP broadcasts its buffers itself. `exclude`: names or shell patterns of buffers to leave out.
     """
     if isinstance(model, DistributedDataParallel):
         return {}
@@ -310,9 +323,9 @@ def buffers_of(model: nn.Module, exclude: Sequence[str]) -> dict[str, Tensor]:
 
 
 def exclusions(model: nn.Module, exclude: Sequence[str], *, has_buffers: bool = True) -> tuple[str, ...]:
-    """Returns `exclude` and the names that DDP is told to ignore (by torch's own API).
+    """Returns `exclude` with the names of parameters and buffers added that DDP is told to ignore (by torch's own API).
 
-    With `has_buffers=False` the names of all buffers are added.
+    With `has_buffers=False` the names of all buffers are added as well.
     """
     if isinstance(model, DistributedDataParallel):
         # DDP compares the name "." + key with those of parameters that belong to the outermost module itself.
@@ -369,7 +382,7 @@ def _agree(group: Group, make: Callable[[], T], describe: Callable[[T], dict[str
 
 
 def gather_texts(group: Group, text: str, timeout_s: float) -> list[str]:
-    """Returns every rank's text, by rank. Collective."""
+    """Returns the `text` of every rank, in the order of ranks. Collective."""
     return [content.decode() for content in gather_bytes(group, text.encode() or b" ", timeout_s)]
 
 

@@ -25,10 +25,10 @@ def require_module(given: object) -> None:
 
 @dataclass(frozen=True)
 class Arguments:
-    """The settings of `attach` by its names, with `timeout` in seconds, and why they are refused on this rank.
+    """The arguments of `attach` by their names, checked, with `timeout` in seconds, and why this rank refuses them.
 
-    A rank that raised alone would keep the others waiting, so `read` raises nothing: where a setting does not fit, all
-    have their defaults, and `refusal` says why. The ranks tell each other, and then raise together.
+    A rank that raised alone would keep the others waiting, so `read` raises nothing: if an argument is wrong, all have
+    their defaults, and `refusal` says why. The ranks tell each other, and then raise together.
     """
 
     timeout: TimeLimit = DEFAULT_TIMEOUT_S
@@ -46,7 +46,7 @@ class Arguments:
 
     @classmethod
     def read(cls, timeout: timedelta | float, **given: Any) -> Arguments:
-        """Returns the settings that a user gave, by name; `timeout` in seconds, or as a timedelta."""
+        """Returns the arguments that a user gave, checked; it raises nothing. `timeout`: seconds, or a timedelta."""
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         try:
             return cls(**checked(cls, {"timeout": seconds, **given}, whose=""))
@@ -54,7 +54,10 @@ class Arguments:
             return cls(refusal=str(error))
 
     def why_not(self, *, finds_unused: bool) -> str:
-        """Returns why this rank refuses the settings, or ""; `finds_unused`: a rank may leave out any parameters."""
+        """Returns why this rank refuses the arguments, or "" if it does not.
+
+        `finds_unused`: whether a rank may leave out parameters in a backward, which communicator="shared" forbids.
+        """
         if not self.refusal and self.communicator == "shared" and finds_unused:
             return (
                 "communicator='shared' needs find_unused_parameters=False, or a static graph: a rank that leaves out a "
@@ -64,7 +67,7 @@ class Arguments:
 
     @property
     def verification(self) -> Verification:
-        """How ranks compare their parameters."""
+        """The settings by which ranks compare parameters: how often they do, and what difference is allowed."""
         return Verification(self.verify_every, self.verify_tolerance)
 
     def __str__(self) -> str:

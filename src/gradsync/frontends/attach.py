@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 
 from ..costs.timeline import Task
 from ..engine.bucket_run import BucketStatistics
-from ..engine.engine import LOADING, Engine
+from ..engine.engine import Engine
+from ..engine.engine_state import LOADING
 from ..engine.guard import VERIFY_EVERY
 from ..engine.plan_control import Planner
 from ..engine.totals import Totals
@@ -104,7 +105,7 @@ class Attachment:
 
     @property
     def settled(self) -> bool:
-        """Whether the plan in force stays, as trials are over."""
+        """Whether the trials of several plans are over, so that the plan in force stays."""
         return self._engine.settled and (self._switch.choice is None or self._switch.choice.made)
 
     @property
@@ -119,12 +120,12 @@ class Attachment:
 
     @property
     def profile(self) -> Profile | None:
-        """The job's measurements by which `plan="auto"` made its plans; None before, and with other plans."""
+        """The measurements (times, densities, links) from which `plan="auto"` made its plans; None: no such plans."""
         return self._engine.profile
 
     def explain(self) -> list[str]:
         """Returns a description of the plan in words, one line per bucket."""
-        return self._engine.words()
+        return self._engine.running_plan.words()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -155,9 +156,9 @@ class Attachment:
     def state_dict(self) -> dict[str, Any]:
         """Returns plan, step and, by parameter, what schemes keep (residuals, momenta), for this rank's checkpoint.
 
-        The dict also has `rank`, `world` and a digest of the parameters' names, shapes and dtypes. It holds tensors,
-        numbers and text only, so `torch.load(..., weights_only=True)` reads it; for safetensors there is
-        `gradsync.state.save_file`.
+        A residual is what compression left out, to be sent later. The dict also has `rank`, `world` and a digest of the
+        parameters' names, shapes and dtypes. It holds tensors, numbers and text only, so `torch.load(...,
+        weights_only=True)` reads it; for safetensors there is `gradsync.state.save_file`.
 
         Raises:
             RuntimeError: after `detach`, when residuals are gone, and after a load that failed midway.
@@ -234,7 +235,7 @@ class Attachment:
             state = check_saved(engine, found, None if averaging is None else averaging.specs, strict=strict)
             groups = None if self._regrouping is None else self._regrouping.saved(state)
             engine.load_state_dict(state, strict=strict)
-            with engine.all_or_none(LOADING):
+            with engine.state.all_or_none(f"{LOADING}, step {engine.step}"):
                 if self._regrouping is not None:
                     self._regrouping.go_on(groups)
                 if averaging is not None:
@@ -256,19 +257,23 @@ class Attachment:
 
     def statistics(self) -> list[BucketStatistics]:
         """Returns each bucket's sent bytes and seconds of communication since attach, or since the plan changed."""
-        return self._engine.statistics()
+        return self._engine.running_plan.statistics()
 
     def totals(self) -> Totals:
-        """Returns the sums of bytes and seconds since attach, over all plans, and the comparisons of parameters."""
+        """Returns the bytes sent, the seconds and the steps since attach, and how often parameters were compared.
+
+        The sums are over all plans that were in force. They begin anew if parameters are averaged instead of gradients
+        from some step on, or ranks are lost.
+        """
         return self._engine.totals()
 
     def timeline(self) -> list[Task]:
         """Returns the tasks of the last step (backward, kernels, operations in flight) with their times in seconds."""
-        return self._engine.timeline()
+        return self._engine.running_plan.timeline()
 
     def predicted_timeline(self) -> list[Task]:
         """Returns the last step as predicted from plan and measured network; empty if the network was not measured."""
-        return self._engine.predicted_timeline()
+        return self._engine.running_plan.predicted_timeline(max(self._engine.step - 1, 0))
 
     def join(
         self,

@@ -96,7 +96,8 @@ class AutogradHooks:
         self._rounds = OptimizerRounds()  # since attach; ranks whose numbers differ must not average
         self._momentum = MomentumCheck(self._parameters)
         self._freezing = Freezing(self._parameters, lambda: engine.arrivals)
-        self._versions: dict[str, int] | None = None  # versions of gradients that must not change before the step
+        # Versions of gradients that must not change before the step, if some rank was late.
+        self._versions: dict[str, int] | None = None
         self._task = -1  # autograd's id of the backward under way
         self._accumulated: set[str] = set()  # parameters used by local backwards since the last synchronised one
         self._arrived: set[str] = set()  # parameters that this backward gave gradients
@@ -165,7 +166,7 @@ class AutogradHooks:
         if why := self._changes.check(model) or (self._why_unused() if self._sync else ""):
             if self.uneven is not None:
                 self.uneven.forward_fails()
-            self._engine.fail(why)
+            self._engine.peers.fail(why)
             raise RuntimeError(why)
         if self._sync:
             self._reached.clear()
@@ -278,13 +279,13 @@ class AutogradHooks:
             group = self._ready_group.get(name)
             if group is not None and not self._due:
                 group.ready.append(name)
-                if group.complete:
+                if len(group.ready) == len(group.waiting):
                     self._tell(group)
                 return
             if self._engine.in_step:
                 self._take(name, produced)
                 for group in self._groups_of[name]:
-                    if group.complete:
+                    if len(group.ready) == len(group.waiting):
                         self._tell(group)
                 return
         if not self._syncing:
@@ -306,7 +307,7 @@ class AutogradHooks:
                 f"{additions[name]} times in the first backward, now more often; this is not compatible with "
                 "static_graph=True"
             )
-            self._engine.fail(why)
+            self._engine.peers.fail(why)
             raise RuntimeError(why)
         self._task = torch._C._current_graph_task_id()  # may be the id of a nested backward
         return self._additions_left[name] == 0
@@ -324,6 +325,10 @@ class AutogradHooks:
 
     def _tell(self, group: _ReadyGroup) -> None:
         ready, group.ready = group.ready, []
+        if ready and self._views.hold_all(ready):
+            self._arrived.update(ready)
+            self._engine.load_views(ready)
+            return
         for name in ready:
             self._take(name)
 
@@ -365,7 +370,7 @@ class AutogradHooks:
                 "an optimiser stepped inside backward (in a hook?), by gradients that were not averaged yet: let it "
                 "step when backward has ended"
             )
-            self._engine.fail(why)
+            self._engine.peers.fail(why)
             raise RuntimeError(why)
         if self._armed and nothing_new and not self._engine.in_step:
             self._begin(late=True, rounds=self._rounds.number)
@@ -377,7 +382,7 @@ class AutogradHooks:
             self._momentum.check(self._engine.plan, optimizer)
             self._freezing.before(optimizer, has_closure=step.has_closure, is_watched=step.is_watched)
         except ValueError as error:
-            self._engine.fail(error)  # settings may differ by rank: the other ranks would wait for this one
+            self._engine.peers.fail(error)  # settings may differ by rank: the other ranks would wait for this one
             raise
         self._used[optimizer] = self._synchronizations
         if not step.has_closure:  # whose backward is yet to come
@@ -398,17 +403,18 @@ class AutogradHooks:
     def _require_untouched(self, versions: Mapping[str, int]) -> None:
         """Raises if a `.grad` was changed between the end of backward, when `versions` were recorded, and the step.
 
-        Called if some rank had no backward: it gets gradients only within `step()`, too late for the same change.
+        That holds if some rank had no backward: it gets gradients only within `step()`, too late for the same change.
+        Where the engine does not know yet, the next step raises.
         """
-        changed = [n for n, p in self._parameters.items() if p.grad is not None and p.grad._version != versions.get(n)]
-        if changed:
-            why = (
-                "on some rank backward reached no parameter of the model, so that it took part at optimizer.step() "
-                f"only; but gradients were changed before the step (clipping, unscale_), as that of {changed[0]!r}, "
-                "which that rank cannot have done: let every rank's loss use the output, for example + 0 * output.sum()"
+        grads = ((name, p.grad) for name, p in self._parameters.items())
+        changed = next((n for n, grad in grads if grad is not None and grad._version != versions.get(n)), None)
+        if changed is not None:
+            self._engine.forbid_late(
+                f"in step {self._engine.step - 1} on some rank backward reached no parameter of the model, so that it "
+                "took part at optimizer.step() only; but gradients were changed before the step (clipping, unscale_), "
+                f"as that of {changed!r}, which that rank cannot have done: let every rank's loss use the output, for "
+                "example + 0 * output.sum()"
             )
-            self._engine.fail(why)
-            raise RuntimeError(why)
 
     @property
     def _syncing(self) -> bool:
@@ -424,7 +430,7 @@ class AutogradHooks:
     @torch.no_grad()
     def _begin(self, *, late: bool = False, rounds: int = 0) -> None:
         engine = self._engine
-        if engine.replanning or self._plan is not engine.plan:
+        if engine.running_plan.is_outdated or self._plan is not engine.plan:
             self._views.move_out()
         engine.begin(late=late, rounds=rounds)
         if self._plan is not engine.plan:
@@ -434,10 +440,10 @@ class AutogradHooks:
         self._ready_group.clear()
         self._due = engine.due
         one_by_one = engine.one_by_one
-        for group, run, borrowed in zip(self._groups, engine.bucket_runs, self._views.begin(), strict=True):
+        for group, run, small in zip(self._groups, engine.bucket_runs, self._views.begin(), strict=True):
             group.begin(run.waiting)
             if not one_by_one:
-                self._ready_group |= dict.fromkeys(borrowed, group)
+                self._ready_group |= dict.fromkeys(small, group)
         for name, parameter in self._parameters.items():
             if not parameter.requires_grad:  # frozen since attach: gets no gradient
                 self._load_leftover(name)
@@ -501,7 +507,7 @@ class AutogradHooks:
             for name, parameter in self._parameters.items():
                 if parameter.grad is not None and engine.used(name):
                     parameter.grad.mul_(self.factor)
-        if engine.late:
+        if engine.late is not False:  # some rank was late, or it is not known yet
             self._versions = {n: p.grad._version for n, p in self._parameters.items() if p.grad is not None}
 
     def _deliver(self, name: str, parameter: nn.Parameter) -> None:
@@ -536,10 +542,6 @@ class _ReadyGroup:
     def begin(self, waiting: Set[str]) -> None:
         """Begins a new training step; `waiting`: all parameters whose gradients the bucket waits for."""
         self.ready, self.waiting = [], waiting
-
-    @property
-    def complete(self) -> bool:
-        return len(self.ready) == len(self.waiting)
 
 
 class _GradientHook(Hook):

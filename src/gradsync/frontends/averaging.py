@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..comm import GroupError, broadcast_tensors
-from ..engine.engine import LOADING, Engine
+from ..engine.engine import Engine
+from ..engine.engine_state import LOADING
 from ..optim.early_steps import EarlyExchange, EarlySteps, begin_state
 from ..plans.plan import OF, Plan, What
 from ..tensors.bucket import TensorSpec, trainable_parameters
@@ -65,11 +66,14 @@ SECOND_BACKWARD = (
 def check_saved(
     engine: Engine, state: object, references: Mapping[str, TensorSpec] | None, *, strict: bool
 ) -> Mapping[str, Any]:
-    """Checks one rank's saved state: its reference tensors, and whether ranks' models differed. Returns it. Collective.
+    """Checks a saved state that this rank is about to load, and returns it; if one is wrong, all raise. Collective.
 
     Args:
-        references: shapes and dtypes of the reference tensors, which are subtracted from what is sent; None: gradients
-            are averaged.
+        engine: by which the ranks tell each other.
+        state: what `state_dict` returned when it was saved.
+        references: shapes and dtypes of the reference tensors, which are subtracted from parameters before these are
+            sent; None: gradients are averaged.
+        strict: False accepts a state of models that differed between ranks, and goes on from the models that are here.
 
     Raises:
         TypeError, ValueError, RuntimeError: on all ranks, if it is no state or its reference tensors do not fit; or
@@ -81,7 +85,7 @@ def check_saved(
         _check_saved(engine.group.size, state, references, strict=strict)
     except Exception as error:  # told to all, then raised
         problem = error
-    engine.agree(LOADING, problem)
+    engine.peers.agree(LOADING, problem)
     assert isinstance(state, Mapping)
     return state
 
@@ -115,10 +119,10 @@ def _check_saved(size: int, state: object, references: Mapping[str, TensorSpec] 
 
 
 def tensors_beside_parameters(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
-    """Returns, by name, a tensor with the shape and dtype of each buffer and optimiser state that the plan averages.
+    """Returns the tensors that the plan averages besides parameters, by name: buffers, and optimiser state.
 
-    It is the floating-point buffer itself, or the parameter that has the optimiser state. The order matters for a
-    plan's digest: parameters in model order, then these tensors, sorted by name.
+    A buffer stands for itself; for optimiser state, which may not exist yet, the parameter that it belongs to stands,
+    which has its shape and dtype. They are sorted by name, as the plan's digest depends on the order.
     """
     parameters = trainable_parameters(model)
     buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
@@ -131,7 +135,14 @@ def tensors_beside_parameters(model: nn.Module, plan: Plan) -> dict[str, Tensor]
 
 
 class Averaging:
-    """Averages a model's parameters over groups of ranks, by an engine, after each step of their optimiser."""
+    """Averages a model's parameters over groups of ranks after each step of their optimiser, by hooks.
+
+    Args:
+        model: the model, held weakly.
+        engine: exchanges the parameters, as its plan says.
+        optimizer: the optimiser of the parameters, held weakly.
+        exclude: names or shell patterns of parameters and buffers that are left alone.
+    """
 
     def __init__(self, model: nn.Module, engine: Engine, optimizer: Optimizer, exclude: Sequence[str] = ()) -> None:
         self._model = weakref.ref(model)
@@ -193,7 +204,10 @@ class Averaging:
             ]
 
     def remove(self) -> None:
-        """Removes the hooks, and copies averages under way into the model; ranks' parameters may differ afterwards."""
+        """Ends the averaging: removes the hooks from model and optimiser, and copies averages under way into the model.
+
+        The ranks' parameters may differ afterwards.
+        """
         for handle in (*self._handles, *self._accumulations):
             handle.remove()
         self._handles.clear()
@@ -205,7 +219,9 @@ class Averaging:
         self._refuse_all_writes()
 
     def wait(self) -> None:
-        """Waits for the exchange under way, as `land`, and for an accelerator's answers about writes.
+        """Waits until the exchange under way, if any, has ended and its averages are in the model.
+
+        On an accelerator it also waits for the answer whether somebody wrote to parameters during an exchange.
 
         Raises:
             RuntimeError: on all ranks, if somebody wrote to what was being averaged.
@@ -233,7 +249,7 @@ class Averaging:
                     self._put(name)
 
     def give_up(self) -> None:
-        """Stops averaging for good, as after a loss of ranks; averages that are in the model already stay."""
+        """Stops averaging for good, as when ranks were lost; averages that are in the model already stay."""
         self._sent.clear()
         self.gave_up = True
 
@@ -252,24 +268,33 @@ class Averaging:
         model, parameters = self._model(), list(self._parameters.values())
         timeout_s = self._engine.timeout_s
         with self._engine.at_barrier(CONSENSUS):
-            self._engine.call(CONSENSUS, lambda group: take_mean(group, model, parameters, timeout_s, self._exclude))
+            self._engine.peers.call(
+                CONSENSUS, lambda group: take_mean(group, model, parameters, timeout_s, self._exclude)
+            )
         self._engine.verify(self._parameters)
         self._references = self._taken_references()
         self.are_apart = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns "references" (subtracted from what is sent) and "apart": number of ranks if models differ, else 0."""
+        """Returns what this rank needs to go on: its reference tensors, and whether the ranks' models differ.
+
+        "references" has, by name, the tensors that are subtracted from parameters before these are sent; "apart" is the
+        number of ranks if their models differ, else 0.
+        """
         self.wait()
         references = {name: reference.clone() for name, reference in self._references.items()}
         return {"references": references, APART: self._engine.group.size if self.are_apart else 0}
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
-        """Shapes and dtypes, by name, of the reference tensors: copies that are subtracted from what is sent."""
+        """The shapes and dtypes of the reference tensors, by name.
+
+        Reference tensors are subtracted from parameters before these are sent.
+        """
         return {name: TensorSpec.of(reference) for name, reference in self._references.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads what `state_dict` returned; load the model first. Collective.
+        """Loads what `state_dict` returned; load the model's own state first. Collective.
 
         Reference tensors, which are subtracted from parameters before these are sent, are copied from the model where
         `state` lacks them. All ranks then get rank 0's reference tensors.
@@ -283,7 +308,7 @@ class Averaging:
                 reference.copy_(references[name])
         timeout_s, taken = self._engine.timeout_s, list(self._references.values())
         if taken:
-            self._engine.call("references", lambda group: broadcast_tensors(group, taken, timeout_s))
+            self._engine.peers.call("references", lambda group: broadcast_tensors(group, taken, timeout_s))
 
     # Callbacks of modules and the optimiser.
 
@@ -584,7 +609,7 @@ class Averaging:
     def _refuse(self, why: str) -> NoReturn:
         """Abandons the exchange under way, tells the other ranks why, and raises."""
         self._engine.abandon(why)
-        self._engine.fail(why)
+        self._engine.peers.fail(why)
         raise RuntimeError(why)
 
 

@@ -26,11 +26,13 @@ Send = Callable[[Group, list[Tensor], float], None]
 class Buffers:
     """Broadcasts a model's buffers from rank 0; buffers may be added, removed or replaced between calls.
 
-    Only values are sent while names, shapes and dtypes stay the same. When these change, ranks compare them at a
-    barrier of the store first, so that no rank reads a message of another size. A model without buffers at attach is
+    Only values are sent while names, shapes and dtypes stay as they are. When these change, ranks first compare them
+    while all wait for each other, so that no rank reads a message of another size. A model without buffers at attach is
     left alone for good, as with DDP.
 
     Args:
+        model: the model, held weakly.
+        engine: runs the broadcasts.
         exclude: names or shell patterns of buffers that are left alone.
         is_active: False leaves all buffers alone.
     """
@@ -55,10 +57,11 @@ class Buffers:
         return any(module.training for module in modules if module is not None)
 
     def present(self, generation: int = 0) -> dict[str, Tensor]:
-        """Returns the buffers that are not excluded, by name, each once; they have any shape and dtype.
+        """Returns the buffers to broadcast (those not excluded), by name, each once; they have any shape and dtype.
 
         Args:
-            generation: a number that changes whenever modules have changed.
+            generation: a number that changes whenever modules have changed (`Changes.generation`); the model is then
+                searched for buffers anew.
         """
         if generation != self._generation:
             self._find_tables()
@@ -81,8 +84,9 @@ class Buffers:
         Version counters stay, as with DDP: to autograd, tensors that an earlier forward saved have not changed.
 
         Args:
-            generation: as in `present`: a number that changes whenever modules have changed.
-            send: the function that broadcasts; `broadcast_tensors` or one with its signature.
+            generation: a number that changes whenever modules have changed (`Changes.generation`).
+            send: the function that broadcasts tensors (group, tensors, seconds to wait at most), such as
+                `broadcast_tensors`.
 
         Raises:
             ValueError, GroupError: if buffers changed on some ranks only, or differently.
@@ -100,7 +104,7 @@ class Buffers:
                 return
             timeout_s, tensors = self._engine.timeout_s, list(buffers.values())
             writes = self._engine.group.rank != 0 or send is not broadcast_tensors
-            self._engine.call(
+            self._engine.peers.call(
                 "broadcast of buffers",
                 lambda group: _keeping_versions(tensors if writes else [], lambda: send(group, tensors, timeout_s)),
             )
@@ -122,11 +126,13 @@ class Buffers:
         """Accepts buffers that changed on this rank if all ranks changed alike, else raises."""
         for name, buffer in buffers.items():
             if why := why_not_broadcast(name, buffer):
-                self._engine.fail(why)
+                self._engine.peers.fail(why)
                 raise ValueError(why)
         now, before = _lines(specs), _lines(self._specs)
         was, is_now = next((b, n) for b, n in zip_longest(before, now, fillvalue="") if b != n)
-        self._engine.call("buffers that changed", lambda group: _require_alike(group, was, is_now, now, self._engine))
+        self._engine.peers.call(
+            "buffers that changed", lambda group: _require_alike(group, was, is_now, now, self._engine)
+        )
         self._specs = specs
 
 
@@ -146,7 +152,10 @@ def why_not_broadcast(name: str, buffer: Tensor) -> str:
 
 
 def describe_buffers(buffers: Mapping[str, Tensor]) -> list[str]:
-    """Returns one line per buffer, `name: shape dtype`, with the number of stored elements for sparse ones."""
+    """Returns one line per buffer, `name: shape dtype`, and for a sparse one its number of stored elements.
+
+    Ranks compare these lines.
+    """
     return _lines([_spec(name, buffer) for name, buffer in buffers.items()])
 
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from ..comm import gather_bytes
-from ..engine.engine import LOADING, Engine
+from ..engine.engine import Engine
+from ..engine.engine_state import LOADING
 from ..state import Origin, from_bytes, handed_over, has_ranks, read_ranks, to_bytes, write_rank
 
 MOST_RANKS = 1024  # entries of a checkpoint; an empty one takes a kilobyte
@@ -26,7 +27,10 @@ HEAD = {"references"}  # keys that are left out for ranks that take over no part
 
 
 class Load(Protocol):
-    """A function that waits for all ranks at a barrier, then calls `find` and loads the state that `find` returns."""
+    """A function that waits until all ranks have come, then calls `find` and loads the state that `find` returns.
+
+    `what` names the call in error messages; `strict` is as in `Attachment.load_state_dict`.
+    """
 
     def __call__(self, find: Callable[[], object], *, strict: bool = True, what: str = LOADING) -> None: ...
 
@@ -36,10 +40,11 @@ class _NothingSavedError(Exception):
 
 
 class RankBytes(bytes):
-    """The state of one rank, as `gradsync.state.to_bytes` makes it, for libraries that take text, bytes and tensors.
+    """The state of one rank as bytes (`gradsync.state.to_bytes`), for libraries that take text, bytes and tensors only.
 
-    `torch.save` stores bytes as text, half as long again and slowly, so it gets a tensor of uint8, which loading
-    returns. Only `torch.save` pickles by protocol 2; code that copies objects gets bytes.
+    `torch.save` stores bytes as text, half as long again and slowly. So it gets a tensor of uint8 instead, which
+    loading returns; code that copies objects gets bytes. (`torch.save` is told by pickle's protocol 2, which only it
+    uses.)
     """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -49,7 +54,7 @@ class RankBytes(bytes):
 
 
 class Checkpoint:
-    """The state of all ranks, in entries by rank, to save and load; `Attachment.checkpoint` makes one."""
+    """The state of all ranks, with an entry for each rank, to save and load; `Attachment.checkpoint` makes one."""
 
     def __init__(
         self, engine: Callable[[], Engine], state_dict: Callable[[], dict[str, Any]], load: Load, *, gather: bool
@@ -57,9 +62,11 @@ class Checkpoint:
         self._engine, self._state_dict, self._load, self._gather = engine, state_dict, load, gather
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns this rank's part: on rank 3 of 8 as "rank 3", with None as entries "rank 11", "rank 19", ... to 1023.
+        """Returns this rank's state under its own key, such as "rank 3", as bytes; with `gather`, all ranks' states.
 
-        With `gather` returns all ranks' parts as tensors of bytes, (nbytes,) uint8; collective.
+        Entries for ranks that do not exist have None, divided among the ranks: on rank 3 of 8 they are "rank 11", "rank
+        19", ... to 1023, so that a checkpoint can be loaded on more ranks. With `gather` the entries are tensors of
+        bytes, (nbytes,) uint8, and the call is collective.
 
         Raises:
             RuntimeError: after `detach`, and with `gather` inside a step.
@@ -71,7 +78,7 @@ class Checkpoint:
         if self._gather:
             mine = to_bytes(self._state_dict())  # waits for averages under way: the barrier is between two steps
             with engine.at_barrier(GATHERING):
-                parts = engine.call(GATHERING, lambda group: gather_bytes(group, mine, engine.timeout_s))
+                parts = engine.peers.call(GATHERING, lambda group: gather_bytes(group, mine, engine.timeout_s))
             return {_entry(r): torch.frombuffer(bytearray(part), dtype=torch.uint8) for r, part in enumerate(parts)}
         if size > MOST_RANKS:
             raise ValueError(
@@ -106,6 +113,7 @@ class Checkpoint:
         """Loads what `save` wrote on these ranks, or on another number of ranks; call it on all ranks.
 
         Args:
+            folder: the folder that was given to `save`.
             strict: as in `Attachment.load_state_dict`.
             missing_ok: load nothing where no rank finds a file in the folder, as in a checkpoint of another program.
 
@@ -113,14 +121,15 @@ class Checkpoint:
             Whether state was loaded.
 
         Raises:
-            gradsync.state.MissingStateError: if the folder lacks files that this rank takes over; a ValueError.
+            gradsync.state.MissingStateError: if the folder lacks files of ranks whose state this rank must load; a
+            ValueError.
             TypeError, ValueError, RuntimeError, GroupError: on all ranks, before anything has changed, as
                 `load_state_dict`, and if another rank lacks files.
         """
         engine = self._engine()
 
         def find() -> Mapping[str, Any]:
-            if missing_ok and not any(engine.tell(LOADING, has_ranks(folder))):
+            if missing_ok and not any(engine.peers.tell(LOADING, has_ranks(folder))):
                 raise _NothingSavedError
             return self._own_state(lambda: read_ranks(folder, engine.group.rank, engine.group.size))
 
@@ -143,13 +152,13 @@ class Checkpoint:
             parts = _parts(find(), rank, size)
         except Exception as error:  # told to all, then raised
             problem = error
-        engine.agree(LOADING, problem)
-        told = engine.tell(LOADING, [[r, part["world"]] for r, part in parts.items()])
+        engine.peers.agree(LOADING, problem)
+        told = engine.peers.tell(LOADING, [[r, part["world"]] for r, part in parts.items()])
         world = _world_of([(r, of) for each in told for r, of in each])
         if world == size:
             return parts[rank]
         mine = {key: value for key, value in parts[rank].items() if key not in HEAD} if rank == 0 else {}
-        like = engine.call(
+        like = engine.peers.call(
             LOADING,
             lambda group: gather_bytes(group, to_bytes({**mine, "state": {}}), engine.timeout_s),
         )
@@ -166,7 +175,7 @@ class Checkpoint:
             found = handed_over(parts, parts[0] if parts else like, engine.group.rank, engine.group.size)
         except Exception as error:  # told to all, then raised
             problem = error
-        engine.agree(LOADING, problem)
+        engine.peers.agree(LOADING, problem)
         return found
 
 

@@ -32,13 +32,13 @@ Steps = Generator[None, Moment, float]  # resumed after each step with the momen
 
 
 class Parameters(Protocol):
-    """The interface of averaging of parameters, which replaces averaging of gradients from `begin` to `end`."""
+    """The interface by which a trial puts averaging of parameters in the place of averaging of gradients, and back."""
 
     def prepare(self, most_s: float) -> int:
-        """Makes a plan of averaging; returns after how many exchanges its groups of ranks repeat, or 0 if it is no use.
+        """Makes a plan of averaging; returns after how many exchanges its groups of ranks repeat, 0 if it is no use.
 
-        That is so without groups, or if its training steps are expected to take more than `most_s` seconds. Collective,
-        and the same on all ranks.
+        It is no use without groups, or if its training steps are expected to take more than `most_s` seconds.
+        Collective; all ranks get the same number.
         """
 
     def begin(self) -> None: ...
@@ -50,14 +50,20 @@ class Parameters(Protocol):
         """Sets all ranks' parameters to their mean, and goes back to averaging of gradients."""
 
     def keep(self) -> None:
-        """Closes the averaging of gradients for good, so that parameters are averaged from now on."""
+        """Gives up averaging of gradients for good: parameters are averaged from now on."""
 
 
 class GradientsOrParameters:
-    """A trial of averaging gradients, then parameters, on an optimiser's real steps; the latter stay if clearly faster.
+    """A trial on real training steps whether averaging parameters is clearly faster than averaging gradients.
 
-    `engine` averages the gradients. A change from one to the other waits for the next forward, as an optimiser's hooks
-    cannot add hooks to it.
+    If it is, parameters are averaged from then on. A change from one to the other waits for the next forward, as an
+    optimiser's hooks cannot add hooks to it.
+
+    Args:
+        engine: averages the gradients.
+        model: the model, held weakly.
+        optimizer: its optimiser, after whose steps time is taken.
+        parameters: begins and ends the averaging of parameters.
     """
 
     def __init__(self, engine: Engine, model: nn.Module, optimizer: Optimizer, parameters: Parameters) -> None:
@@ -75,7 +81,7 @@ class GradientsOrParameters:
         ]
 
     def remove(self) -> None:
-        """Ends the trial: gradients or parameters are averaged as at present."""
+        """Ends the trial, if it is not over: what is averaged at present, gradients or parameters, stays."""
         self.made = True
         for handle in self._handles:
             handle.remove()
@@ -131,7 +137,7 @@ class GradientsOrParameters:
         """Returns the largest `seconds` of all ranks, on all ranks. Collective."""
         mine = torch.tensor([seconds], dtype=torch.float64, device=self._engine.device)
         timeout_s = self._engine.timeout_s
-        parts = self._engine.call("times of steps", lambda group: group.all_gather(mine).wait(timeout_s))
+        parts = self._engine.peers.call("times of steps", lambda group: group.all_gather(mine).wait(timeout_s))
         return max(float(part) for part in parts)
 
 

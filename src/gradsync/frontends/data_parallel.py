@@ -177,7 +177,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     @property
     def attachment(self) -> Attachment:
-        """The attachment that `gradsync.attach` returned.
+        """The attachment that `gradsync.attach` returned for the model: plan, statistics, state for checkpoints.
 
         Raises:
             RuntimeError: for a copy that has made no forward yet.
@@ -235,7 +235,11 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self.attachment.detach()
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Returns the hook for `torch.distributed.algorithms.Join`: a rank without further inputs contributes zeros."""
+        """Returns the hook that `torch.distributed.algorithms.Join` calls on ranks without further inputs.
+
+        Such a rank then contributes zeros to the others' gradients. `kwargs`: the arguments of `Join`, which calls
+        this.
+        """
         self._require_attached()
         joinable = self.attachment.joinable
         assert isinstance(joinable, UnevenInputs)

@@ -273,7 +273,9 @@ class _Exchange:
         if model is None or not model._join_config.enable or model._divide_by_initial_world_size:
             return 1.0
         mine, timeout_s = bytes([is_backward()]), self.engine.timeout_s
-        told: list[bytes] = self.engine.call("who still has inputs", lambda group: gather_bytes(group, mine, timeout_s))
+        told: list[bytes] = self.engine.peers.call(
+            "who still has inputs", lambda group: gather_bytes(group, mine, timeout_s)
+        )
         return len(told) / sum(theirs[0] for theirs in told)
 
     def _before_optimizer_step(self, step: OptimizerStep) -> None:
@@ -281,7 +283,7 @@ class _Exchange:
             self._momentum.check(self.engine.plan, step.optimizer)
             self._freezing.before(step.optimizer, has_closure=step.has_closure, is_watched=step.is_watched)
         except ValueError as error:
-            self.engine.fail(error)  # settings may differ by rank: the other ranks would wait for this one
+            self.engine.peers.fail(error)  # settings may differ by rank: the other ranks would wait for this one
             raise
 
     def _after_optimizer_step(self, step: OptimizerStep) -> None:
@@ -301,7 +303,7 @@ class _Exchange:
     def _require_no_additions(self) -> None:
         model = self.model
         if model is not None and (why := self._additions.check(unwrapped(model))):
-            self.engine.fail(why)
+            self.engine.peers.fail(why)
             raise RuntimeError(why)
 
     def _result(self, bucket: GradBucket) -> Tensor:
@@ -325,7 +327,7 @@ class _Exchange:
                 yield self._names[id(parameter)], _in_format_of(parameter, gradient)
             elif id(parameter) not in self._left_alone:
                 why = "this DDPState got a bucket of another model than its own; give each DDP model its own DDPState"
-                self.engine.fail(why)
+                self.engine.peers.fail(why)
                 raise RuntimeError(why)
 
 

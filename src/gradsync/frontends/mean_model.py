@@ -23,10 +23,14 @@ def take_mean(
 ) -> None:
     """Overwrites parameters and the model's buffers with their mean over the group, bit for bit alike. Collective.
 
-    Variances are pooled, as if of the samples of all ranks together. Counters and other integer buffers become the
-    maximum over ranks; complex buffers stay. `model` is None if it was deleted: then only `parameters` are averaged.
+    Variances of batch normalisation are pooled, as if of the samples of all ranks together. Counters and other integer
+    buffers become the maximum over ranks; complex buffers stay.
 
     Args:
+        group: the ranks.
+        model: the model whose buffers are averaged; None if it was deleted: then only `parameters` are averaged.
+        parameters: floating-point tensors of any shape.
+        timeout_s: seconds after which a rank that waits for the others raises.
         exclude: names or shell patterns of buffers that are left alone.
     """
     modules = [] if model is None else list(model.modules())

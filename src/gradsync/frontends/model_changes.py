@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence, Sized
+from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ REPLACED = (
 
 
 class Additions:
-    """Finds parameters that were added to a model after `attach`, whose gradients nobody would synchronise."""
+    """Finds parameters that were added to a model after `attach`, whose gradients gradsync would not synchronise."""
 
     def __init__(self, model: nn.Module, exclude: Sequence[str]) -> None:
         self._exclude = exclude
@@ -32,9 +33,9 @@ class Additions:
         self._remember(model)
 
     def check(self, model: nn.Module) -> str:
-        """Returns an error text if a parameter was added or unfrozen that nobody synchronises; else "".
+        """Returns an error text if a parameter was added to the model or unfrozen since `attach`; else "".
 
-        It is quick while no module has changed.
+        gradsync would not synchronise such a parameter. The check is quick while no module has changed.
         """
         for name, frozen in self._frozen:
             parameter = frozen()
@@ -55,7 +56,7 @@ class Additions:
         return ""
 
     def added(self, model: nn.Module) -> str:
-        """Returns the name of a parameter that was added after `attach`, so that nobody synchronises it; else ""."""
+        """Returns the name of a trainable parameter that was added to the model after `attach`; else ""."""
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and parameter not in self._known and not matches(name, self._exclude):
                 return name
@@ -87,7 +88,7 @@ class Changes:
 
     @property
     def generation(self) -> int:
-        """A number that changes when modules are added or removed, or parameters move."""
+        """A number that changes whenever modules were added or removed, or parameters have moved to other modules."""
         return self._additions.generation + self._moves
 
     def check(self, model: nn.Module) -> str:
@@ -109,17 +110,19 @@ class Changes:
 
     def _are_in_place(self) -> bool:
         try:  # the tables of TorchScript have no `get`
-            return all(table[key] is p for table, key, p in self._places)
+            return all(map(is_, [table[key] for table, key in self._places], self._present))
         except KeyError:
             return False
 
     def _find_places(self, model: nn.Module) -> None:
-        self._places: list[tuple[Mapping[str, Any], str, Tensor]] = [
+        found: list[tuple[Mapping[str, Any], str, Tensor]] = [
             (module._parameters, key, p)
             for module in model.modules()
             for key, p in module._parameters.items()
             if p is not None and id(p) in self._ours
         ]
+        self._places = [(table, key) for table, key, _ in found]
+        self._present = [p for _, _, p in found]
 
 
 def _children(module: nn.Module | None) -> list[int]:

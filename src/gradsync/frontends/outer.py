@@ -87,7 +87,9 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Exchanges pseudo-gradients, and steps; on all ranks.
+        """Averages the pseudo-gradients over all ranks, and lets the outer optimiser step; call it on all ranks.
+
+        Pseudo-gradients are the parameters at the last call minus those of now.
 
         Raises:
             GroupError: where a rank is lost, or does not come within the timeout.
@@ -97,7 +99,7 @@ class OuterOptimizer:
             raise RuntimeError(DETACHED)
         now, start = self._trained(), dict(self._start.named_parameters())
         if changed := sorted(now.keys() ^ start.keys()):
-            self.attachment._engine.fail(why := OTHER_PARAMETERS.format(names=", ".join(changed)))
+            self.attachment._engine.peers.fail(why := OTHER_PARAMETERS.format(names=", ".join(changed)))
             raise RuntimeError(why)
         with torch.enable_grad():
             self._start()  # at whose hook a step of the exchange begins
@@ -116,7 +118,9 @@ class OuterOptimizer:
         return {"start": self._start.state_dict(), **states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads what `state_dict()` returned on this rank; on all ranks. The model's own state is loaded apart.
+        """Loads what `state_dict()` returned on this rank; call it on all ranks.
+
+        The model's own state must be loaded apart from it.
 
         Raises:
             KeyError: where a part is missing.
@@ -128,7 +132,7 @@ class OuterOptimizer:
             self._start.load_state_dict(start)
             self.optimizer.load_state_dict(optimizer)
         except Exception as error:
-            self.attachment._engine.fail(error)
+            self.attachment._engine.peers.fail(error)
             raise
 
     def _trained(self) -> dict[str, nn.Parameter]:

@@ -34,7 +34,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SavedGroups:
-    """A checkpoint's plan of the groups of ranks that average together, and how long its rounds of averaging took."""
+    """A checkpoint's plan, which says which ranks average parameters together, and the time of its exchanges.
+
+    `young_s`: seconds of one exchange on this rank when the plan was new; None: not known.
+    """
 
     plan: Plan
     young_s: float | None  # seconds of this rank's rounds when the plan was new
@@ -45,7 +48,10 @@ class SavedGroups:
 
 
 class Regrouping:
-    """Times rounds of averaging, and changes which ranks average together if that is faster or keeps models closer."""
+    """Times the exchanges that average parameters, and changes which ranks average together if that is better.
+
+    Other groups of ranks are better if they are clearly faster, or keep the ranks' models closer to each other.
+    """
 
     def __init__(
         self,
@@ -68,25 +74,27 @@ class Regrouping:
             averaging.watch = self._watch
 
     def remove(self) -> None:
-        """Stops timing rounds of averaging (exchanges of parameters), by removing a hook from the optimiser."""
+        """Stops the timing of exchanges, by removing a hook from the optimiser; groups of ranks stay as they are."""
         self._handle.remove()
 
     def consider(self) -> None:
-        """Changes which ranks average together, if that is clearly better. Collective, while all models are equal."""
+        """Changes which ranks average together, if that is clearly better. Collective, while models are equal."""
         engine, placement = self._engine, self._engine.group.placement
         figures = [self._rounds.young_s or 0.0, self._rounds.now_s or 0.0, self._removed, self._removed_rounds]
         mine = torch.tensor(figures, dtype=torch.float64, device=engine.device)
-        parts = engine.call("what rounds did", lambda group: group.all_gather(mine).wait(engine.timeout_s))
+        parts = engine.peers.call("what rounds did", lambda group: group.all_gather(mine).wait(engine.timeout_s))
         young_s, now_s, removed, rounds = zip(*(part.tolist() for part in parts), strict=True)
         changed = self._planner.remaps(placement) and all(young_s) and all(now_s) and links_changed(young_s, now_s)
         if changed:
             logger.info("times of rounds have changed; rates between nodes are measured again")
-            self._cluster = engine.call("rates between nodes", lambda group: measured_cluster(group, engine.timeout_s))
+            self._cluster = engine.peers.call(
+                "rates between nodes", lambda group: measured_cluster(group, engine.timeout_s)
+            )
         mean = sum(removed) / sum(rounds) if min(rounds) >= LEAST_ROUNDS else None
         self._count_removed_anew()
         if not changed and mean is None:
             return
-        text = engine.call("groups chosen anew", lambda group: self._better_plan(group, mean))
+        text = engine.peers.call("groups chosen anew", lambda group: self._better_plan(group, mean))
         if text:
             engine.replan(Plan.from_json(text))
             self._begin()
@@ -94,14 +102,16 @@ class Regrouping:
             self._rounds.keep_plan()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the planner's settings, ranks' node numbers and `young_s`; the engine saves the plan itself.
+        """Returns what a checkpoint keeps beside the plan: planner's settings, ranks' node numbers, `young_s`.
 
-        `young_s`: seconds that a round of averaging took when the plan was new; None: not known yet.
+        `young_s`: seconds that one averaging exchange took when the plan was new; None: not known yet.
         """
         return {**self._same_job, "young_s": self._rounds.young_s}
 
     def saved(self, state: Mapping[str, Any]) -> SavedGroups | None:
-        """Returns a checkpoint's averaging plan from `state`; None if saved with another planner or nodes. Collective.
+        """Returns a checkpoint's plan of groups; None if it was made by another planner or for other nodes.
+
+        Collective. `state` has this object's `state_dict` as "groups", and the plan as "plan".
 
         Raises:
             ValueError, RuntimeError: on all ranks, for a plan that does not fit, or other plans on other ranks.
@@ -117,11 +127,16 @@ class Regrouping:
                 found.plan.check(self._engine.specs, self._engine.group.size)
         except Exception as error:  # told to all, then raised
             problem = error
-        self._engine.agree("loading of groups", problem, "" if found is None else f"plan {found.plan.digest[:12]}")
+        self._engine.peers.agree(
+            "loading of groups", problem, "" if found is None else f"plan {found.plan.digest[:12]}"
+        )
         return found
 
     def go_on(self, saved: SavedGroups | None) -> None:
-        """Changes to the plan of a loaded checkpoint, or keeps the present one; times rounds anew. Collective."""
+        """Changes to the plan `saved` of a loaded checkpoint, or keeps the present one if it is None. Collective.
+
+        Exchanges are timed anew from then on.
+        """
         if saved is not None and saved.plan.digest != self._engine.plan.digest:
             self._engine.replan(saved.plan)
         self._begin(None if saved is None else saved.young_s)
@@ -148,7 +163,9 @@ class Regrouping:
 
     def _communication_s(self) -> float:
         """Returns all buckets' seconds of communication since the engine got its present plan (buckets and groups)."""
-        return sum(run.communication_s for run in self._engine.bucket_runs)
+        running = self._engine.running_plan
+        running.times.read_ended()
+        return sum(run.communication_s for run in running.runs)
 
     def _watch(self, own: Tensor, average: Tensor) -> None:
         """Adds a parameter's squared distance to its average, and the average's squared norm, to this round's sums."""

@@ -60,9 +60,17 @@ SURVIVES_NOT = (
 
 @dataclass(frozen=True)
 class Frontend:
-    """The object that synchronises a model: gradients before the optimiser's step, or parameters after it.
+    """The object that synchronises a model: its gradients in backward, or its parameters after an optimiser step.
 
-    All references to the model are weak: the model's modules keep the frontend alive.
+    All references to the model are weak: the model's modules keep this object alive.
+
+    Attributes:
+        engine: exchanges tensors as the plan says.
+        no_sync: returns a context manager in which nothing is exchanged.
+        remove: removes the hooks.
+        averaging: averages parameters; None if gradients are averaged.
+        regrouping: changes which ranks average parameters together; None: nothing does.
+        joinable: returns what stands for the model in torch's `Join`, or None.
     """
 
     engine: Engine
@@ -74,7 +82,10 @@ class Frontend:
     sharded: ShardedGradients | None = None  # of a model in shards
 
     def consensus(self) -> None:
-        """Sets parameters, if averaged, to all ranks' mean, and may change which ranks average together. Collective."""
+        """Sets all ranks' parameters to their mean, and may change which ranks average together. Collective.
+
+        It does nothing if gradients are averaged, as the ranks' models are equal then.
+        """
         if self.averaging is not None:
             self.averaging.consensus()
         if self.regrouping is not None:
@@ -89,7 +100,7 @@ class Frontend:
 
 @dataclass
 class FrontendSwitch:
-    """Holds a model's frontend (the object that synchronises its gradients or parameters), and what may replace it.
+    """Holds the object that synchronises a model (its frontend), and what may replace it during training.
 
     Attributes:
         present: the frontend in force.
@@ -104,7 +115,7 @@ class FrontendSwitch:
     surviving: Surviving | None = None
 
     def consensus(self) -> None:
-        """Sets the parameters of all surviving ranks to their mean, if parameters are averaged. Collective."""
+        """Sets the parameters of all ranks that are left to their mean, if parameters are averaged. Collective."""
         if self.surviving is None:
             self.present.consensus()
         else:
@@ -121,11 +132,15 @@ class FrontendSwitch:
 
 
 class Attached:
-    """The arguments of `attach`: a model, its optimiser if known, and how its ranks communicate.
+    """The arguments of `attach` that are needed to attach anew: a model, its optimiser, and how its ranks communicate.
 
     References to model and optimiser are weak.
 
     Args:
+        model: the model.
+        optimizer: its optimiser; None if it was not given.
+        process_group: the ranks that share the model; None: all.
+        timeout_s: seconds after which a rank that waits for the others raises.
         exclude: names or shell patterns of parameters and buffers that are left alone.
         verification: how ranks compare their parameters.
         refusal: what is wrong with the arguments on this rank, or "".
@@ -159,12 +174,15 @@ class Attached:
         return None if self._optimizer is None else self._optimizer()
 
     def within(self, process_group: dist.ProcessGroup) -> Attached:
-        """Returns the same arguments for the ranks of another process group."""
+        """Returns these arguments for the ranks of another process group, with a communicator of their own."""
         return Attached(self.model, self.optimizer, process_group, self.timeout_s, self.exclude, self.verification)
 
 
 class ParametersOnTrial:
-    """Replaces averaging of a model's gradients by averaging of its parameters, on trial; see `choosing.Parameters`."""
+    """Replaces averaging of a model's gradients by averaging of its parameters, on trial.
+
+    It has the methods of `choosing.Parameters`.
+    """
 
     def __init__(
         self, switch: FrontendSwitch, hooks: AutogradHooks, planner: AveragingPlanner, attached: Attached
@@ -188,7 +206,7 @@ class ParametersOnTrial:
             cycle = self._planner.cycle(schedule) if expected_s <= most_s else 0
             self._made = made, cluster
         mine = torch.tensor([cycle], device=engine.device)
-        parts = engine.call(
+        parts = engine.peers.call(
             "whether to average parameters", lambda group: group.all_gather(mine).wait(attached.timeout_s)
         )
         return min(int(part) for part in parts)
@@ -225,17 +243,17 @@ class ParametersOnTrial:
 
 
 class Surviving:
-    """Replaces the frontend, which averages a model's parameters, by one over the surviving ranks if some are lost.
+    """Lets training go on when ranks are lost, where parameters are averaged: it builds a new frontend over the others.
 
-    The new frontend begins between two steps, when all survivors have made the same number of steps; ranks that have
-    made fewer catch up by local steps while the others wait.
+    The new frontend (the object that averages) begins between two steps, when all survivors have made the same number
+    of steps; ranks that have made fewer catch up by steps without averaging while the others wait.
     """
 
     def __init__(self, switch: FrontendSwitch, planner: AveragingPlanner, attached: Attached) -> None:
         self._switch, self._planner, self._attached = switch, planner.for_other_ranks(), attached
         timeout_s = attached.timeout_s
         mine = secrets.token_hex(8).encode()
-        name: list[bytes] = switch.present.engine.call(
+        name: list[bytes] = switch.present.engine.peers.call(
             "a name for survivors", lambda group: gather_bytes(group, mine, timeout_s)
         )
         self._survivors = Survivors(
@@ -282,7 +300,9 @@ class Surviving:
         """Stops the present frontend; returns the surviving ranks and their most steps. Collective over these ranks."""
         if self._survival is None:
             self._present.land()
-            self._switch.present.engine.fail(GroupError("ranks were lost; the surviving ranks go on without them"))
+            self._switch.present.engine.peers.fail(
+                GroupError("ranks were lost; the surviving ranks go on without them")
+            )
             self._present.give_up()
             self._survival = self._survived(self._survivors.ranks)
         return self._survival
@@ -317,13 +337,16 @@ class Surviving:
 
 
 def survive(switch: FrontendSwitch, planner: AveragingPlanner, attached: Attached) -> None:
-    """Sets `switch.surviving`, by which ranks go on when others are lost, if `planner.survives`. Collective."""
+    """Lets the ranks go on when others are lost, if `planner.survives`: sets `switch.surviving`. Collective.
+
+    Without `survives`, or with one rank, it does nothing.
+    """
     if planner.survives and switch.present.engine.group.size > 1:
         switch.surviving = Surviving(switch, planner, attached)
 
 
 def why_not_parameters(model: nn.Module, optimizer: Optimizer | None, grad_scaler: torch.amp.GradScaler | None) -> str:
-    """Returns why parameters cannot be averaged, or ""."""
+    """Returns why gradsync cannot average this model's parameters after its optimiser's steps, or "" if it can."""
     if optimizer is None:
         return "a plan of parameters averages them after the optimiser's step: attach(..., optimizer=...) must name it"
     if isinstance(model, DistributedDataParallel):
@@ -343,12 +366,18 @@ def averaging_frontend(
     *,
     apart: bool = False,
 ) -> Frontend:
-    """Returns a frontend: the object that averages the model's parameters over groups of ranks. Collective.
+    """Returns an object that averages the model's parameters over groups of ranks, by hooks. Collective.
 
     Args:
+        attached: the model and the arguments of `attach`.
+        plan: a plan that averages parameters, or the planner that makes one.
+        grad_scaler: refused if it is not None, as parameters are not scaled.
         regroups: the planner that made the plan, and the links between nodes that it was made for, so that the ranks'
             groups may change; needed only if `plan` is no planner.
         apart: True: the ranks' models differ, and become their mean; False: they become rank 0's.
+
+    Raises:
+        RuntimeError, ValueError, GroupError: on all ranks, as `gradsync.attach`.
     """
     model, optimizer, exclude = attached.model, attached.optimizer, attached.exclude
     refusal = attached.refusal or why_not_parameters(model, optimizer, grad_scaler)
@@ -438,7 +467,7 @@ def _planned(planner: AveragingPlanner, attached: Attached, refusal: str) -> tup
 
 
 def level(engine: Engine, tensors: list[Tensor]) -> None:
-    """Overwrites all ranks' tensors with rank 0's; raises on all ranks if that fails on one. Collective."""
+    """Overwrites `tensors`, of any shape, with rank 0's; if that fails on one rank, all raise. Collective."""
     what = "broadcast of the model"
 
     def broadcast(group: Group) -> Exception | None:
@@ -450,5 +479,5 @@ def level(engine: Engine, tensors: list[Tensor]) -> None:
             return error
         return None
 
-    problem = engine.call(what, broadcast)
-    engine.agree(what, problem)
+    problem = engine.peers.call(what, broadcast)
+    engine.peers.agree(what, problem)

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from itertools import islice
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeVar
 
@@ -30,7 +29,10 @@ REENTRANT = (
 def before_optimizer_steps(
     owner: T, function: Callable[[T, OptimizerStep], None], optimizer: Optimizer | None = None
 ) -> RemovableHandle:
-    """Runs `function(owner, step)` before each step of the optimiser, or of any optimiser, while the owner lives."""
+    """Registers `function(owner, step)` to run before each step of `optimizer`; None: of any optimiser.
+
+    `owner` is held weakly: when it is gone, nothing runs. Returns a handle whose `remove()` ends it.
+    """
     hook = uncompiled(Hook)(owner, lambda alive, *step: function(alive, OptimizerStep(*step)))
     return register_optimizer_step_pre_hook(hook) if optimizer is None else optimizer.register_step_pre_hook(hook)
 
@@ -38,7 +40,10 @@ def before_optimizer_steps(
 def after_optimizer_steps(
     owner: T, function: Callable[[T, OptimizerStep], None], optimizer: Optimizer | None = None
 ) -> RemovableHandle:
-    """Runs `function(owner, step)` after each step of the optimiser, or of any optimiser, while the owner lives."""
+    """Registers `function(owner, step)` to run after each step of `optimizer`; None: of any optimiser.
+
+    `owner` is held weakly: when it is gone, nothing runs. Returns a handle whose `remove()` ends it.
+    """
     hook = uncompiled(Hook)(owner, lambda alive, *step: function(alive, OptimizerStep(*step)))
     return register_optimizer_step_post_hook(hook) if optimizer is None else optimizer.register_step_post_hook(hook)
 
@@ -56,7 +61,7 @@ class OptimizerStep(NamedTuple):
         return self.kwargs.get("closure", self.args[1] if len(self.args) > 1 else None) is not None
 
     def concerns(self, parameters: Container[int]) -> bool:
-        """Whether the optimiser has some of these parameters, given by id."""
+        """Whether the optimiser steps any of these parameters; `parameters` has their ids (`id(p)`)."""
         return any(id(p) in parameters for group in self.optimizer.param_groups for p in group["params"])
 
     @property
@@ -73,14 +78,12 @@ class OptimizerStep(NamedTuple):
     @property
     def is_inner(self) -> bool:
         """Whether the call is part of another step of this optimiser, as of a subclass that calls its base class."""
-        within = (f for f in _frames() if f.f_code is _step_code() and f.f_locals.get("self") is self.optimizer)
-        return sum(1 for _ in within) > 1
+        return [f.f_locals.get("self") is self.optimizer for f in _frames_of(_step_code())].count(True) > 1
 
     @property
     def is_scaled(self) -> bool:
         """Whether a GradScaler made the call, which may skip steps."""
-        by = (f.f_locals["self"] for f in _frames() if f.f_code is torch.amp.GradScaler.step.__code__)
-        return any(scaler.is_enabled() for scaler in by)
+        return any(f.f_locals["self"].is_enabled() for f in _frames_of(torch.amp.GradScaler.step.__code__))
 
 
 class OptimizerRounds:
@@ -102,7 +105,7 @@ class OptimizerRounds:
         self._stepped: set[int] = set()  # optimisers that made a step in this round
 
     def synchronized(self) -> None:
-        """Records a synchronised backward: the next step begins a round."""
+        """Records that a backward has exchanged gradients: the next call of an optimiser's `step` begins a round."""
         self._is_synchronized = True
         self._stepped.clear()
 
@@ -129,7 +132,10 @@ class OptimizerRounds:
 
 
 class Hook:
-    """A hook that holds its owner weakly, does nothing in copies of the model, and never enters a pickle."""
+    """A hook that calls `function(owner, *args)` while its owner lives, which it holds weakly.
+
+    It does nothing in copies of the model, and never enters a pickle.
+    """
 
     def __init__(self, owner: object, function: Callable[..., Any]) -> None:
         self._owner: weakref.ref[Any] = weakref.ref(owner)
@@ -148,12 +154,12 @@ class Hook:
 
 
 class AccumulationHook:
-    """A hook on the node that accumulates a parameter's gradient.
+    """A hook on the autograd node that accumulates a parameter's gradient (`AccumulateGrad`).
 
     It runs after all hooks on the parameter, whenever these were registered, and so sees the gradient as they changed
-    it. Its arguments are an empty tuple, and a tuple of what autograd accumulates: a tensor, or None for an undefined
-    gradient. With `early` it runs ahead of the accumulation, and so of DDP's own hooks; its only argument is that
-    second tuple.
+    it. `hook` is called with an empty tuple, and a tuple of what autograd accumulates: a tensor, or None for an
+    undefined gradient. With `early` it runs ahead of the accumulation, and so of DDP's own hooks; its only argument is
+    then the tuple of what autograd accumulates.
     """
 
     def __init__(self, parameter: nn.Parameter, hook: Callable[..., None], *, early: bool = False) -> None:
@@ -183,7 +189,10 @@ class AccumulationHook:
 
 
 class ModelHook(Hook):
-    """A forward hook on the attached model itself, not on its copies."""
+    """A forward hook that runs for the attached model itself (`owner._model()`), not for copies of it.
+
+    It calls `function(owner, model, *args)`, with the further arguments that torch gives to forward hooks.
+    """
 
     def __call__(self, model: nn.Module, *args: Any) -> None:
         owner = self._owner()
@@ -193,9 +202,7 @@ class ModelHook(Hook):
 
 def is_inside_forward(model: nn.Module) -> bool:
     """Whether the forward of `model` whose hook calls this is a part of another forward of `model`, which calls it."""
-    code = nn.Module._call_impl.__code__
-    calls = (frame for frame in _frames() if frame.f_code is code and frame.f_locals["self"] is model)
-    return next(islice(calls, 1, None), None) is not None
+    return [f.f_locals["self"] is model for f in _frames_of(nn.Module._call_impl.__code__)].count(True) > 1
 
 
 @cache
@@ -204,12 +211,15 @@ def _step_code() -> CodeType:
     return Optimizer.profile_hook_step(lambda optimizer: None).__code__
 
 
-def _frames() -> Iterator[FrameType]:
-    """Yields the frames of this thread's stack, innermost first."""
+def _frames_of(*codes: CodeType) -> list[FrameType]:
+    """Returns the frames of this thread's stack that run a function with one of these codes, innermost first."""
+    found: list[FrameType] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        yield frame
+        if frame.f_code in codes:
+            found.append(frame)
         frame = frame.f_back
+    return found
 
 
 @cache
@@ -257,7 +267,10 @@ class _EndOfBackward:
 
 
 def at_end_of_backward(finish: Callable[[], None], engine: Engine) -> None:
-    """Runs `finish` at the end of the present backward; if backward raises, abandons the engine's step."""
+    """Makes autograd call `finish` at the end of the present backward; if backward raises, abandons the engine's step.
+
+    Call it inside backward, as from a gradient hook.
+    """
     # Private, but the only way to run code when backward ends; FSDP2 uses it too.
     torch.autograd.Variable._execution_engine.queue_callback(_EndOfBackward(finish, engine))
 
@@ -267,16 +280,12 @@ def is_backward() -> bool:
 
 
 def is_nested_backward() -> bool:
-    """Whether this thread is inside a backward that a backward started."""
+    """Whether this thread is in a backward inside another one, as re-entrant activation checkpointing makes them."""
     from torch.utils.checkpoint import CheckpointFunction
 
     run, checkpoint = torch.autograd.graph._engine_run_backward.__code__, CheckpointFunction.backward.__code__
-    depth = 0
-    for frame in _frames():
-        if frame.f_code is checkpoint:
-            return True
-        depth += frame.f_code is run
-    return depth > 1
+    codes = [frame.f_code for frame in _frames_of(run, checkpoint)]
+    return checkpoint in codes or codes.count(run) > 1
 
 
 @contextmanager
@@ -293,4 +302,4 @@ def outside_of_transforms() -> Iterator[bool]:
 
 def is_called_by(code: CodeType) -> bool:
     """Whether a function with this code is on this thread's stack."""
-    return any(frame.f_code is code for frame in _frames())
+    return bool(_frames_of(code))

@@ -34,14 +34,17 @@ _open: weakref.WeakSet[_ZeroStepHook] = weakref.WeakSet()
 
 
 class Shadowed(Protocol):
-    """The interface of a model's frontend for steps of other ranks, when this rank has no further inputs."""
+    """The interface by which a rank without further inputs takes part in the other ranks' training steps.
+
+    The object that synchronises the model (its frontend) has these methods.
+    """
 
     factor: float  # scales the mean over all ranks, to get the mean over ranks with inputs
     rounds: int  # number of rounds of backward and optimiser step
 
     @property
     def awaits_backward(self) -> bool:
-        """Whether a forward has run whose backward is to synchronise gradients and has not run yet."""
+        """Whether a forward has run whose backward, which is to synchronise gradients, has not."""
 
     def broadcast_buffers(self, source: int) -> None:
         """Overwrites the model's buffers on all ranks with those of rank `source`. Collective."""
@@ -53,14 +56,14 @@ class Shadowed(Protocol):
         """Restores this rank's own gradients, `own`, which `take_gradients` removed from the parameters."""
 
     def zero_step(self) -> None:
-        """Contributes zero gradients to the other ranks' step; the parameters get the synchronised gradients."""
+        """Takes part with zeros in the other ranks' exchange of gradients; the parameters get the averages."""
 
     def shared_tensors(self) -> list[Tensor]:
         """Returns the parameters and buffers that must be the same on all ranks when uneven inputs end."""
 
 
 class UnevenInputs(Joinable):
-    """An attached model as a `Joinable` for torch's `Join` (uneven inputs); it holds the model weakly."""
+    """The object that takes part for an attached model in torch's `Join` (uneven inputs); it holds the model weakly."""
 
     def __init__(
         self, model: nn.Module, frontend: Shadowed, engine: Engine, process_group: dist.ProcessGroup | None
@@ -77,7 +80,12 @@ class UnevenInputs(Joinable):
         return self.hook_of(self, **settings)
 
     def hook_of(self, joinable: Joinable, **settings: Any) -> JoinHook:
-        """Returns the hook by which `joinable` takes part in `Join` for the model; `settings`: arguments of `join`."""
+        """Returns the hook that torch's `Join` calls on ranks without further inputs, for the model.
+
+        Args:
+            joinable: the object that was given to `Join`: this one, or the model in gradsync's DDP class.
+            settings: arguments of `join`, such as `divide_by_initial_world_size`.
+        """
         self._joinable = weakref.ref(joinable)
         self._divide_by_all = settings.get("divide_by_initial_world_size", True)
         shadow = _ZeroStepHook(self)
@@ -93,7 +101,13 @@ class UnevenInputs(Joinable):
         return dist.group.WORLD if self._process_group is None else self._process_group
 
     def forward_begins(self, *, synchronizes: bool, broadcasts: bool) -> int:
-        """Tells ranks without inputs which exchanges come; returns the rank whose buffers are broadcast.
+        """Tells ranks without inputs what a forward of this rank brings; returns the rank whose buffers are broadcast.
+
+        Call it on ranks with inputs, at each forward; outside of `Join` nothing is sent.
+
+        Args:
+            synchronizes: whether the backward of this forward exchanges gradients.
+            broadcasts: whether buffers are broadcast in this forward.
 
         Raises:
             RuntimeError: on all ranks, if `Join` is to end with the first rank without inputs, or a forward had no
@@ -103,14 +117,14 @@ class UnevenInputs(Joinable):
             self.frontend.factor = 1.0
             return 0
         if self._expects_backward and self.frontend.awaits_backward:  # after the message that other ranks wait for
-            self._engine.fail(EVERY_BACKWARD)
+            self._engine.peers.fail(EVERY_BACKWARD)
             raise RuntimeError(EVERY_BACKWARD)
         told = self.tell(HAS_INPUTS | SYNCHRONIZES * synchronizes | BROADCASTS * broadcasts)
         self._expects_backward = synchronizes
         return self._last_with_inputs(told)
 
     def forward_fails(self) -> None:
-        """Makes ranks without inputs expect a forward, so that they hear of the error that this rank reports next."""
+        """Announces a forward that raises on this rank, so that ranks without inputs hear of the error."""
         self._notify()
 
     def _notify(self) -> bool:
@@ -129,15 +143,21 @@ class UnevenInputs(Joinable):
         return have_inputs[-1]
 
     def tell(self, mine: int) -> list[int]:
-        """Exchanges one byte about the coming forward; returns every rank's, by rank. Collective."""
+        """Sends the byte `mine` to all ranks, and returns all ranks' bytes, in the order of ranks. Collective.
+
+        At a forward its bits say whether the rank has inputs, synchronises gradients, and broadcasts buffers.
+        """
         timeout_s = self._engine.timeout_s
-        told: list[bytes] = self._engine.call(
+        told: list[bytes] = self._engine.peers.call(
             "who still has inputs", lambda group: gather_bytes(group, bytes([mine]), timeout_s)
         )
         return [theirs[0] for theirs in told]
 
     def shadow(self) -> Callable[[], None] | None:
-        """Takes part in other ranks' forward; returns a function for its backward, None if that sends no gradients."""
+        """Takes part in other ranks' forward; returns what to call for their backward, None if nothing is exchanged.
+
+        It is called on ranks without further inputs, once for each forward.
+        """
         told = self.tell(0)
         source = self._last_with_inputs(told)
         if any(theirs & BROADCASTS for theirs in told):
@@ -145,16 +165,19 @@ class UnevenInputs(Joinable):
         return self.frontend.zero_step if any(theirs & SYNCHRONIZES for theirs in told) else None
 
     def end_step(self) -> None:
-        """Waits for the step of other ranks that this rank takes part in, if there is one, and for its gradients.
+        """Waits until this rank's part in the other ranks' step, if any, is over, and it has the gradients.
 
-        An optimiser in the same `Join`, such as a sharded one, steps on this rank too.
+        An optimiser in the same `Join`, such as a sharded one, steps on this rank too, and needs them.
         """
         hook = self._context() if self._context is not None else None
         if hook is not None:
             hook.end_step()
 
     def level(self, *, is_last: bool) -> None:
-        """Ends a `join`: overwrites all ranks' models with that of a rank that had inputs to the end."""
+        """Ends a `Join`: overwrites all ranks' models with that of a rank that had inputs to the end. Collective.
+
+        `is_last`: whether this rank is one of those.
+        """
         self._context, self.frontend.factor = None, 1.0
         source = max(rank for rank, was_last in enumerate(self.tell(int(is_last))) if was_last)
         rounds = torch.tensor([self.frontend.rounds], device=self._engine.device)
@@ -164,7 +187,7 @@ class UnevenInputs(Joinable):
     def spread(self, tensors: list[Tensor], source: int) -> None:
         """Overwrites dense tensors with those of the rank `source`. Collective."""
         timeout_s = self._engine.timeout_s
-        self._engine.call("the model of a rank", lambda group: broadcast_from(group, tensors, timeout_s, source))
+        self._engine.peers.call("the model of a rank", lambda group: broadcast_from(group, tensors, timeout_s, source))
 
 
 class _ZeroStepHook(JoinHook):
@@ -203,7 +226,10 @@ class _ZeroStepHook(JoinHook):
 
 @torch.no_grad()
 def broadcast_from(group: Group, tensors: list[Tensor], timeout_s: float, source: int) -> None:
-    """Overwrites tensors with those of the member `source`; shapes and layouts are the same on all members."""
+    """Overwrites tensors with those of the rank `source` of `group`. Collective.
+
+    Shapes, dtypes and layouts (dense or sparse) must be the same on all ranks.
+    """
     for tensor in chain.from_iterable(map(dense_parts, tensors)):
         flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
         for piece in flat.split(PIECE_BYTES) if flat.numel() else ():

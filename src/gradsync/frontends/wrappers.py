@@ -37,10 +37,10 @@ _MARK = "gradsync looked"
 
 
 def why_not_alone(model: nn.Module, parameters: Mapping[str, Tensor]) -> str:
-    """Returns an error text if DDP also averages gradients of these parameters, else "".
+    """Returns an error text if DDP, or torchft, averages gradients of these parameters as well; else "".
 
-    `model` may be DDP itself. If any code holds accumulation nodes of the parameters, as DDP does, all objects of the
-    process are searched (some 50 ms for 200,000); else it takes microseconds per parameter.
+    `model` may be DDP itself. If any code holds the `AccumulateGrad` nodes of parameters, as DDP does, all objects of
+    the process are searched (some 50 ms for 200,000); else it takes microseconds per parameter.
     """
     ours = {id(p) for p in parameters.values()}
     if _is_of_torchft(model):
@@ -74,7 +74,7 @@ class ActiveWrapper:
         self._harmless: weakref.ref[nn.Module] | None = None  # the last wrapper that averages none of `ours`
 
     def check(self) -> str:
-        """Returns an error text if the DDP whose forward runs averages some of the parameters `ours`; else ""."""
+        """Returns an error text if a DDP is in its forward that averages some of the parameters `ours`; else ""."""
         active = DistributedDataParallel._active_ddp_module
         if active is None or (self._harmless is not None and self._harmless() is active):
             return ""
@@ -85,7 +85,10 @@ class ActiveWrapper:
 
 
 def warn_if_alone(process_group: dist.ProcessGroup | None) -> None:
-    """Logs a warning if the process group has only this rank although the job has others."""
+    """Logs a warning if the process group has only this rank although the job has several.
+
+    Nothing is exchanged then.
+    """
     if dist.get_world_size(process_group) > 1:
         return
     ranks = os.environ.get("WORLD_SIZE", "1")

@@ -51,8 +51,12 @@ def regular_file(path: str | os.PathLike[str], noun: str) -> Path:
 def read_text(path: str | os.PathLike[str], noun: str, most_bytes: int = MOST_BYTES) -> str:
     """Returns the text of a UTF-8 file of at most `most_bytes`; no more than that is read.
 
+    `noun` says in errors what the file should hold, such as "plan".
+
     Raises:
-        TypeError, ValueError: as `regular_file`, and naming the path, if the file is longer or not UTF-8.
+        TypeError: if `path` is no path.
+        ValueError: naming the path, if there is no such file, it is not a regular one, cannot be read, is longer, or
+            not UTF-8.
     """
     place = regular_file(path, noun)
     with naming(place):
@@ -103,10 +107,11 @@ def from_json(text: str | bytes, noun: str, *, any_number: bool = False) -> Any:
 
 
 def from_toml(text: str, noun: str) -> dict[str, Any]:
-    """Returns the table that a TOML text describes; `noun` says in errors what it is.
+    """Returns the table that a TOML text describes, as a dict; `noun` says in errors what it is, such as "cluster".
 
     Raises:
-        ValueError: for text that is not TOML, numbers as in `from_json`, or deeper nesting than `MOST_DEPTH`.
+        ValueError: for text that is not TOML, a number that is not finite, a whole number of more than 64 bits, or
+            deeper nesting than `MOST_DEPTH`.
     """
     try:
         data = tomllib.loads(text)
@@ -119,7 +124,10 @@ def from_toml(text: str, noun: str) -> dict[str, Any]:
 
 
 def read_as(read: Callable[[str], T], data: Any, noun: str) -> T:
-    """Returns what a pydantic reader of JSON makes of parsed data; as JSON, since there a list may be a tuple.
+    """Converts parsed JSON or TOML to an object by a pydantic reader of JSON text, such as `Model.model_validate_json`.
+
+    It goes by JSON text, since a strict reader takes a list for a tuple only there. `noun` says in errors what the data
+    is.
 
     Raises:
         ValueError: for the first field that does not fit, with its path.

@@ -48,8 +48,8 @@ class Word(StrEnum):
 def check(settings: Any) -> None:
     """Checks a frozen dataclass's fields against their annotations, in its `__post_init__`; defaults are trusted.
 
-    Fields may also have the types of JSON, a list for a tuple, an expression for a scheme or compressor; they are
-    replaced by what the annotation says.
+    JSON's types may stand for a field's own: a list for a tuple, {"name": {settings}} for a scheme or compressor. They
+    are replaced by what the annotation says.
 
     Raises:
         ValueError: for the first field that does not fit, with its name, what it must be, and what it is.
@@ -65,9 +65,15 @@ def check(settings: Any) -> None:
 
 
 def checked(named: Any, given: Mapping[str, Any], whose: str | None = None) -> dict[str, Any]:
-    """Checks settings of a dataclass by its annotations; returns them with tuples for lists, objects for JSON.
+    """Checks settings of a dataclass by its annotations, and returns them in the types that these say.
 
-    `whose`: the words before a setting's name in errors; None: the class and a dot.
+    JSON's types may stand for them: lists become tuples, and {"name": {settings}} the scheme or compressor of this
+    name.
+
+    Args:
+        named: the dataclass.
+        given: the settings by name.
+        whose: the words before a setting's name in errors; None: the class and a dot.
 
     Raises:
         ValueError: for the first setting that does not fit, with its name, what it must be, and what it is.
@@ -87,7 +93,14 @@ def checked(named: Any, given: Mapping[str, Any], whose: str | None = None) -> d
 
 
 def argument(name: str, given: Any, annotation: Any) -> Any:
-    """Checks an argument of a function by its annotation; returns it with tuples for lists, objects for JSON.
+    """Checks an argument of a function by a type annotation, and returns it in the type that this says.
+
+    JSON's types may stand for it: lists become tuples, and {"name": {settings}} the scheme or compressor of this name.
+
+    Args:
+        name: the argument's name, for errors.
+        given: its value.
+        annotation: the type, which may have bounds, as `PositiveInt`.
 
     Raises:
         ValueError: with the argument's name, what it must be, and what it is.
@@ -131,7 +144,7 @@ def _adapter_of(annotation: Any) -> TypeAdapter[Any]:
 
 @cache
 def types_of(named: Any) -> dict[str, Any]:
-    """Returns the types of a class's settings, by name.
+    """Returns the types of a class's settings by name, as its annotations give them.
 
     Raises:
         ValueError: for an annotation whose names do not exist at run time.
@@ -171,7 +184,7 @@ def _told(first: Any, annotation: Any, whose: str) -> str:
 
 
 def shown(given: object) -> str:
-    """Returns what was given for an error's text, cut to `MOST_SHOWN` characters."""
+    """Returns a value as an error shows it: its `repr`, cut to `MOST_SHOWN` characters."""
     try:
         text = repr(given)
     except Exception:  # of a user's class, or a whole number with too many digits

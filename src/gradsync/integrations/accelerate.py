@@ -65,7 +65,9 @@ WHOLE_MODEL = (
 
 
 class GradsyncKwargs(DistributedDataParallelKwargs):
-    """Gives DDP the arguments that the accelerator had, and gradsync as its communication hook; `use` makes one.
+    """Accelerate's handler of DDP arguments (`kwargs_handlers`) that also makes gradsync the communication hook.
+
+    `use` makes one and gives it to the accelerator.
 
     Args:
         ddp: the arguments of DDP that the accelerator had.
@@ -78,14 +80,15 @@ class GradsyncKwargs(DistributedDataParallelKwargs):
         self._settings = settings
 
     def to_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Returns DDP's arguments alone."""
+        """Returns DDP's arguments, without those of gradsync."""
         arguments: dict[str, Any] = self._ddp.to_dict(*args, **kwargs)
         return arguments
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Returns DDP's arguments once all ranks have come to wrap a model, as Accelerate asks for them just before.
+        """Waits until all ranks have come to wrap a model, then returns DDP's arguments.
 
-        DDP would wait for the others inside of a collective, and take theirs in a step for one of its own.
+        Accelerate calls it just before it wraps. Without the wait, DDP would wait inside of a collective, which could
+        meet one of another rank's training step.
 
         Raises:
             GroupError: where a rank does not come in time.
@@ -96,7 +99,7 @@ class GradsyncKwargs(DistributedDataParallelKwargs):
         return arguments
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
-        """Attaches gradsync to a model that Accelerate has just wrapped, on all ranks."""
+        """Attaches gradsync to a model that Accelerate has just wrapped in DDP; Accelerate calls it on all ranks."""
         attach(model, **self._settings)
 
 
@@ -113,8 +116,8 @@ def use(
     """Makes gradsync exchange the gradients of the models that `accelerator.prepare()` is going to wrap.
 
     `accumulate()` and `clip_grad_norm_()` work as before. `save_state()` and `load_state()` also save and load every
-    rank's state of gradsync, so call both on all ranks. `gradsync.attachment_of(model)` returns a prepared model's
-    attachment.
+    rank's state of gradsync, such as what compression left out, so call both on all ranks.
+    `gradsync.attachment_of(model)` returns what `gradsync.attach` returned for a prepared model.
 
     Args:
         accelerator: one that has prepared no model yet. Arguments of DDP that it was given are kept.
@@ -160,7 +163,7 @@ def use(
 
 
 def metrics(model: nn.Module) -> dict[str, float]:
-    """Returns gradsync's metrics of the steps since the last call, for `accelerator.log`, and logs the plan once.
+    """Returns gradsync's metrics of the steps since the last call, for `accelerator.log`; logs the plan in words, once.
 
     Names and units are those of `gradsync.integrations.metrics.StepMetrics.read`. It takes no communication, so one
     rank may call it alone.
@@ -169,7 +172,7 @@ def metrics(model: nn.Module) -> dict[str, float]:
         model: a model that `accelerator.prepare()` has wrapped.
 
     Returns:
-        The metrics; {} where no step has ended since the last call, and in a job of one process.
+        The metrics, by name; {} where no step has ended since the last call, and in a job of one process.
 
     Example:
         >>> accelerator.log({"loss": loss.item(), **metrics(model)}, step=step)  # doctest: +SKIP

@@ -16,7 +16,8 @@ class GradsyncStrategy(TrainerPart, DDPStrategy):
     """The Trainer's DDP strategy with gradients averaged by gradsync, on CPU and GPU.
 
     Accumulation, clipping, precision, several optimisers and manual optimisation are as with DDPStrategy. Checkpoints
-    have every rank's residuals and the settled plan, and `trainer.fit(ckpt_path=...)` loads them.
+    also have every rank's residuals (what compression left out) and the plan that trials chose, and
+    `trainer.fit(ckpt_path=...)` loads them.
 
     Args:
         plan, exclude, verify_every, verify_tolerance, communicator: as in `gradsync.attach`.
@@ -37,8 +38,8 @@ class GradsyncStrategy(TrainerPart, DDPStrategy):
 class GradsyncFabricStrategy(FabricPart, FabricDDPStrategy):
     """Fabric's DDP strategy with gradients averaged by gradsync, on CPU and GPU.
 
-    `fabric.save` and `fabric.load` also keep every rank's residuals and the settled plan of each model that their
-    `state` has as a value.
+    `fabric.save` and `fabric.load` also keep every rank's residuals (what compression left out) and the plan that
+    trials chose, for each model that is a value of their `state`.
 
     Args:
         plan, exclude, timeout, verify_every, verify_tolerance, communicator, kwargs: as in `GradsyncStrategy`.
@@ -52,7 +53,9 @@ class GradsyncFabricStrategy(FabricPart, FabricDDPStrategy):
 
 
 class GradsyncCallback(CallbackPart, Callback):
-    """Logs what rank 0 exchanges to the Trainer's loggers: bytes and times per step, plan changes, comparisons.
+    """Logs gradsync's metrics of rank 0 to the Trainer's loggers, where the Trainer logs its own.
+
+    They are bytes and times per step, changes of the plan, and comparisons of the ranks' parameters.
 
     Example:
         >>> Trainer(strategy=GradsyncStrategy(), callbacks=[GradsyncCallback()])  # doctest: +SKIP

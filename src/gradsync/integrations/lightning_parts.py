@@ -164,7 +164,9 @@ class TrainerPart(_Part):
 
     @property
     def attachment(self) -> Attachment:
-        """The result of `gradsync.attach` for the last `trainer.fit()`; after that, its statistics stay.
+        """The result of `gradsync.attach` for the model of the last `trainer.fit()`: plan, statistics, state.
+
+        After the training its statistics stay.
 
         Raises:
             RuntimeError: before the first `trainer.fit()` has set up the model.
@@ -176,12 +178,20 @@ class TrainerPart(_Part):
     # Setting up and tearing down.
 
     def configure_ddp(self) -> None:
-        """Wraps the model, before optimisers exist, as Lightning does; a plan of parameters waits for the optimiser."""
+        """Wraps the model, before there are optimisers, as Lightning does.
+
+        If the plan averages parameters instead of gradients, this does nothing: `setup_optimizers` wraps the model
+        then.
+        """
         if not self._averages_parameters:
             super().configure_ddp()
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Makes the optimisers; under a plan of parameters, then wraps the model."""
+        """Makes the optimisers; if the plan averages parameters after optimiser steps, it wraps the model then.
+
+        Raises:
+            ValueError: if the plan averages parameters and there are several optimisers, or none.
+        """
         super().setup_optimizers(trainer)
         if self._averages_parameters and not self._is_attached:
             if len(self.optimizers) != 1:
@@ -213,33 +223,39 @@ class TrainerPart(_Part):
     # Steps.
 
     def pre_backward(self, closure_loss: object) -> None:
-        """Lets a manual backward inside `no_sync` accumulate; the forward around the training step began before it."""
+        """Makes gradsync accept a manual backward inside `no_sync`, although the forward began outside.
+
+        Lightning calls it before each backward; the forward is that around the training step.
+        """
         is_manual = self._is_attached and not self.lightning_module.automatic_optimization
         if is_manual and not self.model.require_backward_grad_sync:
             with self.attachment.no_sync():  # its end forgets that a forward awaits a synchronised backward
                 pass
 
     def post_backward(self, closure_loss: object) -> None:
-        """Does nothing: Lightning's own method asks for DDP's Reducer with a static graph."""
+        """Does nothing, in place of Lightning's own method, which asks for DDP's Reducer with a static graph."""
 
     def on_exception(self, exception: BaseException) -> None:
-        """Does nothing: Lightning's own adds advice on its other strategies to the error of unused parameters."""
+        """Does nothing: Lightning's own method adds advice on its strategies to the error of unused parameters."""
 
     # Consensus, where a plan averages parameters: one model to evaluate, to save, and to end with.
 
     def on_validation_start(self) -> None:
-        """Sets parameters to their mean over the ranks, if the plan averages parameters."""
+        """Sets parameters to their mean over the ranks, if the plan averages parameters: all validate one model."""
         super().on_validation_start()
         self._reach_consensus()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns the model's state; under a plan of parameters, that of the mean over the ranks."""
+        """Returns the model's state; if the plan averages parameters, all ranks take their mean before."""
         self._reach_consensus()
         state: dict[str, Any] = super().lightning_module_state_dict()
         return state
 
     def on_train_end(self) -> None:
-        """Sets parameters to their mean, if the plan averages parameters, and keeps this rank's state for saving."""
+        """Sets parameters to their mean over the ranks, if the plan averages parameters, and keeps gradsync's state.
+
+        Checkpoints that are saved after the training have this state of the rank.
+        """
         super().on_train_end()
         self._reach_consensus()
         self._kept = to_bytes(self.attachment.state_dict())
@@ -251,7 +267,10 @@ class TrainerPart(_Part):
     # Checkpoints.
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Saves the checkpoint with every rank's state of gradsync, as Lightning calls it on all ranks."""
+        """Saves the checkpoint, with every rank's state of gradsync added; Lightning calls it on all ranks.
+
+        A checkpoint of weights only is saved as it is.
+        """
         if "optimizer_states" in checkpoint and self._attachment is not None:  # not one of weights only
             checkpoint[KEY] = self._state()
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
@@ -287,13 +306,22 @@ class FabricPart(_Part):
     """The part of `GradsyncFabricStrategy` that replaces methods of Fabric's DDPStrategy."""
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
-        """Wraps a model in `gradsync.DistributedDataParallel`."""
+        """Wraps a model in `gradsync.DistributedDataParallel` and returns the wrapper.
+
+        Raises:
+            ValueError: if the plan averages parameters, which needs the optimiser: call `fabric.setup(model,
+                optimizer)`.
+        """
         return self._set_up(module, ())
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
-        """Wraps a model in `gradsync.DistributedDataParallel`; optimisers stay as they are."""
+        """Wraps a model in `gradsync.DistributedDataParallel`, and returns (wrapper, optimisers, scheduler).
+
+        Raises:
+            ValueError: if the plan averages parameters and there are several optimisers, or none.
+        """
         wrapper = self._set_up(module, optimizers)
         return wrapper, [self.setup_optimizer(optimizer) for optimizer in optimizers], scheduler
 
@@ -303,7 +331,13 @@ class FabricPart(_Part):
         return self._wrapped(module, self._determine_ddp_device_ids(), self.precision, optimizers)
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Saves what `state` has, and every rank's state of gradsync for the models in it. Collective."""
+        """Saves what `state` has, and every rank's state of gradsync for the models in it. Collective.
+
+        If a plan averages parameters, they are set to their mean over the ranks before.
+
+        Raises:
+            ValueError: if `state` has the key that gradsync uses for its own state.
+        """
         if KEY in state:
             raise ValueError(f"the key {KEY!r} of a checkpoint is for gradsync's state of models: use another key")
         attached = _attached(state)
@@ -335,10 +369,10 @@ class CallbackPart(_Base):
     _metrics: StepMetrics | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Looks for the strategy's attachment, and says if the Trainer has no logger.
+        """Gets ready to read metrics of the strategy's model; warns on rank 0 if the Trainer has no logger.
 
         Raises:
-            TypeError: for another strategy.
+            TypeError: if the Trainer's strategy is not one of gradsync's.
         """
         if not isinstance(trainer.strategy, TrainerPart):
             raise TypeError(OTHER_STRATEGY.format(found=type(trainer.strategy).__name__))
@@ -347,12 +381,12 @@ class CallbackPart(_Base):
         self._metrics = StepMetrics(trainer.strategy.attachment) if trainer.loggers else None
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        """Logs metrics as often as the Trainer logs (`log_every_n_steps`)."""
+        """Logs gradsync's metrics of the steps since the last time, if the Trainer logs (`log_every_n_steps`)."""
         if trainer._logger_connector.should_update_logs:
             self._log(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Logs metrics of the steps since the last time."""
+        """Logs gradsync's metrics of the steps since they were logged last."""
         self._log(trainer)
 
     def _log(self, trainer: Any) -> None:
@@ -363,7 +397,10 @@ class CallbackPart(_Base):
 
 
 def load(attachment: Attachment, saved: Mapping[str, Any] | None) -> None:
-    """Loads the state of gradsync from a checkpoint, on all ranks; warns on rank 0 if it has none."""
+    """Loads gradsync's state of all ranks, `saved`, from a checkpoint; call it on all ranks.
+
+    If `saved` is None, or says why it has no state, nothing is loaded, and rank 0 warns.
+    """
     why = "it was written without gradsync, or names the model otherwise" if saved is None else saved.get(MISSING)
     if saved is not None and why is None:
         attachment.checkpoint().load_state_dict(saved)

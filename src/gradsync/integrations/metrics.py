@@ -19,13 +19,13 @@ MS_PER_S = 1e3
 
 
 class StepMetrics:
-    """Reads an attachment's metrics since the last time that they were read, and logs its plan in words, once.
+    """Reads an attached model's metrics since they were read last, and logs its plan in words, once.
 
     Args:
         handle: the result of `gradsync.attach` on this rank.
 
     Attributes:
-        handle: the same.
+        handle: this result.
     """
 
     def __init__(self, handle: Attachment) -> None:
@@ -36,9 +36,10 @@ class StepMetrics:
     def read(self) -> dict[str, float]:
         """Returns means per step since the last call, and counts since attach, by name; {} if no step has ended since.
 
-        Keys are "gradsync/sent_mb" (payload in 10^6 bytes that this rank sent in a step), "gradsync/communication_ms"
-        and "gradsync/exposed_ms" (of a step; the latter after the end of backward), "gradsync/plan_changes",
-        "gradsync/comparisons" and "gradsync/differences" (of the ranks' parameters).
+        Means are "gradsync/sent_mb" (10^6 bytes that this rank sent), "gradsync/communication_ms" (milliseconds of
+        exchanges) and "gradsync/exposed_ms" (milliseconds of exchanges after the end of backward). Counts are
+        "gradsync/plan_changes", "gradsync/comparisons" of the ranks' parameters, and "gradsync/differences" that these
+        found.
         """
         now, before = self.handle.totals(), self._before
         steps = now.steps - before.steps
@@ -57,7 +58,7 @@ class StepMetrics:
         }
 
     def log_plan_once(self, say: Callable[[str], object] = logger.info) -> None:
-        """Calls `say` with each line of the plan in words on rank 0, at the first call after the plan has settled."""
+        """Calls `say` on rank 0 with each line of the plan in words, once trials of plans are over (`settled`)."""
         if self._has_logged_plan or not self.handle.settled:
             return
         self._has_logged_plan = True
@@ -71,7 +72,7 @@ _known: WeakKeyDictionary[nn.Module, StepMetrics] = WeakKeyDictionary()
 
 
 def metrics_of(model: nn.Module) -> StepMetrics | None:
-    """Returns the `StepMetrics` of a model's attachment, the same at each call; None where gradsync is not attached."""
+    """Returns the `StepMetrics` of a model, the same object at each call; None where gradsync is not attached to it."""
     handle = attachment_of(model)
     if handle is None:
         return None

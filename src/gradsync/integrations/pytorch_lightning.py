@@ -10,16 +10,16 @@ from .lightning_parts import CallbackPart, FabricPart, TrainerPart
 
 
 class GradsyncStrategy(TrainerPart, DDPStrategy):
-    """The strategy `gradsync.integrations.lightning.GradsyncStrategy` for this package."""
+    """The strategy `gradsync.integrations.lightning.GradsyncStrategy` for the package `pytorch_lightning`."""
 
     package = "pytorch-lightning"
 
 
 class GradsyncFabricStrategy(FabricPart, FabricDDPStrategy):
-    """The strategy `gradsync.integrations.lightning.GradsyncFabricStrategy` for this package."""
+    """The strategy `gradsync.integrations.lightning.GradsyncFabricStrategy` for the package `lightning_fabric`."""
 
     package = "pytorch-lightning"
 
 
 class GradsyncCallback(CallbackPart, Callback):
-    """The callback `gradsync.integrations.lightning.GradsyncCallback` for this package."""
+    """The callback `gradsync.integrations.lightning.GradsyncCallback` for the package `pytorch_lightning`."""

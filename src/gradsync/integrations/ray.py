@@ -80,14 +80,17 @@ def prepare_model(
     A single worker's model is wrapped, too, unlike by Ray's function, so that a job may go on with fewer workers.
 
     Args:
+        model: the model.
         move_to_device: whether to move the model, or the device for it, as in `ray.train.torch.prepare_model`.
-        parallel_strategy: "ddp".
+        parallel_strategy: "ddp", the only one.
         parallel_strategy_kwargs: arguments of DistributedDataParallel, such as `find_unused_parameters`.
         plan, arguments: those of `gradsync.DistributedDataParallel`, such as `exclude` and `grad_scaler`.
 
     Raises:
+        TypeError: for a model that is none.
         ValueError: for another strategy, and for a model that is wrapped already.
-        RuntimeError: outside of a function that Ray Train runs, without a process group, and as `gradsync.attach`.
+        RuntimeError: outside of a function that Ray Train runs, without a process group of all workers, and as
+            `gradsync.attach`.
 
     Example:
         >>> model = prepare_model(Net(), plan="auto")  # doctest: +SKIP
@@ -118,7 +121,7 @@ def report(
 
     Call it on all ranks in place of `ray.train.report`. If rank 0 reports a checkpoint, each rank writes its state to
     the folder that it reports, or to one of its own if it reports none; Ray merges these folders. The plan is logged
-    once, on rank 0, when it has settled.
+    once, on rank 0, when the trials of plans are over.
 
     Args:
         metrics: numbers to report; those of gradsync are added: see `gradsync.integrations.metrics.StepMetrics.read`.
@@ -127,8 +130,9 @@ def report(
         options: other arguments of `ray.train.report`.
 
     Raises:
-        ValueError: for a model without gradsync, for a checkpoint that is no local folder, and for one on other ranks
-            than rank 0 only.
+        TypeError: for a model that is none.
+        ValueError: for a model without gradsync, for a checkpoint that is no local folder or is reported on other ranks
+            than rank 0 only, and for `CheckpointUploadMode.NO_UPLOAD` on a rank that reports no folder.
 
     Example:
         >>> report({"loss": loss.item()}, Checkpoint.from_directory(folder), model=model)  # doctest: +SKIP

@@ -57,7 +57,13 @@ class Sections:
 
 @dataclass(frozen=True)
 class PackedPositions:
-    """Ascending distinct positions of elements in one part of a tensor, packed into bytes in one of several formats."""
+    """Ascending distinct positions of elements in one part of a tensor, packed into bytes.
+
+    Attributes:
+        packed: (packed_nbytes(count, size, bits),) uint8, for positions in [0, size); some padding may follow.
+        count: the number of positions.
+        bits: the format: 1 a bitmap, 8 and 16 offsets as in `encode_offsets`, 32 and 64 integers of so many bits.
+    """
 
     packed: Tensor  # (packed_nbytes(count, size, bits),) uint8; some padding may follow
     count: int
@@ -281,7 +287,7 @@ def check_positions(positions: Tensor) -> None:
 
 
 def check_rotated_size(size: int, n: int) -> None:
-    """Raises ValueError if int32 cannot number the elements of one part, when n owners share `size` elements evenly."""
+    """Raises ValueError if int32 cannot number the elements of one part, when n ranks share `size` elements evenly."""
     check_size("size", size)
     if size > n * INT32_INDICES:
         raise ValueError(f"size must be at most {n} * 2^31, for local positions to fit int32, got {size}: split it")
@@ -428,7 +434,10 @@ def check_signs(words: Tensor, scales: Tensor, sections: Sections, block: int, s
 
 
 def check_residuals(x: Tensor, residual: Tensor | None, next_residual: Tensor | None, dtype: torch.dtype) -> None:
-    """Raises unless `residual` and `next_residual` are both None, or both of `dtype` and `x`'s shape, (numel,)."""
+    """Raises unless `residual` (to be added) and `next_residual` (an output) are both None, or both fit.
+
+    They fit if they are of `dtype` and of `x`'s shape, (numel,).
+    """
     if (residual is None) != (next_residual is None):
         raise ValueError("residual and next_residual belong together, got one of them")
     for name, tensor in (("residual", residual), ("next_residual", next_residual)):

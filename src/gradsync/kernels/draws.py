@@ -29,9 +29,19 @@ def draw(place: int, seed: int) -> int:
 
 
 class RunDraw(NamedTuple):
-    """Parameters by which `random_k` draws runs (adjacent elements) of a section.
+    """The numbers by which `random_k` draws runs (adjacent elements) of one section of a flat tensor.
 
     A random permutation of [0, a * b), of at least `runs` numbers, maps 0, 1, ... to the numbers of the drawn runs.
+
+    Attributes:
+        offset: the place of the section in the flat tensor.
+        length: the elements of the section.
+        taken: the runs that are drawn.
+        run: the elements of a run.
+        runs: the runs of the section.
+        shift: where the first run begins; the section is seen as a ring.
+        a, b: the sides of the permuted rectangle.
+        key: the key of the permutation.
     """
 
     offset: int  # the place of the section in the flat tensor
@@ -72,7 +82,15 @@ def run_draws(sections: Sections, counts: Sequence[int], block: int) -> list[Run
 
 
 class Rotation(NamedTuple):
-    """Adjacent chunks of 2^bits elements; `hadamard` multiplies each by a random orthogonal matrix of its own."""
+    """Adjacent chunks of 2^bits elements; `hadamard` multiplies each by a random orthogonal matrix of its own.
+
+    Attributes:
+        begin: the first element's index in the flat tensor.
+        place: the first element's index in its own tensor.
+        seed: decides the signs.
+        bits: a chunk has 2^bits elements.
+        chunks: the number of chunks.
+    """
 
     begin: int  # the first element's index in the flat tensor
     place: int  # the first element's index in its own tensor

@@ -20,7 +20,15 @@ Scale = Literal["max", "norm", "given", "none"]
 
 @dataclass(frozen=True)
 class Grid:
-    """An even grid for quantising: x becomes round(s x / scale) * scale / s, one of 2 s + 1 numbers; s is `levels`."""
+    """An even grid for quantising: x becomes round(s x / scale) * scale / s, one of 2 s + 1 numbers; s is `levels`.
+
+    Attributes:
+        levels: s.
+        bits: bits of a code: 8, 4 (s up to 7) or 2 (s = 1).
+        block: elements of a section (tensor in a flat tensor) that share a scale; 0: the whole section.
+        scale: of a block: "max" the largest magnitude, "norm" the Euclidean norm, "given" by the caller.
+        stochastic: round up with a probability equal to the fraction; False: to nearest, ties to even.
+    """
 
     levels: int  # s
     bits: int = 8  # bits of a code: 8, 4 (s up to 7) or 2 (s = 1)
@@ -86,7 +94,18 @@ AnyGrid = Grid | FloatGrid
 
 @dataclass(frozen=True)
 class Run:
-    """Adjacent equally long blocks of a section (tensor in the flat tensor), and where their codes and scales begin."""
+    """Adjacent equally long blocks of a section (tensor in the flat tensor), and where their codes and scales begin.
+
+    Attributes:
+        begin: index of the first element in the flat tensor.
+        place: index of the first element in its own tensor.
+        seed: the section's seed of random rounding.
+        blocks: the number of blocks.
+        length: elements of each block.
+        codes: index of the first byte of codes.
+        scale: index of the first scale.
+        nbytes: bytes of the codes of a block.
+    """
 
     begin: int  # index of the first element in the flat tensor
     place: int  # index of the first element in its own tensor
@@ -126,12 +145,12 @@ def runs(sections: Sections, grid: AnyGrid) -> Iterator[Run]:
 
 
 def draws(grid: AnyGrid) -> bool:
-    """Whether quantising to this grid rounds at random, so that sections need seeds."""
+    """Whether quantising to this grid rounds at random, so that tensors (`Sections`) need seeds."""
     return grid.rounding in ("stochastic", "exponent")
 
 
 def check_drawn(sections: Sections, grid: AnyGrid) -> None:
-    """Raises ValueError if the grid rounds at random and the sections have no seeds."""
+    """Raises ValueError if the grid rounds at random and the sections (tensors in a flat tensor) have no seeds."""
     if draws(grid) and sections.lengths and not sections.seeds:
         raise ValueError(f"{grid} draws numbers: Sections.seeds must have one for each section")
 

@@ -21,7 +21,12 @@ class HashedIndices:
 
 @dataclass(frozen=True)
 class HashMemory:
-    """The size of an owner's (rank's) hash table: `slots` filled in parallel, `serial` more for indices without one."""
+    """The size of the hash table in which `hierarchical_hash` collects the indices of one owner (rank that sums them).
+
+    Attributes:
+        slots: the places that are filled in parallel, each by an index that hashes to it.
+        serial: the places for indices that find no free slot.
+    """
 
     slots: int
     serial: int

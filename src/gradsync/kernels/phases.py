@@ -16,20 +16,22 @@ class RowUnion(Protocol):
     count: int  # distinct rows, u
 
     def write_indices(self, out: Tensor) -> None:
-        """Writes the sorted distinct row indices into `out`, (u,) int64, or int32 for tables of up to 2^31 rows."""
+        """Writes the sorted distinct row indices into `out`, (count,) int64, or int32 for tables of up to 2^31 rows."""
 
     def sum(
         self, values: Sequence[Tensor], outs: Sequence[Tensor], stripes: Stripes | None = None, *, scale: float = 1.0
     ) -> None:
-        """Writes `scale` times the sum of the parts' rows of equal index, as `sum_rows`; each output gets some columns.
+        """Writes `scale` times the sum of the rows of equal index in all parts; each output gets some of the columns.
 
-        With one stripe of columns for each owner (rank that sums it) and views into the messages to owners as `outs`,
-        this splits row-sparse gradients among owners (Zen, OSDI 2025, with the column stripe as the owner map).
+        Sums are added in the order of `sum_rows`. With one stripe of columns for each owner (rank that sums it) and
+        views into the messages to owners as `outs`, this splits row-sparse gradients among owners (Zen, OSDI 2025, with
+        the column stripe as the owner map).
 
         Args:
             values: for each part (its number of indices, dim) floating, all of one dtype.
-            outs: for each stripe (u, stop - start), in that dtype; overwritten.
+            outs: for each stripe (count, stop - start), in that dtype; overwritten.
             stripes: [start, stop) of the columns of each output; by default one output of all columns.
+            scale: a factor of the sums.
 
         Raises:
             ValueError: shapes that do not fit, stripes outside the columns.

@@ -74,12 +74,12 @@ class EarlySteps:
 
     @property
     def stepped(self) -> list[nn.Parameter]:
-        """The parameters that `step` has stepped since the last call of `end`."""
+        """The parameters that were stepped in backward since the last call of `end`."""
         return list(self._used)
 
     @torch.no_grad()
     def step(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Steps the given parameters, as far as they have gradients and belong to the optimiser.
+        """Steps the given parameters during backward, as far as they have gradients and belong to the optimiser.
 
         The optimiser's hooks and schedulers are not called.
         """
@@ -91,9 +91,10 @@ class EarlySteps:
         self._used |= {p: Stamp.of(p.grad) for p in wanted if p.grad is not None}
 
     def check(self, names: Mapping[nn.Parameter, str]) -> str:
-        """Returns a message if gradients or settings have changed after parameters were stepped by them, or "".
+        """Returns an error message if gradients or settings changed after backward stepped parameters by them, or "".
 
-        Of gradients on an accelerator it may be the next call that tells.
+        Whether gradients on an accelerator were changed may only be known at the next call. `names`: names of
+        parameters, for the message.
         """
         if why := self.changed_before():
             return why
@@ -111,12 +112,18 @@ class EarlySteps:
         return ""
 
     def changed_before(self) -> str:
-        """Returns the message if gradients had changed by the last call of `check`, waiting for answers; or ""."""
+        """Returns an error message if gradients had been changed before the last call of `check`; else "".
+
+        It waits for the accelerator, for which `check` does not wait.
+        """
         changed = self._writes.found()
         return "" if changed is None else _changed(changed)
 
     def take_out(self) -> None:
-        """Removes parameters that were stepped already from the optimiser's parameter groups, until `put_back`."""
+        """Removes parameters that backward has stepped already from the optimiser's parameter groups, until `put_back`.
+
+        Call it before the optimiser's own step, which then steps only the others.
+        """
         self.put_back()
         self._taken_from = [(group, group["params"]) for group in self._optimizer.param_groups]
         for group, params in self._taken_from:
@@ -151,7 +158,7 @@ class EarlySteps:
 
 
 class EarlyExchange:
-    """Parameters stepped inside one backward: which are stepped together, and which gradients are still missing."""
+    """The parameters that one backward steps, bucket by bucket, and the gradients that are still missing for it."""
 
     def __init__(self, steps: EarlySteps, plan: Plan, parameters: Mapping[str, Tensor]) -> None:
         self.steps = steps
@@ -170,7 +177,10 @@ class EarlyExchange:
         self._waiting: list[set[str]] = []
 
     def give_up(self) -> None:
-        """Restores the optimiser's parameter groups, and sets gradients by which parameters were stepped to None."""
+        """Ends a step that failed: restores the optimiser's parameter groups, and drops stepped parameters' gradients.
+
+        Their `grad` becomes None, as they were used.
+        """
         self.steps.put_back()
         for parameter in self.steps.stepped:
             parameter.grad = None
@@ -179,13 +189,20 @@ class EarlyExchange:
         self._waiting = [set(names) for names in self._together]
 
     def arrived(self, name: str) -> list[list[str]]:
-        """Notes that a gradient is accumulated; returns the parameters' names of the one bucket to step now, or []."""
+        """Notes that backward has accumulated the gradient of `name`; returns which parameters to step now.
+
+        The result is [] or, if all gradients of the bucket are there, a list with one entry: the names of its
+        parameters.
+        """
         place = self._place[name]
         self._waiting[place].discard(name)
         return [] if self._waiting[place] else [self._together[place]]
 
     def left(self) -> list[list[str]]:
-        """Returns the names of all parameters in each bucket that still misses a gradient at the end of backward."""
+        """Returns the parameters that are not stepped when backward ends, as some gradient of their bucket is missing.
+
+        The result has the names of each such bucket's parameters.
+        """
         return [names for names, waiting in zip(self._together, self._waiting, strict=True) if waiting]
 
 

@@ -38,17 +38,19 @@ class Freezing:
 
     @torch.no_grad()
     def before(self, optimizer: Optimizer, *, has_closure: bool = False, is_watched: bool = False) -> None:
-        """Prepares a step that shall change only elements with exchanged gradients.
+        """Prepares an optimiser's step, before it begins, to change only elements whose gradients were exchanged.
 
-        Optimisers of `OF_ELEMENTS` get smaller substitute parameters with only these elements. For other optimisers,
-        or if watched, the elements that must not change are copied, and `after` restores them.
+        Optimisers of `OF_ELEMENTS` get smaller substitute parameters with only these elements. For other optimisers, or
+        if watched, the elements that must not change are copied, and `after` restores them.
 
         Args:
+            optimizer: the optimiser that is about to step.
             has_closure: the step was called with a closure.
             is_watched: hooks of other code must see the parameters themselves, not substitutes.
 
         Raises:
-            ValueError: for a step with a closure if the plan freezes: it computes gradients when it is too late.
+            ValueError: for a step with a closure, if elements must stay unchanged: it computes gradients when it is too
+                late.
         """
         if (unfinished := self._under_way.pop(id(optimizer), None)) is not None:  # its step has raised
             unfinished.give_up()
@@ -74,7 +76,10 @@ class Freezing:
             step.end()
 
     def give_up(self) -> None:
-        """Gives optimisers back their own parameters for substitutes in steps that did not end, as after exceptions."""
+        """Gives optimisers whose step raised an exception their own parameters back, instead of the substitutes.
+
+        Substitutes are the smaller parameters, with only exchanged elements, that `before` gave them for the step.
+        """
         while self._under_way:
             self._under_way.popitem()[1].give_up()
 

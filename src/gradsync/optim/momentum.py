@@ -14,11 +14,9 @@ from typing import Any
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from ..compressors import MomentumCorrection, Signum
+from ..compressors import Compressor
 from ..plans.plan import Plan
-from ..schemes import CoarseGrained
-
-Keeper = MomentumCorrection[Any] | Signum | CoarseGrained  # compressors and schemes with a momentum on each rank
+from ..schemes import Scheme
 
 
 def take_momentum(optimizer: Optimizer, parameters: Iterable[Tensor]) -> float:
@@ -79,13 +77,15 @@ class MomentumCheck:
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._parameters = dict(parameters)
         self._plan: Plan | None = None
-        self._kept: dict[int, tuple[str, Keeper]] = {}  # by id of the parameter
+        self._kept: dict[int, tuple[str, str, float]] = {}  # by id of the parameter: its name, who keeps which momentum
 
     def check(self, plan: Plan, optimizer: Optimizer) -> None:
-        """Compares the momenta of a plan's compressors and of the optimiser, before its step.
+        """Checks, before a step, that no parameter gets momentum from both its bucket's compressor and the optimiser.
+
+        `plan`: the plan in use, whose schemes have the compressors.
 
         Raises:
-            ValueError: for a parameter to which both its compressor and the optimiser would apply momentum.
+            ValueError: for a parameter to which both would apply momentum.
         """
         if plan is not self._plan:
             self._plan, self._kept = plan, self._kept_by(plan)
@@ -95,16 +95,16 @@ class MomentumCheck:
             if momentum := momentum_of(group):
                 self._require_none(group["params"], momentum)
 
-    def _kept_by(self, plan: Plan) -> dict[int, tuple[str, Keeper]]:
+    def _kept_by(self, plan: Plan) -> dict[int, tuple[str, str, float]]:
         found = ((bucket.names, _momentum_in(bucket.scheme)) for bucket in plan.buckets)
-        return {id(self._parameters[name]): (name, keeper) for names, keeper in found if keeper for name in names}
+        return {id(self._parameters[name]): (name, *kept) for names, kept in found if kept for name in names}
 
     def _require_none(self, parameters: Iterable[Tensor], momentum: float) -> None:
         for parameter in parameters:
             if id(parameter) in self._kept:
-                name, keeper = self._kept[id(parameter)]
+                name, keeper, kept = self._kept[id(parameter)]
                 raise ValueError(
-                    f"{name!r} travels under {type(keeper).__name__}, which has a momentum of {keeper.momentum} on "
+                    f"{name!r} travels under {keeper}, which has a momentum of {kept} on "
                     f"each rank, and the optimiser would apply {momentum} on top of it: set that to 0 (SGD's is taken "
                     "by gradsync.optim.take_momentum, Adam's is the first of betas, schedulers that cycle it have "
                     "cycle_momentum=False), or use a compressor without"
@@ -134,13 +134,19 @@ def _part(group: dict[str, Any], wanted: set[int]) -> dict[str, Any]:
     return new
 
 
-def _momentum_in(part: object) -> Keeper | None:
-    """Returns the first part of a scheme (itself, or a compressor in its settings) that has a momentum, or None."""
-    if isinstance(part, MomentumCorrection | Signum | CoarseGrained) and part.momentum:
-        return part
+def _momentum_in(part: object) -> tuple[str, float] | None:
+    """Returns the class name and the momentum of the first part of a scheme that has one; None: no part has.
+
+    Parts are the scheme itself, and schemes and compressors in its settings. A part has momentum if a setting of that
+    name is a number other than 0, whoever wrote the part.
+    """
     inner: Iterable[object] = ()
     if isinstance(part, tuple):
         inner = part
     elif is_dataclass(part):
-        inner = (getattr(part, setting.name) for setting in fields(part))
+        settings = {setting.name: getattr(part, setting.name) for setting in fields(part)}
+        momentum = settings.get("momentum")
+        if isinstance(part, Compressor | Scheme) and isinstance(momentum, int | float) and momentum:
+            return type(part).__name__, momentum
+        inner = settings.values()
     return next((found for found in map(_momentum_in, inner) if found is not None), None)

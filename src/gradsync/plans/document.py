@@ -16,7 +16,7 @@ Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 
 
 class Document(BaseModel):
-    """A pydantic model, such as a plan, that is written as JSON with a SHA-256 digest of its content."""
+    """The base class of plans and profiles: a pydantic model, written as JSON with a SHA-256 digest of its content."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -38,7 +38,7 @@ class Document(BaseModel):
         return _digest(self.model_dump(mode="json"))
 
     def to_json(self) -> str:
-        """Returns the JSON text with the digest, which `from_json` reads."""
+        """Returns the document as JSON text, with its digest, by which `from_json` notices changes."""
         data = self.model_dump(mode="json")
         digest = _digest(data)
         lines = {key: _lines(data.pop(key)) for key in self.by_lines}
@@ -51,8 +51,8 @@ class Document(BaseModel):
         """Returns the document that a JSON text describes; the digest must be deleted from a text edited by hand.
 
         Raises:
-            ValueError: for text that is not JSON, as `inputs.files.from_json`, a field that does not fit (with its
-                name), or a wrong digest.
+            ValueError: for text that is not JSON, has a key twice, or a number that is not finite; for a field that
+                does not fit (with its name), or a wrong digest.
         """
         data = from_json(text, cls.noun)
         if not isinstance(data, dict):
@@ -70,19 +70,19 @@ class Document(BaseModel):
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Reads a JSON file and returns its document.
+        """Reads a JSON file that `save` wrote, or that was written by hand, and returns its document.
 
         Raises:
             TypeError: if `path` is no path.
-            ValueError: as `from_json`, with the path, and for a file that cannot be read, is not UTF-8, or larger than
-                `inputs.files.MOST_BYTES`.
+            ValueError: for a file that cannot be read, is not UTF-8, or larger than `inputs.files.MOST_BYTES`; for a
+                text that `from_json` refuses. The error names the path.
         """
         text = read_text(path, cls.noun)
         with naming(path):
             return cls.from_json(text)
 
     def save(self, path: str | Path) -> None:
-        """Writes the document as JSON to a file, overwriting it."""
+        """Writes the document as JSON to a file, overwriting it; `load` reads it."""
         Path(path).write_text(self.to_json(), encoding="utf-8")
 
 

@@ -22,7 +22,10 @@ OF = ":"  # between the name of a parameter and a key of its optimiser state
 
 
 class What(StrEnum):
-    """The kind of tensors that a bucket synchronises, which decides at which point of a training step it does so."""
+    """The tensors that a bucket synchronises: gradients, before the optimiser's step, or parameters, after it.
+
+    Early parameters are stepped and averaged inside backward.
+    """
 
     GRADIENT = "gradient"  # before the optimiser's step
     PARAMETER = "parameter"  # after the optimiser's step
@@ -30,12 +33,19 @@ class What(StrEnum):
 
 
 def state_name(parameter: str, key: str) -> str:
-    """Returns the name by which plans refer to a parameter's optimiser state, as `weight:momentum_buffer`."""
+    """Returns the name in plans of an optimiser's state of a parameter, such as "weight:momentum_buffer"."""
     return f"{parameter}{OF}{key}"
 
 
 class BucketPlan(BaseModel):
-    """One bucket of a plan: slices of parameters (`segments`), the kind of tensor synchronised (`what`), a scheme."""
+    """One bucket of a plan: which slices of parameters are synchronised together, and by which scheme.
+
+    Attributes:
+        id: the name of the bucket in the plan's order.
+        segments: (parameter, start, stop): elements [start, stop) of the flattened parameter.
+        what: the kind of tensors that are synchronised: gradients, or parameters.
+        scheme: the algorithm of the exchange.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -56,11 +66,13 @@ class BucketPlan(BaseModel):
         return [name for name, _, _ in self.segments]
 
     def bucket(self, specs: Mapping[str, TensorSpec]) -> Bucket:
-        """Returns the bucket with the segments of this plan, for a model with these parameters.
+        """Returns the bucket, with shapes and dtypes, for a model with these parameters.
+
+        `specs`: shape and dtype of each parameter, by name.
 
         Raises:
             KeyError: for a parameter that the model does not have.
-            ValueError: if the parameters do not fit into one bucket.
+            ValueError: if the parameters do not fit into one bucket, as ones of different dtypes.
         """
         segments = tuple(Segment(*segment) for segment in self.segments)
         tensors, traits = tuple(specs[s.name] for s in segments), self.scheme.traits
@@ -74,9 +86,9 @@ class Plan(Document):
         world: the number of ranks.
         model: the digest of the parameters' names, shapes and dtypes.
         device: the type of device that the plan's measurements were made on, as "cuda"; None: it is for any.
-        order: (bucket id, stage), one entry a turn; a stage is one collective of the bucket's scheme, mostly. After its
-            last stage a bucket may have a turn `FINISH`, for the computation after the last collective; without it this
-            is done when all turns are over.
+        order: pairs (bucket id, stage), called turns; a stage is one collective of the bucket's scheme, mostly. After
+            its last stage a bucket may have a turn `FINISH`, for the computation after the last collective; without it
+            this is done when all turns are over.
         buckets: in any order.
     """
 
@@ -109,12 +121,13 @@ class Plan(Document):
         """Returns a plan with one bucket for each (parameter names or segments, scheme) pair.
 
         Args:
-            specs: the model's parameters.
+            specs: shape and dtype of each of the model's parameters, by name.
             world: the number of ranks.
             buckets: the pairs; a segment is (parameter, start, stop). The ids are "0", "1", ...
-            order: the turns; None: the first stages of all buckets, in their order, then all second stages, and so on,
-                so that the second stage of one bucket runs while other buckets are still summed.
-            what: the tensors that all buckets synchronise.
+            order: the order of collectives, as (bucket id, stage) pairs; None: the first stages of all buckets, in
+                their order, then all second stages, and so on, so that the second stage of one bucket runs while other
+                buckets are still summed.
+            what: the kind of tensors that all buckets synchronise.
         """
         plans = []
         for number, (parts, scheme) in enumerate(buckets):
@@ -125,15 +138,23 @@ class Plan(Document):
 
     @property
     def what(self) -> What:
-        """The kind of tensors that buckets synchronise; `check` allows only one kind. Without buckets, gradients."""
+        """The kind of tensors that all buckets synchronise, as `check` demands; gradients if there are no buckets."""
         return self.buckets[0].what if self.buckets else What.GRADIENT
 
     def measured_on(self, device: str) -> Plan:
-        """Returns the same plan, which says that it follows from measurements on this type of device, as "cuda"."""
+        """Returns a copy of the plan marked as one that follows from measurements on this type of device, as "cuda".
+
+        `check` then refuses a job on another type.
+        """
         return self.model_copy(update={"device": device})
 
     def check(self, specs: Mapping[str, TensorSpec], world: int, device: str | None = None) -> None:
-        """Checks that the plan fits a model's parameters, the number of ranks and the type of their device, if given.
+        """Checks that the plan fits a model's parameters, the number of ranks and the type of their device.
+
+        Args:
+            specs: shape and dtype of each parameter, by name.
+            world: the number of ranks.
+            device: the type of the parameters' device, as "cuda"; None: not checked.
 
         Raises:
             ValueError: for the first thing that does not fit, with what was expected.
@@ -210,7 +231,9 @@ def default_order(buckets: Sequence[BucketPlan], world_size: int) -> list[tuple[
 def describe(plan: Plan, specs: Mapping[str, TensorSpec], densities: Mapping[str, float] | None = None) -> list[str]:
     """Returns the plan in words for users, one line for each bucket: its parameters and its scheme.
 
-    `densities`: the share of non-zero rows of tables, by name, if known.
+    Args:
+        specs: shape and dtype of each parameter, by name.
+        densities: the share of non-zero rows of parameters with sparse gradients, by name; None: not known.
     """
     lines = []
     for bucket in plan.buckets:

@@ -42,13 +42,13 @@ ROUNDING = 1e-9  # the relative error of a mean by rounding
 
 
 class Data(BaseModel):
-    """The base of the parts of a profile: frozen pydantic models without extra fields."""
+    """The base class of the parts of a profile: a frozen pydantic model without extra fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class Interval(Data):
-    """A number that is not negative, with its 95 % confidence interval."""
+    """A measured number, 0 or more, with its 95 % confidence interval; `high` is None if no upper end is known."""
 
     value: float = Field(ge=0, allow_inf_nan=False)
     low: float = Field(ge=0, allow_inf_nan=False)
@@ -79,9 +79,10 @@ Factor = Annotated[Interval, _at_most(MOST_FACTOR)]
 
 
 class Spread(Data):
-    """A time on the slowest rank, as median and spread over training steps, both robust against disturbed steps.
+    """A measured time in seconds, on the slowest rank: its median over training steps, and how much steps differ.
 
-    `spread_s` is the median distance from the median, scaled to a standard deviation (times 1.4826).
+    `spread_s` is the median distance from the median, scaled to a standard deviation (times 1.4826). So a few disturbed
+    steps hardly matter.
     """
 
     median_s: Seconds
@@ -89,7 +90,7 @@ class Spread(Data):
 
 
 class PositiveSpread(Spread):
-    """A `Spread` of a time that is never 0."""
+    """A time in seconds over training steps as in `Spread`, median and spread, whose median must be above 0."""
 
     median_s: PositiveSeconds
 
@@ -114,12 +115,15 @@ class StepParts(Data):
 
     @property
     def step_s(self) -> float:
-        """The time of a training step without communication, in seconds: `beside` and backward."""
+        """The seconds of a training step without communication: the medians of backward and of all else (`beside`)."""
         return self.beside.median_s + self.backward.median_s
 
 
 class Density(Data):
-    """The density of a gradient: a `DensityProfile` with the same fields, as pydantic model to be written as JSON."""
+    """The measured density of a gradient's rows or elements, as a pydantic model that is written as JSON.
+
+    Its fields are those of `DensityProfile`, the form in which schemes and planners take densities.
+    """
 
     num_rows: int = Field(ge=0)
     rows: Finite
@@ -139,11 +143,11 @@ class Density(Data):
 
     @classmethod
     def of(cls, profile: DensityProfile) -> Density:
-        """Returns the pydantic model with the fields of a `DensityProfile`."""
+        """Returns the density as a pydantic model, for JSON, with the fields of `profile`."""
         return cls.model_validate(asdict(profile))
 
     def profile(self) -> DensityProfile:
-        """Returns the `DensityProfile` with these fields."""
+        """Returns the density in the form that schemes and planners take, a dataclass with the same fields."""
         blocks = {length: density.profile() for length, density in self.blocks.items()}
         return DensityProfile(**{**self.model_dump(), "blocks": blocks})
 
@@ -156,8 +160,8 @@ class ParameterTimes(Data):
         sparse: whether the gradient is a sparse tensor.
         position: the place in the order in which gradients are ready, from 0.
         ready: when the gradient is ready, in seconds from the start of backward.
-        rows, elements: the densities of rows and of elements, as in `ParameterProfile`; None if they are unknown, or if
-            sparse schemes gain nothing.
+        rows, elements: how many rows and elements of the gradient are not zero; None if they are unknown, or if sparse
+            schemes gain nothing.
         errors: for each lossy scheme or compressor, by name, the norm of its error relative to the norm of the gradient
             in a step, see `planner.search.errors`.
     """
@@ -185,15 +189,15 @@ class ParameterTimes(Data):
         return TensorSpec(self.shape, getattr(torch, self.dtype))
 
     def profile(self) -> ParameterProfile:
-        """Returns the gradient's shape, dtype, densities and place in the order of readiness, in the planners' form."""
+        """Returns what planners need of the parameter: shape, dtype, densities and place in the order of readiness."""
         rows, elements = (None if d is None else d.profile() for d in (self.rows, self.elements))
         return ParameterProfile(self.name, self.tensor, self.sparse, rows, self.position, elements)
 
 
 class KernelEstimate(Data):
-    """The time of one call of a kernel: call_s + byte_s * max(0, bytes - knee_bytes).
+    """The measured cost of a kernel: a call takes call_s + byte_s * max(0, bytes - knee_bytes) seconds.
 
-    Bytes are those that the kernel reads or writes.
+    Bytes are those that the call reads or writes; the two times have confidence intervals.
     """
 
     call_s: Time
@@ -208,12 +212,17 @@ class KernelEstimate(Data):
 
     @property
     def cost(self) -> KernelCost:
-        """The costs of the kernel without confidence intervals, in the form that cost models take."""
+        """The cost of the kernel without confidence intervals, in the form that `CostModel` takes."""
         return KernelCost(self.call_s.value, self.byte_s.value, self.knee_bytes)
 
 
 class HostEstimate(Data):
-    """The costs of work that is offloaded from an accelerator to the host: copies there and back, and kernels there."""
+    """The measured costs of computations that are offloaded from an accelerator to the host.
+
+    Attributes:
+        fetch, send: copies to the host, and back.
+        kernels: kernels on the host, by name.
+    """
 
     fetch: KernelEstimate
     send: KernelEstimate
@@ -221,14 +230,15 @@ class HostEstimate(Data):
 
     @property
     def cost(self) -> HostCost:
-        """The costs without confidence intervals, in the form that cost models take."""
+        """The costs of offloaded computations without confidence intervals, in the form that `CostModel` takes."""
         return HostCost(self.fetch.cost, self.send.cost, {name: kernel.cost for name, kernel in self.kernels.items()})
 
 
 class LinkEstimate(Data):
-    """The time of a collective: stage_s + rounds * alpha_s + busiest bytes / bandwidth, see `CostModel`.
+    """The measured cost of a collective: stage_s + rounds * alpha_s + busiest bytes / bandwidth, in seconds.
 
-    Rounds are messages one after the other, busiest bytes those on the busiest link.
+    Rounds are messages one after the other, busiest bytes those on the busiest link. `stage_s` and `alpha_s` are
+    seconds of a collective and of a message, with confidence intervals.
     """
 
     stage_s: Time
@@ -244,7 +254,7 @@ class LinkEstimate(Data):
 
 
 class LinkPoint(Data):
-    """A measurement of a collective with messages of one size: bytes as in `costs.steps.Transfer`, and the time."""
+    """A measurement of one collective with messages of one size: its bytes, its rounds of messages, and its seconds."""
 
     part_bytes: Bytes  # `Transfer.part_bytes`, the same for every member
     rounds: Count  # messages one after the other
@@ -253,14 +263,14 @@ class LinkPoint(Data):
 
 
 class CollectiveEstimate(Data):
-    """The measurements of one type of collective: points, and the formula of times that was fitted to them (`link`)."""
+    """The measurements of one type of collective: times at several sizes, and the cost formula that fits them."""
 
     link: LinkEstimate
     points: tuple[LinkPoint, ...]
 
 
 class Span(StrEnum):
-    """The ranks that communicate in a measurement of links: all, those of each node, or one rank of each node."""
+    """The ranks that communicate in a measurement of links: all, those of a node, or those with one local rank."""
 
     ALL = "all"  # all ranks
     INSIDE = "inside"  # the ranks of each node, on all nodes at once
@@ -268,7 +278,18 @@ class Span(StrEnum):
 
 
 class SpanEstimate(Data):
-    """The costs of collectives among all ranks, inside nodes or across nodes, measured in all such groups at once."""
+    """The measured costs of collectives in one kind of group: all ranks, the ranks of a node, or one rank per node.
+
+    With several such groups, all of them communicated at the same time.
+
+    Attributes:
+        span: the kind of groups.
+        size: the number of ranks in a group.
+        at_once_bytes: most bytes that a member sends in an all-gather whose messages all start at once; above, it is a
+            ring.
+        link: the cost formula fitted to all types of collectives together.
+        collectives: measurements of each type.
+    """
 
     span: Span
     size: int = Field(ge=2, le=MOST_RANKS)  # members of one group
@@ -293,7 +314,7 @@ class Overlap(Data):
 
 
 class Profile(Document):
-    """The measurements of a job, as `gradsync.measure` returns them.
+    """The measurements of a training job, as `gradsync.measure` returns them and planners read them.
 
     Attributes:
         torch: the version of torch.
@@ -304,7 +325,10 @@ class Profile(Document):
         world: the number of ranks.
         nodes: the node of each rank, by rank.
         steps: the number of training steps in which `parts` and ready times were measured.
-        kernels: the times of kernels, by the names that schemes use in their steps.
+        parts: the times of forward, backward and the rest of a step.
+        overlap: how much communication and computation slow each other down.
+        links: the costs of collectives among all ranks, inside nodes and across nodes.
+        kernels: the costs of kernels, by the names that schemes use in their lists of computations.
         host: the costs of work that is offloaded to the host; None where gradients are on the CPU.
         parameters: in the model's order.
     """
@@ -359,7 +383,7 @@ class Profile(Document):
 
     @property
     def placement(self) -> Placement:
-        """The nodes on which the ranks run, as a `Placement`."""
+        """The node of each rank, as a `Placement`, which also says whether nodes have several ranks."""
         return Placement(self.nodes)
 
     def in_ready_order(self) -> list[ParameterTimes]:
@@ -367,11 +391,11 @@ class Profile(Document):
         return sorted(self.parameters, key=lambda p: p.position)
 
     def parameter_profiles(self) -> list[ParameterProfile]:
-        """Returns each gradient's shape, dtype and densities in the form that planners take, in the model's order."""
+        """Returns what planners need of each parameter, in model order: shape, dtype, densities, order of readiness."""
         return [p.profile() for p in self.parameters]
 
     def link(self, span: Span) -> SpanEstimate:
-        """Returns the measured costs of collectives among the ranks of a span.
+        """Returns the measured costs of collectives among all ranks, inside nodes or across nodes, as `span` says.
 
         Raises:
             ValueError: if they were not measured, as there are no such groups of ranks.
@@ -411,6 +435,8 @@ class Profile(Document):
     def check(self, specs: Mapping[str, TensorSpec], world: int) -> None:
         """Checks that the profile was measured with this model, this number of ranks and this version of torch.
 
+        `specs`: shape and dtype of each parameter, by name.
+
         Raises:
             ValueError: if it was not; says to measure again.
         """
@@ -428,14 +454,17 @@ class Profile(Document):
 
 
 def spans_of(placement: Placement) -> tuple[Span, ...]:
-    """Returns the spans (sets of ranks) whose links are measured for this placement of ranks; none for one rank."""
+    """Returns the kinds of groups of ranks whose links are measured for this placement; none for one rank.
+
+    They are all ranks and, with several ranks on each of several nodes, those inside nodes and across nodes.
+    """
     if placement.size == 1:
         return ()
     return (Span.ALL, Span.INSIDE, Span.ACROSS) if placement.is_hierarchy else (Span.ALL,)
 
 
 def describe_profile(profile: Profile) -> list[str]:
-    """Returns the profile in words, one line for each measurement."""
+    """Returns the profile in words for users, one line for each measurement."""
     parts = profile.parts
     named = {"forward": parts.forward, "backward": parts.backward, "optimiser": parts.optimizer, "other": parts.other}
     each = ", ".join(f"{name} {_spread(part)}" for name, part in named.items())

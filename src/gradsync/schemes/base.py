@@ -33,16 +33,20 @@ class Traits:
 
     Attributes:
         layout: the kind of bucket that the scheme synchronises: one flat tensor, or tables with sparse rows.
-        lossy: the payloads lack something of the ranks' gradients, more than the rounding of a sum takes away.
+        lossy: what is sent lacks something of the ranks' gradients, more than the rounding of a sum takes away.
         mixes: each rank gets a result of its own, nearer to the mean; only averages of parameters use such a scheme.
         carries_flags: the flags behind a flat bucket's elements (did any rank use a parameter?) are summed too, or at
             least show whether the sum is zero. By default true for exact schemes.
         depends_on_shapes: `steps` depend on the shapes of a bucket's tensors, not on its size alone.
-        prepares: `synchronize` first awaits `Work`, which begins when the bucket is complete and has no stage.
-        offloads: some of the scheme's `Work` runs on another core, or on the host of an accelerator.
+        prepares: `synchronize` first awaits a computation (`Work`), which begins as soon as the bucket is complete; it
+            is no stage, as plans do not order it.
+        offloads: some of the scheme's computations run on another core, or on the host of an accelerator.
         shows_infinity: a flat result is not finite if a rank's gradients, or next state, are not. Exact schemes without
             state need not set it.
         freezes: optimisers change weights and their own state only in the ranges of `CompressorState.arrived`.
+        scales_first: `synchronize` multiplies a flat bucket by `scale` before all else, so the engine may do so itself
+            as it fills the bucket, and pass a scale of 1. It does not where there is state, which is not scaled, and
+            only an exact scheme has this trait.
         waits_for_device: on an accelerator the thread that issues operations waits for its stream, because the host
             reads numbers that follow from data, such as sizes of messages, or computes what is offloaded.
     """
@@ -56,11 +60,14 @@ class Traits:
     offloads: bool = False
     shows_infinity: bool = False
     freezes: bool = False
+    scales_first: bool = False
     waits_for_device: bool = False
 
     def __post_init__(self) -> None:
         if self.carries_flags is None:
             object.__setattr__(self, "carries_flags", self.exact)
+        if not self.exact:  # also where it was taken over from an inner scheme
+            object.__setattr__(self, "scales_first", False)
 
     @property
     def exact(self) -> bool:
@@ -69,11 +76,11 @@ class Traits:
 
 
 class Scheme(Nameable, ABC, Generic[X]):
-    """A scheme turns one bucket of gradients into `scale` times its sum over a group of ranks, bit-identical on all.
+    """A scheme turns one bucket of gradients into `scale` times its sum over a group of ranks.
 
-    It is a frozen dataclass of settings. A subclass defines `traits`, `stages`, `synchronize` and `steps`. The state is
-    passed in, and the next state is returned: a scheme keeps no state itself and overwrites none, so that a training
-    step can be undone.
+    All ranks get the same bits, unless the scheme has the trait `mixes`. It is a frozen dataclass of settings. A
+    subclass defines `traits`, `stages`, `synchronize` and `steps`. The state is passed in, and the next state is
+    returned: a scheme keeps no state itself and overwrites none, so that a training step can be undone.
     """
 
     kind: ClassVar[str] = "scheme"
@@ -81,7 +88,10 @@ class Scheme(Nameable, ABC, Generic[X]):
     @property
     @abstractmethod
     def traits(self) -> Traits:
-        """The scheme's properties: a class attribute in subclasses, or a `cached_property` where settings decide."""
+        """The scheme's properties, as planners and the engine read them before it runs, such as whether it is lossy.
+
+        Subclasses have a class attribute or, where settings decide, a `cached_property`.
+        """
 
     @property
     def title(self) -> str:
@@ -90,10 +100,10 @@ class Scheme(Nameable, ABC, Generic[X]):
 
     @abstractmethod
     def stages(self, size: int) -> tuple[str, ...]:
-        """Returns the names of the stages, one for each await (mostly a collective) of `synchronize` on `size` ranks.
+        """Returns the names of the stages: the exchanges for which `synchronize` awaits on `size` ranks.
 
-        A plan orders the stages of all buckets, so that all ranks issue collectives in one order. The first await of a
-        scheme with the trait `prepares` has no name.
+        There is one name for each await, mostly of a collective. A plan orders the stages of all buckets, so that all
+        ranks issue collectives in one order. The first await of a scheme with the trait `prepares` has no name.
         """
 
     @abstractmethod
@@ -142,80 +152,123 @@ class Scheme(Nameable, ABC, Generic[X]):
         """
 
     def init(self, bucket: Bucket, group: Group) -> State:
-        """Returns the state before the first training step, empty on all ranks or on none; most schemes keep none."""
+        """Returns what the scheme keeps before the first training step, such as residuals; {} for most schemes.
+
+        It is empty on all ranks or on none.
+        """
         return {}
 
     def planned_for(self, profiles: Sequence[DensityProfile]) -> Scheme[X]:
-        """Returns the scheme with the settings that follow from measured densities, such as the capacity of messages.
+        """Returns the scheme with the settings that follow from measured densities, such as the room in messages.
 
-        With no profiles these settings are left out, so that schemes which differ only in them compare equal.
+        `profiles`: the density of each of the bucket's tensors. With none these settings are left out, so that schemes
+        which differ only in them compare equal.
         """
         return self
 
     def has_room_for(self, profiles: Sequence[DensityProfile]) -> bool:
-        """Whether the room in messages, set by `planned_for`, is enough for the rank with the most rows to send."""
+        """Whether messages, as `planned_for` planned them, have room for the rank with the most rows to send.
+
+        `profiles`: the densities measured now; of a flat bucket, elements count as rows.
+        """
         return True
 
 
 class Partitioned(Scheme[X], Generic[X, S]):
-    """A scheme in two halves: `push` sums each part on one rank, its owner; `pull` sends the owners' sums to all ranks.
+    """A scheme in two halves: each rank sums one part of the bucket (push), then sends its sums to all ranks (pull).
 
-    Between the halves another scheme may sum a part over more ranks, as `part` makes a bucket of it.
+    The rank that sums a part is its owner. Between the halves another scheme may sum a part over more ranks, as `part`
+    makes a bucket of it.
     """
 
     @property
     def owns_alike(self) -> bool:
-        """Whether a rank owns the same part whatever the gradients are, so that nodes need not exchange the owners."""
+        """Whether each rank sums the same part of the bucket at every step, whatever the gradients are.
+
+        If so, the nodes of a hierarchy need not tell each other which rank sums what.
+        """
         return True
 
     @abstractmethod
     async def push(self, x: X, state: State, group: Group, scale: float, *, keep_fp32: bool = False) -> tuple[S, State]:
-        """Returns `scale` times the sum of the part that this rank owns, and the next state; may overwrite `x`.
+        """Returns `scale` times the sum of the part that this rank sums, and the next state; may overwrite `x`.
 
-        With `keep_fp32` sums of 16-bit floats stay in float32, so that further sums can be added. Other arguments: see
-        `synchronize`.
+        Args:
+            x, state, group, scale: as in `synchronize`.
+            keep_fp32: keeps sums of 16-bit floats in float32, so that further sums can be
+                added.
         """
 
     @abstractmethod
     async def pull(self, shard: S, state: State, group: Group) -> X:
-        """Returns the whole summed bucket, gathered from all ranks; `shard` is the result of `push` on this rank."""
+        """Returns the whole summed bucket, shaped as `x` of `push`, gathered from all ranks.
+
+        `shard` is what `push` returned on this rank: its part of the sums.
+        """
 
     @abstractmethod
     def part(self, shard: S) -> X:
-        """Returns the sums in `shard` as a bucket like `x` of `synchronize`, which the caller may overwrite."""
+        """Returns the sums in `shard`, the result of `push`, as a bucket that another scheme can sum further.
+
+        The caller may overwrite it.
+        """
 
     @abstractmethod
     def with_part(self, shard: S, part: X) -> S:
-        """Returns `shard` with its sums replaced by those in `part`, rounded to the bucket's dtype."""
+        """Returns `shard`, the result of `push`, with its sums replaced by those in `part`.
+
+        `part` is what another scheme made of `part(shard)`; it is rounded to the bucket's dtype.
+        """
 
     @abstractmethod
     def push_stages(self, size: int) -> tuple[str, ...]:
-        """Returns the names of the stages of `push`, one for each await on one of `size` ranks."""
+        """Returns the names of the exchanges of `push`, the first half: one for each await on `size` ranks."""
 
     @abstractmethod
     def pull_stages(self, size: int) -> tuple[str, ...]:
-        """Returns the names of the stages of `pull`, one for each await on one of `size` ranks."""
+        """Returns the names of the exchanges of `pull`, the second half: one for each await on `size` ranks."""
 
     @abstractmethod
     def push_steps(
         self, specs: tuple[TensorSpec, ...], profiles: tuple[DensityProfile, ...], size: int
     ) -> tuple[Step, ...]:
-        """Returns the local computations and transfers of `push` among `size` ranks, in order, as `steps` does."""
+        """Returns what each of `size` ranks is expected to compute and send in `push`, the first half, in order.
+
+        In push each rank gets the sums of one part of the bucket. Cost models read the result.
+
+        Args:
+            specs: shape and dtype of each tensor of the bucket.
+            profiles: the density of each; none for a flat bucket of which no density is known.
+            size: the number of ranks.
+        """
 
     @abstractmethod
     def pull_steps(
         self, specs: tuple[TensorSpec, ...], profiles: tuple[DensityProfile, ...], size: int, summed: int
     ) -> tuple[Step, ...]:
-        """Returns the computations and transfers of `pull` among `size` ranks, in order, as `steps` does.
+        """Returns what each of `size` ranks is expected to compute and send in `pull`, the second half, in order.
 
-        `summed`: the number of ranks whose gradients the sums hold; in a hierarchy more than `size`.
+        In pull each rank sends its sums to all others. Cost models read the result.
+
+        Args:
+            specs: shape and dtype of each tensor of the bucket.
+            profiles: the density of each on one rank; none for a flat bucket of which no density is known.
+            size: the number of ranks.
+            summed: the number of ranks whose gradients the sums hold; in a hierarchy more than `size`.
         """
 
     @abstractmethod
     def part_of(
         self, specs: tuple[TensorSpec, ...], profiles: tuple[DensityProfile, ...], size: int, owner: int
     ) -> tuple[tuple[TensorSpec, ...], tuple[DensityProfile, ...]]:
-        """Returns specs and density profiles of one owner's part after `push` with `keep_fp32` among `size` ranks."""
+        """Returns the shapes, dtypes and expected densities of the sums of rank `owner`, after `push` with `keep_fp32`.
+
+        Args:
+            specs: shape and dtype of each tensor of the bucket.
+            profiles: the density of each on one rank; none for a flat bucket of which no density is known.
+            size: the number of ranks that push.
+            owner: the rank whose part of the bucket is meant.
+        """
 
     def stages(self, size: int) -> tuple[str, ...]:
         return (*self.push_stages(size), *self.pull_stages(size))

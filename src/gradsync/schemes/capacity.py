@@ -29,7 +29,12 @@ ROOM_MARGIN, ROOM_MARGIN_ROWS = 1.5, 16  # room for more rows than measured, as 
 
 @dataclass(frozen=True)
 class RowCapacity(Nameable):
-    """Settings of schemes for tables: `capacity`, in rows, bounds messages; if it is (), their sizes are exchanged."""
+    """Settings by which a scheme for tables plans the room in its messages, so that no sizes are exchanged beforehand.
+
+    Attributes:
+        capacity: for each table the most distinct rows that a rank is expected to have; (): ranks exchange sizes first.
+        same_rows: for each table the position of the first table that is expected to have the same rows.
+    """
 
     capacity: tuple[NonNegativeInt, ...] = ()  # for each table the most distinct rows that a rank is expected to have
     # For each table the position of the first table that is expected to have the same rows, perhaps its own.
@@ -51,7 +56,10 @@ class RowCapacity(Nameable):
                 )
 
     def planned_for(self, profiles: Sequence[DensityProfile]) -> Self:
-        """Returns the scheme with capacity for the rows in these density profiles; with none, it exchanges sizes."""
+        """Returns the scheme with room in messages for as many rows as these tables' densities say, plus a margin.
+
+        With no `profiles` (measured densities, one a table) it has none, and ranks exchange the sizes of messages.
+        """
         capacity = tuple(with_margin(max(d.rows, d.most_rows), d.num_rows) for d in profiles)
         rows = [(d.pattern, d.num_rows) if d.pattern else position for position, d in enumerate(profiles)]
         return replace(self, capacity=capacity, same_rows=tuple(rows.index(known) for known in rows))
@@ -61,7 +69,9 @@ class RowCapacity(Nameable):
             self.planned_groups(specs)
 
     def planned_groups(self, specs: tuple[TensorSpec, ...]) -> tuple[RowGroup, ...]:
-        """Returns the tables grouped by `same_rows`: a message holds the row indices of each group of tables once.
+        """Returns the tables in groups that are planned to have the same rows, whose row indices a message holds once.
+
+        `specs`: shape and dtype of each table.
 
         Raises:
             ValueError: if `specs` are other tables than those of the plan.
@@ -81,9 +91,11 @@ class RowCapacity(Nameable):
         return groups_of(members.values(), specs)
 
     def fits(self, header: Sequence[int]) -> bool:
-        """Whether one rank's rows are as planned: no table has more than `capacity`, `same_rows` tables have the same.
+        """Whether one rank's rows are as planned, so that its message had room for them.
 
-        `header`: per table the rank's number of rows, `ABSENT`, or `SAME_AS` - t for the rows of table t.
+        No table may have more than `capacity` rows, and tables planned with the same rows (`same_rows`) must have the
+        same. `header` comes with the rank's message. For each table it has the number of rows, `ABSENT` for no
+        gradient, or `SAME_AS` - t for the rows of an earlier table t.
         """
         origin = origins(header)
         rows = [max(header[first], 0) for first in origin]
@@ -94,7 +106,10 @@ class RowCapacity(Nameable):
         )
 
     def expects_to_fit(self, profiles: Sequence[DensityProfile]) -> bool:
-        """Whether a capacity is set, and a rank's rows are expected to fit by its density profiles, one a table."""
+        """Whether a rank's rows are expected to fit into the room planned for them; false if none is planned.
+
+        `profiles`: the measured density of each table.
+        """
         return bool(self.capacity) and all(
             profile.rows <= room and profile.may_have_rows_of(profiles[first])
             for profile, room, first in zip(profiles, self.capacity, self.same_rows, strict=True)
@@ -106,9 +121,10 @@ class RowCapacity(Nameable):
     def transfers(
         self, stage: str, pattern: Pattern, part_bytes: tuple[float, ...], tables: int, *, at_once: bool
     ) -> list[Transfer]:
-        """Returns the transfers that send rows: one with header and rows if `at_once`, else two.
+        """Returns the transfers by which rows are sent, for cost models: one with header and rows, or two.
 
-        The first of the two carries headers if a capacity is set, else sizes; the second carries rows.
+        Rows travel behind the header if `at_once`. Else a first transfer carries headers (numbers of rows) if a
+        capacity is set, or sizes; the second carries rows.
 
         Args:
             stage: the name of the transfer that is planned to carry rows; rows that do not fit travel in "repeat".
@@ -127,31 +143,40 @@ class RowCapacity(Nameable):
         return [sizes, Transfer(stage, pattern, part_bytes)]
 
     def largest_nbytes(self, format: RowFormat) -> int:
-        """Returns the bytes of a message in this format with as many rows as `capacity` allows; equal on all ranks."""
+        """Returns the bytes of a message with the most rows of each table that are planned; equal on all ranks.
+
+        `format` says which columns of each row travel in the message.
+        """
         rows = [self.capacity[group.first] for group in format.groups]
         return head_nbytes(len(self.capacity)) + int(format.nbytes(rows))
 
 
 def busiest(profile: DensityProfile) -> DensityProfile:
-    """Returns the profile with the rows of the rank that touches the most, in place of the mean over the ranks."""
+    """Returns the density `profile` with the most rows that any rank touches as its `rows`, in place of the mean."""
     return replace(profile, rows=max(profile.rows, profile.most_rows))
 
 
 def with_margin(rows: float, num_rows: int) -> int:
-    """Returns the capacity of messages in rows: the measured `rows` plus a margin; at most the table's `num_rows`."""
+    """Returns for how many rows a message should have room, if `rows` were measured: 1.5 times as many, plus 16.
+
+    It is never more than `num_rows`, the rows of the table.
+    """
     return min(math.ceil(ROOM_MARGIN * rows) + ROOM_MARGIN_ROWS, num_rows)
 
 
 def write_header(message: Tensor, survey: OwnRows) -> None:
-    """Copies this rank's number of rows in each table to `message`, (bytes,) uint8, behind its first 8 bytes.
+    """Writes this rank's number of rows in each table to `message`, (bytes,) uint8, behind its first 8 bytes.
 
-    In these the process group writes the message's length.
+    The process group writes the message's length to these 8. `survey` has the numbers (`OwnRows.header`).
     """
     message[LENGTH_BYTES : head_nbytes(len(survey.header))].copy_(survey.header.view(torch.uint8))
 
 
 def opened(arrived: Sequence[Tensor], tables: int) -> tuple[list[list[int]], list[Tensor]]:
-    """Splits messages, (bytes,) uint8, each into its header of `tables` numbers and a view of the rest."""
+    """Splits received messages, each (bytes,) uint8, into headers and rows, and returns (headers, views of the rest).
+
+    A header is `tables` numbers: for each table the sender's number of rows, `ABSENT`, or `SAME_AS` - t.
+    """
     head = head_nbytes(tables)
     headers = torch.stack([message[LENGTH_BYTES:head] for message in arrived]).view(torch.int64)
     return headers.tolist(), [message[head:] for message in arrived]  # the host needs the numbers to cut messages

@@ -31,8 +31,8 @@ class AGSparse(RowCapacity, Scheme[Tables]):
     indices of tables with the same rows once.
     Wire: each rank sends its rows, indices and values, to n-1 others; the volume grows with n.
 
-    With `capacity` no sizes are exchanged beforehand: a header travels in front of the rows. If rows of any rank do not
-    fit, all ranks gather once more, by the sizes in the headers.
+    With `capacity`, planned room for rows, no sizes are exchanged beforehand: a header travels in front of the rows. If
+    rows of any rank do not fit, all ranks gather once more, by the sizes in the headers.
     """
 
     traits = Traits(Layout.ROWS, waits_for_device=True)

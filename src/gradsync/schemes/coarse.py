@@ -31,6 +31,7 @@ from ..kernels import Sections
 from ..tensors import allocator as memory
 from ..tensors.bucket import Bucket, FlatSpec, Layout, TensorSpec
 from ..tensors.density import DensityProfile, joined
+from ..tensors.scaling import multiply
 from .base import Scheme, State, Traits
 from .compressed import parted
 from .dense import AllReduce
@@ -140,7 +141,7 @@ class CoarseGrained(Scheme[Tensor]):
         return self.scheme.inner if isinstance(self.scheme, HalfPrecision) else self.scheme
 
     def check(self, specs: tuple[TensorSpec, ...]) -> None:
-        """Checks that the bucket has a floating-point dtype and that `scheme` can sum the message.
+        """Checks that the bucket has a floating-point dtype, and that `scheme` can sum a message of chosen chunks.
 
         Raises:
             ValueError: if not.
@@ -245,7 +246,7 @@ class CoarseGrained(Scheme[Tensor]):
         if parts := _parts(values, chosen, self.chunk):
             torch._foreach_copy_(parts, [s[: len(p)] for s, p in zip(sums.split(self.chunk), parts, strict=True)])
             if factor != 1:
-                torch._foreach_mul_(parts, factor)
+                multiply(parts, factor)
         if momentum is not None and self.masking and len(chosen) < self.num_chunks(len(values)):
             torch._foreach_zero_(_parts(momentum, chosen, self.chunk))
 
@@ -408,8 +409,12 @@ class CoarseGrained(Scheme[Tensor]):
 class ChunkState(CompressorState):
     """The state of `CoarseGrained` on one rank: residuals, and for each chunk a score by which chunks are chosen.
 
-    Residuals are in `elements`; scores, and steps since a chunk was sent, in `together`, alike on all ranks. `sent`
-    are the indices of the chunks that the last step sent; None: not known.
+    Residuals, what was not sent yet, are in `elements`; scores, and steps since a chunk was sent, in `together`, alike
+    on all ranks.
+
+    Attributes:
+        chunk: the elements of a chunk.
+        sent: the numbers of the chunks that the last step sent; None: not known.
     """
 
     chunk: int = 1  # elements
@@ -423,9 +428,10 @@ class ChunkState(CompressorState):
         return [(first * self.chunk, min((first + 1) * self.chunk, numel)) for first in self.sent]
 
     def unused(self, names: Collection[str]) -> ChunkState:
-        """Returns the state with idle steps counted: one more for chunks whose parameters no rank used, else 0.
+        """Returns the state to keep after a step in which no rank used the parameters `names`.
 
-        `names`: the parameters that no rank used. Without the count their residuals would be chosen for ever.
+        It counts, for each chunk, the steps in a row in which no rank used any of its parameters. Such chunks get lower
+        scores: otherwise what was not sent of them (residuals) would be chosen for ever.
         """
         if names:
             idle, start = self.together[IDLE] + 1, 0
@@ -440,10 +446,14 @@ class ChunkState(CompressorState):
 
 @dataclass(frozen=True)
 class Factors:
-    """Three factors whose product is the scale of a sum: `before` multiplies each rank's message, `after` the sum.
+    """Three factors whose product is the scale of a sum of messages over ranks.
 
-    `through` is the scale that the scheme which sums the messages applies. With 16-bit messages `before` is a power of
-    two, which rounds nothing, and `through` is 1.
+    With 16-bit messages `before` is a power of two, which rounds nothing, and `through` is 1.
+
+    Attributes:
+        before: multiplies each rank's message before it is rounded and sent.
+        through: the scale that the scheme which sums the messages applies.
+        after: multiplies the sum.
     """
 
     before: float = 1.0  # of the message, on each rank

@@ -32,23 +32,23 @@ NAMES_IN_WORDS = f"{', '.join(USUAL)}, with other ratios too, and behind them an
 
 
 def named(ratio: float) -> CoarseGrained:
-    """Returns the scheme named `csc<ratio>`: it sums this share of the chunks.
+    """Returns the scheme of the name `csc<ratio>`: in each step it sums this share of a bucket's chunks.
 
-    It prefers chunks of large norm in which ranks do not cancel out. In chunks not sent, weights and optimiser state
-    stay as they are.
+    A chunk is a run of elements that is sent, or kept for a later step, as a whole. The scheme prefers chunks of large
+    norm in which ranks do not cancel out. In chunks not sent, weights and optimiser state stay as they are.
     """
     return CoarseGrained(ratio=ratio, chunk=CHUNK, scoring="agreement", freeze=True)
 
 
 def coarse(name: str, momentum: float) -> CoarseGrained | None:
-    """Returns the coarse-grained scheme that a name as `csc0.1_bf16` describes; None for names of another form.
+    """Returns the scheme of a name such as `csc0.1_bf16`, which sums some chunks; None for names of another form.
 
     Args:
-        name: `csc`, a ratio of chunks in (0, 1], and any keys of `VARIANTS`, joined by underscores.
+        name: `csc`, the share of chunks to send, in (0, 1], and any keys of `VARIANTS`, joined by underscores.
         momentum: the optimiser's coefficient, for schemes that apply momentum in place of the optimiser.
 
     Raises:
-        ValueError: for a ratio outside (0, 1], or words that exclude each other, as in `csc0.1_fading_unmasked`.
+        ValueError: for a share outside (0, 1], or words that exclude each other, as in `csc0.1_fading_unmasked`.
     """
     form = re.fullmatch(r"csc(?P<ratio>\d+(?:\.\d+)?)(?P<words>(?:_[a-z0-9]+)*)", name)
     words = form["words"].split("_")[1:] if form else []

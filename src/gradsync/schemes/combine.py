@@ -31,10 +31,11 @@ T = TypeVar("T")
 @register
 @dataclass(frozen=True)
 class Hierarchical(Scheme[Any]):
-    """A two-level scheme: push inside nodes, `inter` across nodes among the owners of the same part, pull inside nodes.
+    """A two-level scheme: it sums inside nodes, then each part across nodes, and hands the sums out inside nodes.
 
-    Exact if `intra` and `inter` are. After the push each rank of a node owns the node's sum of one part, so that one
-    sum a node travels between nodes, not every rank's tensor. Sums of 16-bit floats stay in float32, scaled by `inter`,
+    Exact if `intra` and `inter` are. First (push) each rank of a node gets the node's sum of one part of the bucket, so
+    that one sum a node travels between nodes, not every rank's tensor. Then `inter` sums each part across nodes; last
+    (pull) the ranks of a node send each other their parts. Sums of 16-bit floats stay in float32, scaled by `inter`,
     until they are complete; then they are rounded. With one rank a node only `inter` runs, on a single node only
     `intra`.
     Wire: the traffic of both halves of `intra` among a node's ranks, and of `inter`, for a part, among as many ranks as
@@ -84,7 +85,7 @@ class Hierarchical(Scheme[Any]):
 
     @property
     def together(self) -> int:
-        """The number of ranks among which `intra` runs."""
+        """The number of ranks among which `intra` runs: the ranks of a node, or of all nodes of a rack."""
         return self.ranks_per_node * self.nodes_per_rack
 
     @property
@@ -92,9 +93,9 @@ class Hierarchical(Scheme[Any]):
         return f"{self.name} of {self.intra.title} and {self.inter.title}"
 
     def planned_for(self, profiles: Sequence[DensityProfile]) -> Scheme[Any]:
-        """Returns the hierarchy with the settings, such as capacities of messages, that follow from measured densities.
+        """Returns the hierarchy with the settings that follow from measured densities, such as the room in messages.
 
-        Settings of `intra` follow from `profiles`, those of `inter` from the densities of the nodes' sums.
+        Settings of `intra` follow from `profiles`, those of `inter` from the expected densities of the nodes' sums.
         """
         sums = self._across(profiles)
         parts: dict[str, Any] = {"intra": self.intra.planned_for(profiles), "inter": self.inter.planned_for(sums)}
@@ -131,7 +132,7 @@ class Hierarchical(Scheme[Any]):
         self.inter.check(self.intra.part_of(specs, (), self.together, 0)[0])
 
     def init(self, bucket: Bucket, group: Group) -> State:
-        """Returns the state of `inter` for the part that this rank sums across nodes.
+        """Returns the state before the first step: that of `inter`, for the part that this rank sums across nodes.
 
         Raises:
             ValueError: on every rank, if nodes have another number of ranks than planned, or a scheme keeps state that
@@ -254,11 +255,11 @@ def _bucket_of(bucket: Bucket, part: FlatSpec) -> Bucket:
 
 
 async def in_turns(coroutine: Coroutine[Any, Any, T], turns: int) -> T:
-    """Runs the coroutine of a scheme among some of the ranks in exactly `turns` awaits, and returns its result.
+    """Runs a subgroup's `coroutine` (a scheme's `synchronize`) in exactly `turns` awaits, and returns its result.
 
     One subgroup may need an additional collective, for instance when rows do not fit, while others do not. If ranks had
-    different numbers of turns, they would issue later collectives in different orders. So collectives beyond the
-    planned number run within the last turn, and empty turns take the place of missing ones.
+    different numbers of awaits, they would issue later collectives in different orders. So collectives beyond the
+    planned number run within the last await, and empty awaits take the place of missing ones.
     """
     value = None
     for turn in range(turns):
@@ -287,13 +288,16 @@ def _ended(coroutine: Coroutine[Any, Any, T], pending: Pending[Any], timeout_s: 
 
 
 def at_once(word: str, size: int, groups: Sequence[tuple[int, ...]], each: Sequence[Sequence[Step]]) -> Iterator[Step]:
-    """Yields the steps of groups of ranks that work at the same time, merged; computations are the busiest group's.
+    """Yields the computations and transfers of several groups of ranks that work at the same time, as one sequence.
+
+    Computations are those of the group with the most to do; transfers of the same kind become one transfer of all
+    ranks.
 
     Args:
-        word: a prefix of the stages' names.
+        word: a prefix of the transfers' stage names, such as "node".
         size: the number of all ranks.
         groups: the ranks of each group.
-        each: the steps of each group.
+        each: the computations and transfers of each group, in order.
     """
     for turn in zip_longest(*map(_turns, each), fillvalue=((), None)):
         yield from max((work for work, _ in turn), key=lambda work: sum(step.nbytes for step in work))

@@ -84,13 +84,14 @@ class Compressed(Scheme[Tensor]):
             )
 
     def agreement(self) -> tuple[str, ...]:
-        """Returns the stage in which ranks agree on the compressor's numbers, such as a common scale; () if none."""
+        """Returns ("agree",), the name of the exchange of numbers such as a common scale; () if ranks need none."""
         return ("agree",) if self.compressor.traits.agrees else ()
 
     async def agreed(self, values: Tensor, state: CompressorState, group: Group) -> CompressorState:
-        """Returns the state with `agreed`: the maxima over the ranks of the numbers that the compressor observes.
+        """Returns `state` with what ranks must share before they compress `values`, (numel,), as common scales.
 
-        `values` are the gradients, (numel,). Gathers the numbers only if the compressor needs any.
+        These are maxima over the ranks of what `Compressor.observe` returns, in `state.agreed`. If the compressor needs
+        none, `state` is returned as it is, and nothing is sent.
         """
         observed = self.compressor.observe(values, state) if self.compressor.traits.agrees else None
         if observed is None:
@@ -98,7 +99,10 @@ class Compressed(Scheme[Tensor]):
         return replace(state, agreed=torch.stack(await group.all_gather(observed)).amax(dim=0))
 
     def agreement_steps(self, spec: FlatSpec, size: int) -> tuple[Step, ...]:
-        """Returns the computation and transfer of the method `agreed` among `size` ranks; () if nothing is sent."""
+        """Returns the computation and the transfer that `agreed` takes among `size` ranks; () if it sends nothing.
+
+        `spec` is the layout of the tensor that is compressed.
+        """
         if not self.compressor.traits.agrees:
             return ()
         nbytes = 4.0 * self.compressor.num_agreed(spec)
@@ -111,9 +115,13 @@ class Compressed(Scheme[Tensor]):
         return self.compressor.unchanged_since(step)
 
     def compute(self, what: str, spec: FlatSpec, payloads: int, step: int) -> Compute:
-        """Returns bytes and calls of the compressor's kernel `what`, such as "compress", for a flat tensor.
+        """Returns what compressing or decoding a flat tensor costs, for cost models: bytes read and written, and calls.
 
-        The kernel reads or writes the tensor once, and each of `payloads` payloads in a call of its own.
+        Args:
+            what: the operation: "compress" or "decompress".
+            spec: the layout of the tensor, which is read or written once.
+            payloads: the number of payloads, each of which takes a call.
+            step: how often the tensor was compressed before, as payloads may change in size.
         """
         nbytes = spec.nbytes + payloads * self.compressor.nbytes(spec, step)
         return Compute(self.compressor.kernel(what), float(nbytes), calls=payloads)
@@ -122,7 +130,7 @@ class Compressed(Scheme[Tensor]):
 @register
 @dataclass(frozen=True)
 class CompressedAllReduce(Compressed):
-    """An all-reduce of payloads, decoded once, for compressors whose payloads can be summed (`Summand`).
+    """An all-reduce of compressed tensors (payloads) that can be summed (`Summand`); the sum is decoded once.
 
     Ranks first agree on the numbers that the compressor needs from all, such as a common scale. Payloads in float16 are
     scaled before they are summed, others after.
@@ -179,10 +187,10 @@ class CompressedAllReduce(Compressed):
 @register
 @dataclass(frozen=True)
 class CompressedAllGather(Compressed):
-    """An all-gather of payloads: every rank decodes all of them and adds the tensors in the order of ranks.
+    """A scheme that gathers all ranks' compressed gradients on each rank, which decodes them and adds them up.
 
-    Ranks add in float32 (float64 for float64) and round once.
-    Wire: n-1 payloads, sent and received by each rank.
+    Ranks add in the order of ranks, in float32 (float64 for float64), and round once.
+    Wire: n-1 payloads (compressed tensors), sent and received by each rank.
     """
 
     compressor: Compressor[Any]
@@ -204,7 +212,8 @@ class CompressedAllGather(Compressed):
     def own_part(self, x: Tensor, state: State, scale: float) -> Tensor:
         """Returns `scale` times `x`, (numel,), compressed and decoded: this rank's contribution to the sum.
 
-        Random draws are those of `synchronize` with this state. The result has the dtype of `x`, which is not changed.
+        Call it before `synchronize` with the same state: random numbers are then the same. The result has the dtype of
+        `x`, which is not changed.
         """
         (own,) = state[SENT]
         payload, _ = self.compressor.compress(x, own)
@@ -232,12 +241,13 @@ class CompressedAllGather(Compressed):
 @register
 @dataclass(frozen=True)
 class CompressedTwoWay(Compressed):
-    """A scheme with owners: each rank sums an equal range of the bucket from payloads, and hands out compressed sums.
+    """A scheme that sends gradients compressed, sums one range of them on each rank, and compresses the sums, too.
 
-    `sums` compresses the sums, by default as `compressor` does, with other random draws and without adding momentum a
-    second time. With error feedback for gradients and sums there are two residuals; an owner keeps that of its sums, in
-    units of the sum before the scale. A tensor that lies in several ranges is compressed in as many parts.
-    Wire: 2(n-1)/n of a payload.
+    Ranges are about equally long. Each rank compresses its sums and sends them to all ranks. `sums` is the compressor
+    for that, by default `compressor`, with other random draws and without adding momentum a second time. With error
+    feedback for gradients and sums there are two residuals; a rank keeps that of its sums, in units of the sum before
+    the scale. A tensor that lies in several ranges is compressed in as many parts.
+    Wire: 2(n-1)/n of a payload (compressed tensor).
     """
 
     compressor: Compressor[Any]
@@ -332,8 +342,9 @@ class CompressedTwoWay(Compressed):
 @register
 @dataclass(frozen=True)
 class Sparsified(Compressed):
-    """A sparsifier, such as top-k, and then `inner`, an exact scheme for sparse elements, which sums the kept elements.
+    """A scheme that keeps some elements of each rank's gradient, such as the top k, and sums these by `inner`.
 
+    `inner` is an exact scheme for flat tensors with few non-zero elements.
     Wire: that of `inner` for as many elements as the compressor keeps, assuming that ranks choose independently.
     """
 
@@ -364,7 +375,8 @@ class Sparsified(Compressed):
         """Returns the compressor's state before the first step.
 
         Raises:
-            ValueError: if `inner` keeps state, and as `Compressed.init`.
+            ValueError: if `inner` keeps state, or, on every rank, if the compressor is made for another number of
+                ranks.
         """
         if self.inner.init(bucket, group):
             raise ValueError(
@@ -403,7 +415,7 @@ SchemeOrCompressor = Scheme[Any] | Compressor[Any]  # for a compressor the plann
 
 
 def ways(compressor: Compressor[Any]) -> tuple[Scheme[Any], ...]:
-    """Returns all schemes that can carry the compressor's payloads, in no order of cost."""
+    """Returns all schemes that can exchange what the compressor makes, in no order of cost."""
     found: list[Scheme[Any]] = [CompressedAllGather(compressor)]
     if issubclass(compressor.traits.payload, Summand):
         found.append(CompressedAllReduce(compressor))
@@ -415,7 +427,11 @@ def ways(compressor: Compressor[Any]) -> tuple[Scheme[Any], ...]:
 
 
 def parted(specs: tuple[TensorSpec, ...]) -> tuple[FlatSpec, int]:
-    """Returns the spec of a flat bucket's elements, and the number of flags (was a parameter used?) behind them."""
+    """Returns the layout of a flat bucket without its flags, and the number of flags at its end.
+
+    `specs` has the bucket's shape and dtype, as its only entry; flags say, for example, whether a rank used a
+    parameter.
+    """
     (whole,) = specs
     if whole.flat is None:
         return FlatSpec((Segment("", 0, whole.numel),), ((whole.numel,),), whole.dtype), 0
@@ -436,24 +452,29 @@ def _sums_of(spec: FlatSpec, dtype: torch.dtype) -> FlatSpec:
 
 
 def message_nbytes(payload_nbytes: int, behind: int = 0) -> int:
-    """Returns the bytes of a message: a payload, one byte for each of `behind` flags (parameter used?), and padding.
+    """Returns the bytes of a message: a compressed tensor of `payload_nbytes` bytes, and `behind` flags, a byte each.
 
-    The number is a multiple of 8, so that the next message in a buffer begins where any dtype can be viewed.
+    A flag says whether a rank used a parameter. The number of bytes is a multiple of 8, so that the next message in a
+    buffer begins where any dtype can be viewed.
     """
     return int(aligned(payload_nbytes + behind))
 
 
 def message_of(payload: Payload, behind: Tensor | None = None) -> Tensor:
-    """Returns a new message, (bytes,) uint8: the payload, and one byte, 0 or 1, for each of the flags `behind`.
+    """Returns a new message, (bytes,) uint8: the compressed tensor, and one byte, 0 or 1, for each flag in `behind`.
 
-    `behind` (was each parameter used?) is 1-D, of any dtype; a byte is 1 where a number is not zero.
+    A flag (was the parameter used?) is a number; its byte is 1 if it is not zero. `behind` is 1-D, of any dtype.
     """
     nbytes = message_nbytes(payload.nbytes, 0 if behind is None else len(behind))
     return write_message(memory.empty(nbytes, torch.uint8, payload.data.device), payload, behind)
 
 
 def write_message(room: Tensor, payload: Payload, behind: Tensor | None = None) -> Tensor:
-    """Writes `payload`, then 0 or 1 for each flag in `behind`, to `room`, (`message_nbytes`,) uint8; returns `room`."""
+    """Writes a compressed tensor, and a byte for each flag in `behind`, 1-D, to `room`, and returns `room`.
+
+    A flag (was the parameter used?) is a number; its byte is 1 if it is not zero, else 0. `room`:
+    (message_nbytes(...),) uint8.
+    """
     room[: payload.nbytes] = payload.data.view(torch.uint8)
     after = room[payload.nbytes :].zero_()
     if behind is not None:
@@ -462,11 +483,19 @@ def write_message(room: Tensor, payload: Payload, behind: Tensor | None = None) 
 
 
 def payload_of(message: Tensor, template: Payload) -> Payload:
-    """Returns a view of the payload at the start of a message, (bytes,) uint8; all but `data` is from `template`."""
+    """Returns the compressed tensor at the start of `message`, (bytes,) uint8, as a view.
+
+    Only its `data` is from the message; everything else, such as shapes and dtype, is as in `template`, this rank's
+    own.
+    """
     nbytes = template.maker.nbytes(template.spec, template.step)
     return replace(template, data=message[:nbytes].view(template.data.dtype))
 
 
 def any_flags(messages: Sequence[Tensor], payload: Payload, count: int) -> Tensor:
-    """Returns the flags of all ranks combined, (count,) uint8: 1 where any message has a 1 behind its payload."""
+    """Returns for each flag whether any of the messages has it set, (count,) uint8 of 0 and 1.
+
+    Flags are the `count` bytes behind the compressed tensor in each message, (bytes,) uint8; `payload` is one like
+    these.
+    """
     return torch.stack([message[payload.nbytes : payload.nbytes + count] for message in messages]).amax(dim=0)

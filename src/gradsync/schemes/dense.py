@@ -26,14 +26,15 @@ class AllReduce(Scheme[Tensor]):
     Wire: 2(n-1)/n of the bucket, sent and received by each rank (in a ring; backends may use another algorithm).
     """
 
-    traits = Traits(Layout.FLAT)
+    traits = Traits(Layout.FLAT, scales_first=True)
 
     def stages(self, size: int) -> tuple[str, ...]:
         return ("all_reduce",)
 
     async def synchronize(self, x: Tensor, state: State, group: Group, scale: float) -> tuple[Tensor, State]:
         # Scaling before the sum keeps a half-precision sum inside its range.
-        x.mul_(scale)
+        if scale != 1:
+            x.mul_(scale)
         return await group.all_reduce(x), state
 
     def steps(
@@ -52,7 +53,12 @@ class AllReduce(Scheme[Tensor]):
 
 @dataclass(frozen=True)
 class OwnedRange:
-    """The sum of this rank's range of a flat bucket, between push and pull; a short range is padded with zeros."""
+    """The sums that one rank made of its range of a flat bucket, before it sends them to all ranks.
+
+    Attributes:
+        values: the sums, (the longest range,), padded with zeros, in the bucket's dtype or that of sums.
+        whole: the bucket, (numel,), which the sums of all ranks will overwrite.
+    """
 
     values: Tensor  # (the longest range,), in the bucket's dtype or the dtype of sums
     whole: Tensor  # the bucket, (numel,), which `pull` overwrites
@@ -61,9 +67,10 @@ class OwnedRange:
 @register
 @dataclass(frozen=True)
 class ReduceScatter(Partitioned[Tensor, OwnedRange]):
-    """A dense all-reduce in halves: each rank sums an equal range of the bucket (push); all gather the sums (pull).
+    """A dense all-reduce in two halves: each rank sums a range of the bucket (push), then all gather the sums (pull).
 
-    Exact. Unlike in `AllReduce` sums are added in a fixed order, by rank, in float32 or float64, and rounded once.
+    Exact. Ranges are about equally long. Unlike in `AllReduce` sums are added in a fixed order, by rank, in float32 or
+    float64, and rounded once.
     Wire: (n-1)/n of the bucket in each half, sent and received by each rank.
     """
 

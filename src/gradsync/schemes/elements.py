@@ -62,7 +62,11 @@ class BalancedElements(Scheme[Tensor]):
             )
 
     def planned_for(self, profiles: Sequence[DensityProfile]) -> BalancedElements:
-        """Returns the scheme with capacity for the elements in this density profile; with none, it exchanges sizes."""
+        """Returns the scheme with room in messages for as many non-zeros as a measured density says, plus a margin.
+
+        `profiles` has the bucket's density as its only entry, in which `rows` counts non-zero elements; if it is empty,
+        ranks exchange sizes before messages.
+        """
         if not profiles:
             return replace(self, capacity=())
         (known,) = profiles
@@ -77,7 +81,11 @@ class BalancedElements(Scheme[Tensor]):
         return bool(self.capacity) and most <= self.capacity[0] and _union_rows(known) <= self.capacity[1]
 
     def stages(self, size: int) -> tuple[str, ...]:
-        """Returns the names of the stages for a sparse bucket; a dense one runs the first stage, then an all-reduce."""
+        """Returns the names of the exchanges: "push" (to the ranks that sum) and "pull" (of their sums), among others.
+
+        Without `capacity` (room in messages that was planned), two exchanges of sizes are added. In a step in which the
+        bucket is too dense, the first exchange runs as named, and then an all-reduce.
+        """
         return ("push", "pull") if self.capacity else ("sizes", "push", "counts", "pull")
 
     async def synchronize(self, x: Tensor, state: State, group: Group, scale: float) -> tuple[Tensor, State]:
@@ -100,7 +108,11 @@ class BalancedElements(Scheme[Tensor]):
     ) -> tuple[Step, ...]:
         """Returns the computations and transfers expected of each rank in one synchronisation, in any training step.
 
-        The profile counts non-zero elements as rows; without a profile all elements are non-zero.
+        Args:
+            specs: shape and dtype of the flat bucket, as the only entry.
+            profiles: its density, as the only entry, in which `rows` counts non-zero elements; empty: none is zero.
+            placement: the ranks on their nodes.
+            step: changes nothing.
         """
         (flat,) = specs
         n, form = placement.size, part_format(flat, placement.size)
@@ -245,7 +257,7 @@ def _room(expected: int, form: PartFormat, size: int) -> int:
 
 
 def elements_of(flat: TensorSpec, profiles: Sequence[DensityProfile]) -> DensityProfile:
-    """Returns the density profile of a flat bucket: the first of `profiles`, or one with all elements non-zero."""
+    """Returns the density of a flat bucket: the first of `profiles`, or, if there is none, one without any zero."""
     return profiles[0] if profiles else DensityProfile(flat.numel, float(flat.numel))
 
 
@@ -259,7 +271,10 @@ def nonzeros(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def counts_in(arrived: Sequence[Tensor], head: int) -> list[list[int]]:
-    """Returns the int64 counts at the start of each message, (bytes,) uint8: bytes `LENGTH_BYTES` to `head`."""
+    """Returns the int64 numbers at the start of each message, (bytes,) uint8, such as the number of elements in it.
+
+    They are the bytes from `LENGTH_BYTES`, behind the message's length, to `head`.
+    """
     counts: list[list[int]] = (
         torch.stack([message[LENGTH_BYTES:head] for message in arrived]).view(torch.int64).tolist()
     )
@@ -267,9 +282,9 @@ def counts_in(arrived: Sequence[Tensor], head: int) -> list[list[int]]:
 
 
 def part_format(flat: TensorSpec, size: int) -> PartFormat:
-    """Returns the layout of messages with elements of an owner's part; the parts of all `size` owners are equally long.
+    """Returns the layout of messages with some elements of the part of a flat bucket that one of `size` ranks sums.
 
-    Some parts have an unused last place if `size` does not divide the number of elements.
+    All parts count as equally long; some have an unused last place if `size` does not divide the number of elements.
     """
     return PartFormat(-(-flat.numel // size), 1, flat.dtype)
 
@@ -288,14 +303,20 @@ def _sparse_pays(flat: TensorSpec, size: int, pushed: float, summed: float) -> b
 
 
 def write_parts(mine: kernels.ElementPartition, parts: Sequence[Tensor], form: PartFormat) -> None:
-    """Writes this rank's elements for each owner into the owner's message in `parts`, (`form.nbytes(count)`,) uint8."""
+    """Writes this rank's non-zero elements into the messages to the ranks that sum them.
+
+    Args:
+        mine: the elements, sorted by the rank that sums them (its owner).
+        parts: the message to each owner, (form.nbytes(count),) uint8 for its number of elements; overwritten.
+        form: the layout of messages.
+    """
     owners = [form.part(part, count) for part, count in zip(parts, mine.counts, strict=True)]
     mine.write([owner.positions.as_packed for owner in owners], [owner.values.view(-1) for owner in owners])
 
 
 @dataclass(frozen=True)
 class Sums:
-    """The non-zero sums of one owner, packed as the message that it sends to all ranks."""
+    """The non-zero sums of the part of a bucket that one rank sums, packed as its message to all ranks."""
 
     head: ClassVar[int] = LENGTH_BYTES + COUNT_BYTES  # bytes in front of the sums: the message's length, the count
 
@@ -304,7 +325,11 @@ class Sums:
 
     @classmethod
     def of(cls, parts: Sequence[PartMessage], form: PartFormat, scale: float) -> Sums:
-        """Returns the message with `scale` times the sum of `parts`, one from each rank, added in rank order."""
+        """Returns the message with `scale` times the sum of `parts`, one from each rank, added in rank order.
+
+        `form` is the layout of `parts` and of the message: positions of elements in this rank's part of the bucket, and
+        values.
+        """
         union = kernels.unite_elements([part.positions.as_packed for part in parts], form.length)
         message = parts[0].values.new_empty(cls.head + int(form.nbytes(union.count)), dtype=torch.uint8)
         total = form.part(message[cls.head :], union.count)
@@ -313,11 +338,20 @@ class Sums:
         return cls(message, union.count)
 
     def write_count(self) -> None:
-        """Writes `count` into the message, behind its first `LENGTH_BYTES` bytes, which are for its length."""
+        """Writes `count`, the number of sums, into the message, behind its first `LENGTH_BYTES` bytes.
+
+        These are for the message's length.
+        """
         self.message[LENGTH_BYTES : self.head].copy_(torch.tensor([self.count]).view(torch.uint8), non_blocking=True)
 
 
 def join_parts(totals: Sequence[PartMessage], seed: int, x: Tensor) -> Tensor:
-    """Overwrites flat `x`, (numel,), with the owners' sums, placed by the owner map of `seed`, else 0; returns `x`."""
+    """Overwrites flat `x`, (numel,), with the sums from all ranks, and with 0 where there is none; returns `x`.
+
+    Args:
+        totals: the message of each rank with the non-zero sums of its part of `x`.
+        seed: decides which elements belong to which rank's part.
+        x: the bucket.
+    """
     kernels.join_elements([t.positions.as_packed for t in totals], [t.values.view(-1) for t in totals], seed, x)
     return x

@@ -25,7 +25,12 @@ Spans = tuple[Columns, ...]  # ranges of columns of a group whose tables lie sid
 
 @dataclass(frozen=True)
 class Section:
-    """Views of one group of tables in a message: the rows' positions, and the values of each range of columns sent."""
+    """Views of what a message says about one group of tables that have the same rows.
+
+    Attributes:
+        positions: which rows the message has.
+        values: their values, (rows, width) for each range of columns that is sent.
+    """
 
     positions: Positions  # of the rows
     values: tuple[Tensor, ...]  # (rows, width) of each of the format's pieces
@@ -33,10 +38,10 @@ class Section:
 
 @dataclass(frozen=True)
 class RowFormat:
-    """The layout of a message to one rank: which columns of each group's rows travel, and in which order.
+    """The layout of a message to one rank: which columns of each table's rows travel, and in which order.
 
-    A group consists of tables with the same rows. All that does not depend on the number of rows is computed once, as
-    each training step lays out a message to each rank.
+    Tables with the same rows form a group, whose row indices travel once. All that does not depend on the number of
+    rows is computed once, as each training step lays out a message to each rank.
     """
 
     groups: tuple[RowGroup, ...]
@@ -44,12 +49,15 @@ class RowFormat:
 
     @classmethod
     def whole(cls, groups: tuple[RowGroup, ...]) -> RowFormat:
-        """Returns the layout in which all columns of each group travel."""
+        """Returns the layout in which all columns of all tables travel."""
         return cls(groups, tuple(((0, group.dim),) for group in groups))
 
     @cached_property
     def pieces(self) -> tuple[tuple[Piece, ...], ...]:
-        """The ranges of columns sent of each group, cut at the borders of tables: a piece is columns of one table."""
+        """The ranges of columns that travel, for each group of tables that have the same rows.
+
+        A range never goes beyond one table.
+        """
         return tuple(tuple(group.pieces(spans)) for group, spans in zip(self.groups, self.spans, strict=True))
 
     @cached_property
@@ -58,7 +66,10 @@ class RowFormat:
         return tuple(tuple(piece.width * piece.itemsize for piece in pieces) for pieces in self.pieces)
 
     def nbytes(self, rows: Sequence[float]) -> float:
-        """Returns the bytes of a message with `rows[i]` rows of group i: exact for whole numbers, else a mean."""
+        """Returns the bytes of a message with `rows[i]` rows of the i-th group of tables; of means, the mean.
+
+        Tables of a group have the same rows, whose indices travel once.
+        """
         total = 0.0
         for group, widths, count in zip(self.groups, self._widths, rows, strict=True):
             total += smallest(count, group.num_rows).nbytes(count, group.num_rows)
@@ -66,7 +77,12 @@ class RowFormat:
         return total
 
     def sections(self, message: Tensor, rows: Sequence[int]) -> list[Section]:
-        """Returns views of the row positions and values of each group of tables in a message, (`nbytes`,) uint8."""
+        """Returns views of the rows' positions and values in a message, one entry for each group of tables.
+
+        Args:
+            message: (nbytes(rows),) uint8.
+            rows: the number of rows of each group in the message; tables of a group have the same rows.
+        """
         found, offset = [], 0
         for group, pieces, widths, count in zip(self.groups, self.pieces, self._widths, rows, strict=True):
             choice = smallest(count, group.num_rows)
@@ -82,15 +98,17 @@ class RowFormat:
 
 
 def head_nbytes(tables: int) -> int:
-    """Returns the bytes in front of a message's rows: a field for its length, and an int64 number of rows per table."""
+    """Returns the bytes in front of the rows in a message: 8 for its length, 8 for the number of rows of each table."""
     return LENGTH_BYTES + 8 * tables
 
 
 @dataclass(frozen=True)
 class PartMessage:
-    """Views of a message with some rows of an owner's part: positions to be encoded or decoded, and values.
+    """Views of the rows in a message to or from the rank that sums one part of a table or flat bucket, its owner.
 
-    In the dense format there are no positions, and `values` are all rows of the part, absent ones as zeros.
+    Attributes:
+        positions: the rows' places in the part, packed; none are stored in the dense format.
+        values: the rows, (count, dim); in the dense format all rows of the part, absent ones as zeros.
     """
 
     positions: Positions
@@ -127,7 +145,10 @@ class PartMessage:
 
 @dataclass(frozen=True)
 class PartFormat:
-    """The layout of messages with some rows of an owner's part: positions in the smallest format, then values."""
+    """The layout of messages with some rows of one owner's part: positions in the smallest format, then values.
+
+    An owner is a rank that sums one part of a table, or of a flat bucket, whose elements count as rows of length 1.
+    """
 
     length: int  # rows of the part
     dim: int  # elements of a row; 1 for single elements
@@ -135,20 +156,23 @@ class PartFormat:
     formats: tuple[IndexFormat, ...] = SPARSE_FORMATS  # allowed for positions
 
     def nbytes(self, count: float) -> float:
-        """Returns the bytes of a message with `count` rows: exact for a whole number, else a mean."""
+        """Returns the bytes of a message with `count` rows; for a mean number of rows, about the mean."""
         return self._nbytes(self.choice(count), count)
 
     @property
     def most_nbytes(self) -> int:
-        """The largest size of a message in bytes, that with all rows of the part."""
+        """The bytes of the largest possible message, which has all rows of the part."""
         return int(self.nbytes(self.length))
 
     def choice(self, count: float) -> IndexFormat:
-        """Returns the format of positions with which a message of `count` rows is smallest; of equal ones the first."""
+        """Returns the format of positions, such as a bitmap, in which a message of `count` rows is smallest."""
         return min(self.formats, key=lambda choice: self._nbytes(choice, count))
 
     def part(self, message: Tensor, count: int) -> PartMessage:
-        """Returns views of a message with `count` rows, (bytes,) uint8, of `nbytes(count)` bytes, to write or read."""
+        """Returns views of the rows in `message`, a flat tensor, (nbytes(count),) uint8, for reading or writing.
+
+        `count` is their number. The views are their positions and their values, (count, dim).
+        """
         choice = self.choice(count)
         rows = self.length if choice is IndexFormat.DENSE else count
         start = int(choice.nbytes(count, self.length))

@@ -39,9 +39,10 @@ _asked_by_one = Lock()  # ranks may be threads
 def owned_by_hash(
     length: int, owners: int, seed: int, device: torch.device, *, kept_for: Group | None = None
 ) -> tuple[Tensor, ...]:
-    """Returns the ascending indices that a hash gives each owner; cached as long as the group `kept_for` exists.
+    """Returns for each of `owners` ranks the indices in [0, length) that a hash assigns to it, ascending.
 
-    See `kernels.owned_by_hash` for shapes and dtypes.
+    The lists are cached, and dropped when the process group `kept_for` is; see `kernels.owned_by_hash` for shapes and
+    dtypes.
     """
     key = (length, owners, seed, str(device))
     with _asked_by_one:
@@ -56,6 +57,6 @@ def owned_by_hash(
 
 
 def forget() -> None:
-    """Empties the cache for all process groups: drops the row or element indices that the hash gives each owner."""
+    """Empties the cache of `owned_by_hash`, for all process groups."""
     with _asked_by_one:
         _kept.clear()

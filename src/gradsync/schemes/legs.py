@@ -15,7 +15,10 @@ Piece = tuple[int, int]  # elements [start, stop) with a payload of their own
 
 @dataclass(frozen=True)
 class Held:
-    """Elements [start, stop) of a bucket that a rank holds, as one dense tensor or as compressed payloads of pieces."""
+    """Elements [start, stop) of a flat bucket that a rank holds in the midst of an exchange.
+
+    `pieces` are ranges of these elements, each of which is held as a compressed payload; () if the elements are dense.
+    """
 
     start: int
     stop: int
@@ -28,10 +31,12 @@ class Held:
 
 @dataclass(frozen=True)
 class Leg:
-    """One task of a route (compression, decompression or collective), with the data on each rank before and after.
+    """One task of a scheme that runs a sequence of tasks (`Route`), with the data on each rank before and after it.
+
+    A task is a compression, a decompression or a collective.
 
     Attributes:
-        task: the task of the route.
+        task: the task.
         groups: the ranks of each process group in which the collective runs; none for a local task.
         members: the number of ranks in each group.
         before, after: for each rank the elements that it holds; None if the root of its group holds them instead.
@@ -40,7 +45,8 @@ class Leg:
         added: how many ranks' payloads were added to make each payload before the task.
         adds: the payloads of a piece that a rank gets in this collective are added to one.
         scales: the sum is multiplied in this task by the `scale` of `synchronize`.
-        keep_fp32, keep_fp32_after: dense numbers before, or after, the task are in the dtype of sums, not the bucket's.
+        keep_fp32, keep_fp32_after: dense numbers before, or after, the task have the dtype of sums (float32, or float64
+            for float64), not the bucket's.
         copies: how many ranks compress the same tensor, a sum over all ranks.
         idle: the collective is left out, because each of its groups is one rank.
     """
@@ -64,7 +70,8 @@ class Leg:
     def carries_flags(self) -> bool:
         """Whether the task also sends the flags behind a bucket's elements, such as: did a rank use a parameter?
 
-        An all-gather after a reduce-scatter or all-to-all does not: the first step has sent them to all its ranks.
+        An all-gather that completes a reduce-scatter or all-to-all does not, as those have sent the flags to the same
+        ranks.
         """
         return not self.task.kind.is_second or self.task.rooted
 
@@ -74,9 +81,13 @@ class Leg:
 
 @lru_cache(maxsize=1024)
 def legs_of(leaf: Leaf, numel: int, placement: Placement, most_added: float) -> tuple[Leg, ...]:
-    """Returns a `Leg` for each task of a route (`leaf`): which elements of a bucket each rank has before and after it.
+    """Returns one `Leg` for each task of a `leaf` (sequence of tasks): what each rank holds before and after it.
 
-    `placement` has the node of each rank. At most `most_added` payloads of the compressor can be added to one.
+    Args:
+        leaf: the compressions, decompressions and collectives by which a flat bucket is summed.
+        numel: the number of elements of the bucket.
+        placement: the node of each rank.
+        most_added: how many of the compressor's payloads can be added to one.
 
     Raises:
         ValueError: if an all-reduce of payloads would add more than `most_added`.
@@ -142,7 +153,14 @@ def legs_of(leaf: Leaf, numel: int, placement: Placement, most_added: float) -> 
 
 
 def pieces_of_member(held: Held, member: int, members: int, *, divided: bool) -> slice:
-    """Returns the slice of `held.pieces` that goes to one member of a group: an equal share if `divided`, else all."""
+    """Returns which of a rank's pieces (`held.pieces`) it sends to one member of its group, as a slice of them.
+
+    Args:
+        held: what the rank holds.
+        member: the place of the receiver in the group.
+        members: the number of ranks in the group.
+        divided: whether each member gets an equal share, as in an all-to-all; else each gets all pieces.
+    """
     count = len(held.pieces) // members if divided else len(held.pieces)
     return slice(member * count, (member + 1) * count) if divided else slice(0, count)
 

@@ -14,7 +14,12 @@ MOST_SHARED = 2  # columns; sharing more costs more bytes than stripes that diff
 
 @dataclass(frozen=True)
 class ColumnOwners:
-    """The division of a table's columns among ranks: each sums its stripe, consecutive columns, of *every* row."""
+    """The division of a table's columns among ranks: each sums consecutive columns, its stripe, of *every* row.
+
+    Attributes:
+        stripes: the columns [start, stop) of each rank.
+        shared: the columns that every rank sums for itself.
+    """
 
     stripes: tuple[Columns, ...]
     shared: Columns  # summed by every rank
@@ -38,7 +43,10 @@ def column_owners(dim: int, size: int, most_shared: int = MOST_SHARED) -> Column
 
 @dataclass(frozen=True)
 class StripedGroups:
-    """A bucket's groups of tables that have the same rows, with each group's columns divided among owners (ranks)."""
+    """The division of a bucket's tables by columns among the ranks that sum them, their owners.
+
+    Tables with the same rows form a group, whose columns, side by side, are divided as those of one table.
+    """
 
     groups: tuple[RowGroup, ...]
     size: int  # number of owners
@@ -46,7 +54,10 @@ class StripedGroups:
 
     @cached_property
     def formats(self) -> tuple[RowFormat, ...]:
-        """The layout of the message to each owner: per group of tables the owner's columns, then the shared ones."""
+        """The layout of the message to each rank: the columns that it sums, and then those that every rank sums.
+
+        Both are columns of all groups of tables, where tables of a group have the same rows.
+        """
         owners = [column_owners(group.dim, self.size, self.most_shared) for group in self.groups]
         return tuple(
             RowFormat(self.groups, tuple((group.stripes[owner], group.shared) for group in owners))
@@ -55,13 +66,17 @@ class StripedGroups:
 
     @cached_property
     def shared(self) -> tuple[tuple[Piece, ...], ...]:
-        """The column ranges that every owner sums for itself, per group of tables; in messages, behind its own ones."""
+        """The ranges of columns that every rank sums for itself, as they are too few to divide.
+
+        There is one tuple for each group of tables that have the same rows. In messages these columns travel behind
+        those that the receiver alone sums.
+        """
         owners = [column_owners(group.dim, self.size, self.most_shared) for group in self.groups]
         return tuple(tuple(group.pieces([of.shared])) for group, of in zip(self.groups, owners, strict=True))
 
     @cached_property
     def owned(self) -> tuple[tuple[tuple[Piece, ...], ...], ...]:
-        """The column ranges that each owner sums alone, indexed by owner, then by group of tables."""
+        """The ranges of columns that each rank sums alone, by rank, then by group of tables of the same rows."""
         return tuple(
             tuple(
                 pieces[: len(pieces) - len(shared)] for pieces, shared in zip(format.pieces, self.shared, strict=True)
@@ -71,11 +86,14 @@ class StripedGroups:
 
     @cached_property
     def widths(self) -> tuple[tuple[int, ...], ...]:
-        """The number of columns that each owner sums alone, indexed by owner, then by group of tables."""
+        """The number of columns that each rank sums alone, by rank, then by group of tables of the same rows."""
         return tuple(tuple(sum(piece.width for piece in pieces) for pieces in owner) for owner in self.owned)
 
     def pull_bytes(self, rows: Sequence[float]) -> tuple[float, ...]:
-        """Returns for each owner the bytes of sums that it sends in pull, if group g of tables has `rows[g]` rows."""
+        """Returns the bytes of sums that each rank sends to all others, if group g of tables has `rows[g]` rows.
+
+        Tables of a group have the same rows.
+        """
         itemsize = self.groups[0].specs[0].itemsize
         return tuple(
             float(sum(count * width * itemsize for count, width in zip(rows, widths, strict=True)))
@@ -85,8 +103,11 @@ class StripedGroups:
 
 @lru_cache(maxsize=64)
 def striped(groups: tuple[RowGroup, ...], size: int, most_shared: int = MOST_SHARED) -> StripedGroups:
-    """Returns the division of each table group's columns among `size` owners (ranks that sum them); cached.
+    """Returns how the columns of tables are divided among `size` ranks, which sum them; cached.
 
-    If equal division leaves up to `most_shared` columns of a group over, every rank sums these.
+    Args:
+        groups: the tables, in groups of those that have the same rows.
+        size: the number of ranks.
+        most_shared: if equal division leaves up to so many columns over, every rank sums these for itself.
     """
     return StripedGroups(groups, size, most_shared)

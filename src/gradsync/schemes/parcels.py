@@ -16,7 +16,11 @@ from .legs import Leg, Piece
 
 
 def plain(specs: tuple[TensorSpec, ...]) -> FlatSpec:
-    """Returns the spec of a flat bucket, with the flags (numbers at its end) if it has any, as one nameless segment."""
+    """Returns the layout of a flat bucket as one nameless run of elements, with the flags at its end.
+
+    Flags are numbers that say, for example, whether a rank used a parameter. `specs` has the bucket's shape and dtype,
+    as its only entry.
+    """
     (flat,) = specs
     return FlatSpec.of(torch.empty(flat.numel, dtype=flat.dtype, device="meta"))
 
@@ -37,9 +41,10 @@ def dtype_of(whole: FlatSpec, keep_fp32: bool) -> torch.dtype:
 
 
 def point_name(leg: Leg) -> str:
-    """Returns the state's key of a "compress" task: "sent" for a route's first one, later "sums", "sums 2" and so on.
+    """Returns the key under which a `Route` keeps the state of one of its compressions, that of the task `leg`.
 
-    If 4 ranks compress copies of one sum over all ranks, the key ends in " of 4", and a first one is "sums of 4".
+    It is "sent" for the route's first compression, and "sums", "sums 2" and so on for later ones. If 4 ranks compress
+    copies of one sum over all ranks, the key ends in " of 4", and a first one is "sums of 4".
     """
     if leg.point == 0 and leg.copies == 1:
         return SENT
@@ -47,7 +52,10 @@ def point_name(leg: Leg) -> str:
 
 
 def starts_of(sizes: Sequence[int]) -> list[int]:
-    """Returns the byte offsets in a message of items with these sizes in bytes: multiples of 8, to view any dtype."""
+    """Returns the byte offsets of the items of a message that have these sizes in bytes, one behind the other.
+
+    Offsets are multiples of 8, so that an item can be viewed in any dtype.
+    """
     starts = [0]
     for size in sizes:
         starts.append(starts[-1] + int(aligned(size)))
@@ -55,5 +63,8 @@ def starts_of(sizes: Sequence[int]) -> list[int]:
 
 
 def room_nbytes(sizes: Sequence[int], flags: int) -> int:
-    """Returns the bytes of a message: items with these sizes in bytes, and one byte for each flag behind the last."""
+    """Returns the bytes of a message: items with these sizes in bytes, and `flags` flags, a byte each, behind them.
+
+    A flag says, for example, whether a rank used a parameter. Each item is padded to a multiple of 8 bytes.
+    """
     return int(sum(map(aligned, sizes[:-1])) + aligned(sizes[-1] + flags))

@@ -35,7 +35,7 @@ from .tables import (
 
 @dataclass(frozen=True)
 class OwnedColumns:
-    """The sums of one owner (rank) between push and pull: its columns of every row that any rank touched."""
+    """The sums that one rank made, before it sends them: its columns of every row that any rank touched."""
 
     stripes: StripedGroups  # the owner map
     rank: int  # this owner
@@ -45,7 +45,7 @@ class OwnedColumns:
     shared: tuple[tuple[Tensor, ...], ...]  # per group the pieces that every rank sums, each (union, width)
 
     def numel_of(self, owner: int) -> int:
-        """Returns how many elements of sums the rank `owner` sends to every other rank in pull."""
+        """Returns how many elements of sums the rank `owner` sends to every other rank."""
         return sum(len(rows) * width for rows, width in zip(self.indices, self.stripes.widths[owner], strict=True))
 
 
@@ -54,14 +54,15 @@ class OwnedColumns:
 class BalancedParallelism(RowCapacity, Partitioned[Tables, OwnedColumns]):
     """Zen's Balanced Parallelism (OSDI 2025, section 3) for row-sparse tables: each rank sums some columns. Exact.
 
-    An owner sums the same columns of every row, so all owners receive equal volumes however skewed the rows are.
+    Push: each rank sends columns of its rows to the ranks that sum them (owners); pull: the owners' sums go to all
+    ranks. An owner sums the same columns of every row, so all owners receive equal volumes however skewed the rows are.
     Beyond the paper: an owner sees the row indices of all ranks, so all ranks know the union after push, and pull
     carries values only, in equal parts, with no indices and no exchange of sizes; tables with the same rows send their
     indices once and are striped as one table; every rank sums the column or two that equal stripes leave over.
     Wire per rank: push (n-1) * indices + (n-1)/n * values; pull (n-1)/n * values of the union.
 
-    With `capacity` no sizes are exchanged beforehand: a header with the numbers of rows travels in front of the rows.
-    If rows of any rank do not fit, all ranks push once more, by the sizes in the headers.
+    With `capacity`, planned room for rows, no sizes are exchanged beforehand: a header with the numbers of rows travels
+    in front of the rows. If rows of any rank do not fit, all ranks push once more, by the sizes in the headers.
     """
 
     owners: Literal["column_stripe", "table_stripe"] = (
@@ -72,7 +73,10 @@ class BalancedParallelism(RowCapacity, Partitioned[Tables, OwnedColumns]):
 
     @property
     def owns_alike(self) -> bool:
-        """Whether a rank's columns never depend on data: true if each table is divided by itself (`table_stripe`)."""
+        """Whether each rank sums the same columns at every step, whatever the gradients are.
+
+        That is so if each table is divided by itself (`table_stripe`), and not together with tables of the same rows.
+        """
         return self.owners == "table_stripe"
 
     def planned_groups(self, specs: tuple[TensorSpec, ...]) -> tuple[RowGroup, ...]:
@@ -112,7 +116,10 @@ class BalancedParallelism(RowCapacity, Partitioned[Tables, OwnedColumns]):
         return _join_stripes(await group.all_gather(shard.values, sizes), shard)
 
     def part(self, shard: OwnedColumns) -> Tables:
-        """Returns this owner's columns of every table, perhaps none, as tables of the rows that any rank touched."""
+        """Returns the sums that this rank made, of its columns, as tables of the rows that any rank touched.
+
+        A hierarchy sums them further, across nodes. A table may have no column.
+        """
         widths = shard.stripes.widths[shard.rank]
         sizes = [len(rows) * width for rows, width in zip(shard.indices, widths, strict=True)]
         values = torch.split(shard.values, sizes)

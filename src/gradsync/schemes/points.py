@@ -39,7 +39,11 @@ OWNERS = {None: (), Balance.BALANCED: ("rotated_stripe", "hash"), Balance.IMBALA
 
 @dataclass(frozen=True)
 class DesignPoint(Nameable):
-    """The settings of a scheme in Zen's design space (`space.Point`), by default those of Balanced Parallelism."""
+    """The settings that choose a scheme in Zen's design space of sparse exchanges, by default Balanced Parallelism.
+
+    The choices are the path of messages, when ranks add, whether tensors are split, and whether parts are equally
+    dense.
+    """
 
     formats: ClassVar[tuple[IndexFormat, ...]]  # allowed for positions in this kind of bucket
 
@@ -74,7 +78,10 @@ class DesignPoint(Nameable):
 
     @classmethod
     def at(cls, point: Point, **settings: Any) -> Self:
-        """Returns the scheme at this point of the design space, with `settings` for its other fields."""
+        """Returns the scheme that makes the choices of `point`: path of messages, when to add, how to split tensors.
+
+        `settings` are values of its other fields.
+        """
         return cls(point.communication, point.aggregation, point.partition, point.balance, **settings)
 
     @property
@@ -89,13 +96,13 @@ class DesignPoint(Nameable):
         return Point(self.communication, self.aggregation, self.partition, self.balance)
 
     def owners_of(self, num_rows: int, count: int) -> RowOwners:
-        """Returns the owner map of a table with `num_rows` rows over `count` owners."""
+        """Returns which of `count` ranks sums which rows of a table with `num_rows` rows."""
         if count == 1 or self.balance is Balance.IMBALANCED:
             return EvenSplit(num_rows, count)
         return (HashedRows if self.owners == "hash" else RotatedStripe)(num_rows, count, self.seed)
 
     def stages(self, size: int) -> tuple[str, ...]:
-        """Returns the stage name, as "push", of each round of messages among `size` ranks, in order."""
+        """Returns the names of the rounds of messages among `size` ranks, such as "push" (to ranks that sum)."""
         return tuple(each.stage for each in self.schedule(size).rounds)
 
     def schedule(self, size: int) -> Schedule:
@@ -106,9 +113,9 @@ class DesignPoint(Nameable):
 @register
 @dataclass(frozen=True)
 class RowPoint(DesignPoint, Scheme[Tables]):
-    """A scheme for row-sparse tables at any point of Zen's design space (`space.Point`). Exact.
+    """A scheme for row-sparse tables at any point of Zen's design space (`space.Point`). Exact up to rounding.
 
-    Owners have whole rows: the paper has no owner maps of columns, as `BalancedParallelism` uses.
+    If tensors are split, each rank sums whole rows: the paper does not divide columns, as `BalancedParallelism` does.
     Wire: see `space.schedule`; a sum over some ranks travels as values of rows, and positions in the smallest format.
     """
 
@@ -165,9 +172,13 @@ class ElementPoint(DesignPoint, Scheme[Tensor]):
         placement: Placement,
         step: int = 0,
     ) -> tuple[Step, ...]:
-        """Returns the computations and transfers expected of the busiest rank in a synchronisation, in order.
+        """Returns the computations and transfers of the rank with the most to do in one synchronisation, in order.
 
-        The profile counts non-zero elements as rows; without one all are non-zero. The training step changes nothing.
+        Args:
+            specs: shape and dtype of the flat bucket, as the only entry.
+            profiles: its density, as the only entry, in which `rows` counts non-zero elements; empty: none is zero.
+            placement: the ranks on their nodes.
+            step: changes nothing.
         """
         (flat,) = specs
         profile = elements_of(flat, profiles)

@@ -184,7 +184,10 @@ class PowerSGD(Scheme[Tensor]):
         return self.start_step if step >= self.start_step else 0
 
     def parts_of(self, spec: FlatSpec) -> Parts:
-        """Returns which elements of a flat tensor are compressed, in runs of equal matrices, and which are not."""
+        """Returns which elements of a flat tensor are compressed, as matrices, and which travel uncompressed.
+
+        `spec` has the shapes of the tensors that lie in it.
+        """
         by_shape: dict[tuple[int, int], list[tuple[int, int]]] = {}  # (offset, segment) of each matrix, by shape
         for offset, place, rows, columns in self._matrices(spec):
             if rows * columns >= self.min_compression * self.rank * (rows + columns):
@@ -226,7 +229,14 @@ class PowerSGD(Scheme[Tensor]):
 
 @dataclass(frozen=True)
 class Run:
-    """Matrices of one shape, evenly spaced in a flat tensor; offset and spacing count elements."""
+    """Matrices of one shape that lie at equal distances in a flat tensor, so that one strided view has them all.
+
+    Attributes:
+        rows, columns: the shape of each matrix.
+        offset: the element at which the first matrix begins.
+        spacing: the elements from the start of one matrix to the start of the next.
+        places: for each matrix its place in the list of tensors (segments) of the flat tensor.
+    """
 
     rows: int
     columns: int
@@ -241,9 +251,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Parts:
-    """A flat tensor divided into runs of matrices, which are compressed, and dense sections, which are not.
+    """The division of a flat tensor into matrices, which PowerSGD compresses, and sections between, which it does not.
 
-    Factors of all matrices lie in one flat tensor, run by run.
+    Matrices of one shape at equal distances form a run. The factors P or Q of all matrices lie in one flat tensor, run
+    by run.
     """
 
     runs: tuple[Run, ...] = ()
@@ -271,22 +282,38 @@ class Parts:
         ]
 
     def dense(self, flat: Tensor) -> list[Tensor]:
-        """Returns the dense sections as 1-D views of `flat`, (numel,): at least one, some perhaps empty."""
+        """Returns the sections of `flat`, (numel,), that are not compressed, as 1-D views; there is at least one.
+
+        Sections may be empty.
+        """
         return list(flat.split(self.lengths)[::2])
 
     def factors(self, flat: Tensor, rank: int, *, of_rows: bool) -> list[Tensor]:
-        """Returns P (`of_rows`) or Q of each run of equal matrices, views of `flat`: (count, rank, rows or columns)."""
+        """Returns the factors of all matrices, one view of `flat`, 1-D, for each run of equal matrices.
+
+        Args:
+            flat: all factors P, or all factors Q, one behind the other.
+            rank: the rank of the approximation: the columns of P and Q.
+            of_rows: whether these are factors P, views of (count, rank, rows); else Q, (count, rank, columns).
+        """
         lengths = [run.rows if of_rows else run.columns for run in self.runs]
         numels = [run.count * rank * length for run, length in zip(self.runs, lengths, strict=True)]
         views = zip(flat.split(numels), self.runs, lengths, strict=True)
         return [view.view(run.count, rank, length) for view, run, length in views]
 
     def joined(self, factors: Sequence[Tensor], device: torch.device) -> Tensor:
-        """Joins segments' factors Q, (rank * columns,) each, on `device`, 1-D, in order of runs of equal matrices."""
+        """Joins the factors Q of all matrices on `device`, 1-D, in the order in which `Parts.factors` expects them.
+
+        `factors` has one for each segment (tensor or slice in the bucket), (rank * columns,); those of segments that
+        are not compressed are left out.
+        """
         return torch.cat([factors[place] for place in self._places]).to(device)
 
     def by_segment(self, flat: Tensor, rank: int) -> tuple[Tensor, ...]:
-        """Returns each segment's factor Q as a view of `flat`, (rank * columns,); (0,) if it is not compressed."""
+        """Returns the factor Q of each segment (tensor or slice in the bucket), a view of `flat`, (rank * columns,).
+
+        It is the inverse of `joined`. A segment that is not compressed has an empty one, (0,).
+        """
         factors = [flat[:0]] * self.num_segments
         numels = [rank * run.columns for run in self.runs for _ in run.places]
         for place, factor in zip(self._places, flat.split(numels), strict=True):
@@ -300,7 +327,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class FactoredState(CompressorState):
-    """A rank's PowerSGD state: residual, factors Q, and the division of the bucket into matrices and dense sections."""
+    """A rank's PowerSGD state: its residual, the factor Q of each matrix, and which elements it compresses."""
 
     parts: Parts = field(default=Parts(), repr=False)
 

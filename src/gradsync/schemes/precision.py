@@ -31,11 +31,11 @@ class HalfPrecision(Scheme[Any]):
 
     If `inner` keeps residuals, which are in units of gradients, it scales the sum instead.
 
-    Sparse schemes add 16-bit values in float32 and round once more, at the owner, before the pull; so every rank, the
-    owner too, has the same rounded bits. (An all-reduce adds as its transport does.) Repeated rows are merged before
-    rounding. Finite values beyond the range become the largest finite value; a sum beyond the range becomes infinity.
-    Infinity and NaN stay; values below the range become zero. The rounding error is lost; errors up and down are about
-    equally likely. Buckets of 16-bit floats pass unchanged.
+    Sparse schemes add 16-bit values in float32 and round once more, where a rank that summed a part (its owner) sends
+    it to all; so every rank, the owner too, has the same rounded bits. (An all-reduce adds as its transport does.)
+    Repeated rows are merged before rounding. Finite values beyond the range become the largest finite value; a sum
+    beyond the range becomes infinity. Infinity and NaN stay; values below the range become zero. The rounding error is
+    lost; errors up and down are about equally likely. Buckets of 16-bit floats pass unchanged.
     Wire: that of `inner` for values of 2 bytes; positions are the same. Partial sums, as in recursive doubling and
     between the nodes of a hierarchy, are float32: in a hierarchy, wrap its scheme across nodes (`inter`).
     """
@@ -127,7 +127,7 @@ class HalfPrecision(Scheme[Any]):
         return replace(table, indices=indices, values=self._narrowed(values.flatten(), 1.0).view(values.shape))
 
     def own_part(self, x: Tensor, state: State, scale: float) -> Tensor | None:
-        """Returns this rank's contribution to the scaled sum, `scale * x` rounded to 16 bits; None for 16-bit `x`.
+        """Returns `scale * x` rounded to 16 bits, which is this rank's contribution to the sum; None for a 16-bit `x`.
 
         `x`, (numel,), is not changed; the result has its shape and dtype. The rounding of sums is left out.
         """

@@ -83,7 +83,10 @@ class Route(Scheme[Tensor]):
 
     @classmethod
     def of(cls, leaf: Leaf, compressor: Compressor[Any] | None = None, ranks_per_node: int = 1) -> Route:
-        """Returns the route with the tasks of `leaf`, without a compressor or ranks per node if no task uses them.
+        """Returns the scheme that runs the tasks of `leaf`, one after the other.
+
+        A `compressor` that no task uses is left out, and `ranks_per_node` is left out if all collectives are among all
+        ranks.
 
         Raises:
             ValueError: if a collective among the tasks cannot send, or sum, the compressor's payloads.
@@ -121,7 +124,7 @@ class Route(Scheme[Tensor]):
         return self.compressor.of_sums if point else self.compressor
 
     def legs(self, numel: int, placement: Placement) -> tuple[Leg, ...]:
-        """Returns one leg for each task: the elements of a bucket of `numel` that each rank holds before and after it.
+        """Returns one `Leg` for each task: which elements of a bucket of `numel` each rank holds before and after it.
 
         Raises:
             ValueError: if nodes have another number of ranks than planned, or an all-reduce would add more payloads
@@ -135,11 +138,14 @@ class Route(Scheme[Tensor]):
             raise ValueError(f"{self.compressor.title} cannot take this route: {error}") from None
 
     def check_ranks(self, placement: Placement) -> None:
-        """Checks that the route can run on this placement of ranks on nodes.
+        """Checks that the ranks, placed on nodes like this, can run the route (a sequence of tasks).
+
+        Tasks are compressions, decompressions and collectives.
 
         Raises:
-            ValueError: if nodes have another number of ranks than planned, an all-reduce would add more payloads than
-                the compressor allows, or more or fewer ranks compress the same range than the compressor is made for.
+            ValueError: if nodes have another number of ranks than planned, an all-reduce would add more payloads
+                (compressed tensors) than the compressor allows, or more or fewer ranks compress the same range than the
+                compressor is made for.
         """
         legs = self.legs(placement.size**2, placement)
         expected = None if self.compressor is None else self.compressor.traits.made_for_ranks
@@ -172,10 +178,11 @@ class Route(Scheme[Tensor]):
             raise ValueError(f"{self.name} is for floating-point gradients, got {flat}")
 
     def init(self, bucket: Bucket, group: Group) -> State:
-        """Returns the compressors' states for the pieces that this rank compresses; makes process groups.
+        """Returns the states of the compressors on this rank, and makes the process groups that the collectives need.
 
         Raises:
-            ValueError: on every rank, if `check_ranks` raises.
+            ValueError: on every rank, if nodes have another number of ranks than planned, or the compressor does not
+                allow so many (see `check_ranks`).
         """
         legs = self.legs(bucket.numel, group.placement)
         for leg in legs:
@@ -222,9 +229,9 @@ class Route(Scheme[Tensor]):
         placement: Placement,
         step: int = 0,
     ) -> tuple[Step, ...]:
-        """Returns the work and transfers of the rank with the most work, in order.
+        """Returns the computations and transfers of the rank with the most to do, in order, for a cost model.
 
-        The communication thread does the work before and after a collective.
+        The thread that issues collectives also does the work before and after each, such as adding up what arrived.
         """
         whole, behind = parted(specs) if self.compressor is not None else (plain(specs), 0)
         legs = self.legs(whole.numel, placement)
@@ -242,7 +249,14 @@ class Route(Scheme[Tensor]):
     # Below: helpers of `steps`, and the methods that `transit.Transit` calls.
 
     def item_nbytes(self, leg: Leg, held: Held, whole: FlatSpec, step: int) -> list[int]:
-        """Returns the bytes of each payload, or of one dense range, in a message with the elements `held`."""
+        """Returns the bytes of each item in the message of a task: of each payload, or of one dense range.
+
+        Args:
+            leg: the task, a collective.
+            held: the elements in the message.
+            whole: the layout of the bucket.
+            step: the number of the training step, on which the size of payloads may depend.
+        """
         if not leg.task.kind.of_payloads:
             return [held.numel * dtype_of(whole, leg.keep_fp32).itemsize]
         compressor = self.compressor_at(leg.point)
@@ -251,7 +265,10 @@ class Route(Scheme[Tensor]):
         return [nbytes for spec in specs for nbytes in [compressor.nbytes(spec, step)] * leg.bundle]
 
     def keeps_fp32_at(self, point: int) -> bool:
-        """Whether "compress" task number `point` gets sums, in a wider dtype: false for a route's first task only."""
+        """Whether the "compress" task number `point`, from 0, compresses sums, which are in float32 or float64.
+
+        It is false only where a route begins with a compression, that of a rank's own gradient.
+        """
         return point > 0 or self.leaf[0].kind is not Kind.COMP
 
     @property
@@ -386,9 +403,15 @@ def routes(
     devices: Sequence[str] = DEVICES,
     constraints: LeafConstraints | None = None,
 ) -> tuple[Route, ...]:
-    """Returns all routes whose collectives can send or sum the compressor's payloads, and all without compression.
+    """Returns all routes, with or without compression, whose collectives can send or sum what the compressor makes.
 
-    Routes with collectives inside and across nodes are among them if nodes have several ranks.
+    A route is a sequence of compressions, decompressions and collectives that sums a flat bucket.
+
+    Args:
+        compressor: used by the routes that compress.
+        ranks_per_node: if above 1, routes with collectives inside and across nodes are among them.
+        devices: the devices on which routes may compress and decompress.
+        constraints: limits on the routes; None: no limits.
 
     Raises:
         ValueError: if constraints exclude all routes, or name unknown collectives or devices.

@@ -23,33 +23,48 @@ from .hash_lists import owned_by_hash
 
 @dataclass(frozen=True)
 class RowOwners(ABC):
-    """An owner map: assigns each row of a table to the rank that sums it, and numbers each owner's rows from 0."""
+    """A map that assigns each row of a table to the rank that sums it, its owner, and numbers its rows from 0."""
 
     num_rows: int  # of the table
     owners: int  # the number of owners
 
     @property
     def length(self) -> int:
-        """The most rows that an owner may have; `num_rows` of each part that `split` returns."""
+        """The room for rows of one owner (rank that sums them): all of its rows have numbers, from 0, below this.
+
+        It is `num_rows` of each part that `split` returns.
+        """
         return -(-self.num_rows // self.owners)
 
     def prepare(self, group: Group, device: torch.device) -> None:  # noqa: B027 (not abstract: most maps are formulas)
-        """Computes the lists of owners' rows, if the map needs any, and caches them as long as `group` exists."""
+        """Computes and caches which rows each rank sums, if the map is no formula; call it before an exchange.
+
+        `group`: the cache lasts as long as this process group.
+        """
 
     @abstractmethod
     def split(self, rows: SparseRows) -> list[SparseRows]:
-        """Returns each owner's part of `rows`, sorted and distinct; indices become positions among the owner's rows."""
+        """Returns the rows that each rank is to sum, and which are sent to it; `rows` are sorted and distinct.
+
+        In each part an index is the row's number among those that the rank sums, not its row number in the table.
+        """
 
     @abstractmethod
     def rows_of(self, owner: int, positions: Tensor) -> Tensor:
-        """Returns the row numbers, (count,) int64, of `positions`, (count,), ascending, among an owner's rows."""
+        """Returns the row numbers in the table, (count,) int64, of some of the rows that rank `owner` sums.
+
+        `positions`: their numbers among the rows of this rank, (count,), ascending.
+        """
 
     def share(self, owner: int, profile: DensityProfile, ranks: int) -> float:
-        """Returns the expected share, in [0, 1], that `owner` has of the rows that `ranks` ranks touch together."""
+        """Returns the expected share, in [0, 1], of the rows that `ranks` ranks touch together which belong to `owner`.
+
+        `profile` is the table's density.
+        """
         return 1.0 / self.owners
 
     def join(self, parts: Sequence[SparseRows]) -> SparseRows:
-        """Returns the rows of all owners' parts, sorted: the inverse of `split`."""
+        """Returns the rows that all ranks summed as one table, sorted by row number: the inverse of `split`."""
         present = any(part.present for part in parts)
         if self.owners == 1:  # in order already
             return SparseRows(parts[0].indices.long(), parts[0].values, self.num_rows, present)
@@ -61,10 +76,10 @@ class RowOwners(ABC):
 
 @dataclass(frozen=True)
 class EvenSplit(RowOwners):
-    """The map of a parameter server: consecutive rows, equally many for each owner, fewer or none for the last ones.
+    """The map of a parameter server: each rank sums consecutive rows, equally many, the last ones fewer or none.
 
-    Imbalanced: if a table's frequent rows come first, the first owner gets most of the load (Zen,
-    section 2: more than half of all rows).
+    Imbalanced: if a table's frequent rows come first, the first rank gets most of the load (Zen, section 2: more than
+    half of all rows).
     """
 
     def split(self, rows: SparseRows) -> list[SparseRows]:
@@ -89,10 +104,11 @@ class EvenSplit(RowOwners):
 
 @dataclass(frozen=True)
 class RotatedStripe(RowOwners):
-    """An owner map that rotates the owners of neighbouring rows: row n q + r is row q of owner (r + rho(q)) mod n.
+    """A map that spreads neighbouring rows over ranks: row n q + r is row q of those that rank (r + rho(q)) mod n sums.
 
-    n is the number of owners, rho(q) a hash of q and the seed. Balanced: each run of n neighbours goes to n
-    owners, so that neither dense regions nor regular patterns of rows load one owner. See `kernels.partition_rotated`.
+    n is the number of these ranks (owners), rho(q) a hash of q and the seed. Balanced: each run of n neighbours goes to
+    n owners, so that neither dense regions nor regular patterns of rows load one owner. See
+    `kernels.partition_rotated`.
     """
 
     seed: int = 0
@@ -119,17 +135,21 @@ class RotatedStripe(RowOwners):
 
 @dataclass(frozen=True)
 class HashedRows(RowOwners):
-    """The owner map of Zen's paper: a hash of row and seed (h0) gives the owner; its rows are numbered in order.
+    """The map of rows to the ranks that sum them in Zen's paper: a hash of row and seed (h0) gives the rank, its owner.
 
-    Balanced as random owners are. No formula gives an owner's rows: all ranks keep the lists of all owners, an integer
-    for each row of the table, to decode a bitmap over an owner's rows (Zen's hash bitmap).
+    An owner's rows are numbered in order. Balanced as random owners are. No formula gives an owner's rows: all ranks
+    keep the lists of all owners, an integer for each row of the table, to decode a bitmap over an owner's rows (Zen's
+    hash bitmap).
     """
 
     seed: int = 0
 
     @property
     def length(self) -> int:
-        """The mean number of an owner's rows plus 8 standard deviations, known without computing the lists."""
+        """The room for rows of one rank: their mean number plus 8 standard deviations and 8, at most all rows.
+
+        It is known without computing which rows a rank sums.
+        """
         mean = self.num_rows / self.owners
         return min(self.num_rows, math.ceil(mean + 8 * math.sqrt(mean)) + 8)
 

@@ -30,9 +30,9 @@ HEAD_BYTES = LENGTH_BYTES + 8  # in front of the elements: the message's length,
 class SparseReduceScatter(Partitioned[Tensor, OwnedRange]):
     """A sparse all-reduce: each rank sums the non-zeros of its part (push), and sends non-zero sums (pull). Exact.
 
-    Owners are those of `BalancedElements`: the owner map does not depend on data, and every part is equally long.
-    Messages contain their counts, so no sizes are exchanged. An owner's sum is dense, in float32 (float64 for float64),
-    added in rank order, rounded once.
+    Parts are those of `BalancedElements`: which rank (owner) sums an element does not depend on data, and every part is
+    equally long. Messages contain their counts, so no sizes are exchanged. An owner's sum is dense, in float32 (float64
+    for float64), added in rank order, rounded once.
     Wire per rank: push (n-1)/n * (positions + values); pull the same for the non-zero sums; 16 bytes a message.
     """
 

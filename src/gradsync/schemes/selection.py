@@ -23,7 +23,7 @@ NO_HANDICAPS: Mapping[Scheme[Any], float] = {}
 
 @dataclass(frozen=True)
 class TimedScheme:
-    """A scheme with the time in which it is expected to synchronise the bucket."""
+    """A scheme with the seconds in which it is expected to synchronise the bucket in question."""
 
     scheme: Scheme[Any]
     seconds: float
@@ -57,12 +57,12 @@ def select(
     Args:
         schemes: the candidates. The first one within `tolerance` of the fastest wins, so callers list simple schemes
             first, which need little of the transport.
-        specs: the bucket's tables, or its one flat tensor.
+        specs: shape and dtype of each of the bucket's tables, or of its one flat tensor.
         profiles: the densities of these tensors.
         placement: the ranks on their nodes.
-        cost: predicts the time of steps.
-        current: the scheme in use. If it is among the candidates, whatever capacities it was planned with, another one
-            replaces it only if that saves `margin` of its time: densities drift, and a change has a price.
+        cost: predicts the time of a scheme's computations and transfers.
+        current: the scheme in use. If it is among the candidates, whatever room in messages it was planned with,
+            another one replaces it only if that saves `margin` of its time: densities drift, and a change has a price.
         margin: a share of the time of `current`, in [0, 1).
         handicaps: measured over expected time, for schemes that proved slower than expected.
         tolerance: a share of the fastest time.

@@ -95,16 +95,21 @@ class Shuffled(Scheme[Tensor]):
         return Traits(Layout.FLAT, lossy=of.lossy, mixes=True, carries_flags=True, waits_for_device=of.waits_for_device)
 
     def stages(self, size: int) -> tuple[str, ...]:
-        """Returns `scheme`'s stage names in the group of ranks with most stages; groups idle in stages they lack."""
+        """Returns the names of the exchanges of one round: those of `scheme` in the group of ranks that needs the most.
+
+        Other groups idle in those that they lack.
+        """
         groups = self.schedule.distinct or ((0,),)
         return max((self.scheme.stages(len(group)) for group in groups), key=len)
 
     def init(self, bucket: Bucket, group: Group) -> State:
-        """Returns the state of `scheme`, and a counter of rounds; makes process groups, in the same order on all ranks.
+        """Returns the state before the first round: that of `scheme`, and a counter of rounds.
+
+        Process groups are made for the groups of ranks, in the same order on all ranks.
 
         Raises:
-            ValueError: if the schedule is for another number of ranks, `scheme` keeps residuals, or cannot sum within
-                some group, also within one that this rank is not in.
+            ValueError: if `rounds` are for another number of ranks, `scheme` keeps residuals (what compression left
+                out), or cannot sum within some group, also within one that this rank is not in.
         """
         if self.schedule.size != group.size:
             raise ValueError(f"the schedule is for {self.schedule.size} ranks, there are {group.size}: make a new plan")
@@ -177,7 +182,7 @@ class Shuffled(Scheme[Tensor]):
         return exchange
 
     def unchanged_since(self, step: int) -> int:
-        """Returns the first step with the same groups as `step`, of those in which `scheme` sends the same."""
+        """Returns the earliest training step whose groups of ranks and messages are those of `step`."""
         first = self.scheme.unchanged_since(step)
         return first + (step - first) % len(self.rounds)
 

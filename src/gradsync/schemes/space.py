@@ -19,7 +19,7 @@ from ..inputs.settings import Word
 
 
 class Communication(Word):
-    """The path of messages: round a ring, between pairs of ranks, or straight to their destination."""
+    """The path that messages take: round a ring, between pairs of ranks, or straight to their destination."""
 
     RING = "ring"
     HIERARCHY = "hierarchy"  # pairs at distances 1, 2, 4, ...: recursive doubling and halving
@@ -34,14 +34,14 @@ class Aggregation(Word):
 
 
 class Partition(Word):
-    """The choice between sending tensors whole (centralization) and in parts that one rank each sums (parallelism)."""
+    """The choice to send tensors whole (centralization), or in parts, each of which one rank sums (parallelism)."""
 
     CENTRALIZATION = "centralization"
     PARALLELISM = "parallelism"
 
 
 class Balance(Word):
-    """The choice whether the parts that owners (ranks) sum have about equally many non-zeros."""
+    """The choice whether the parts that ranks sum have about equally many non-zeros."""
 
     BALANCED = "balanced"
     IMBALANCED = "imbalanced"
@@ -49,9 +49,13 @@ class Balance(Word):
 
 @dataclass(frozen=True)
 class Point:
-    """A point of Zen's design space of sparse schemes: path of messages, when to add, split or whole tensors, balance.
+    """A combination of the four choices that make a sparse exchange in Zen's design space.
 
-    `balance`: whether the parts of split tensors are equally dense; None for tensors sent whole.
+    Attributes:
+        communication: the path of messages.
+        aggregation: when a rank adds what arrives.
+        partition: whether tensors travel whole or in parts, each of which one rank sums.
+        balance: whether the parts have about equally many non-zeros; None for tensors sent whole.
     """
 
     communication: Communication
@@ -96,7 +100,10 @@ class Message:
 
 @dataclass(frozen=True)
 class Merge:
-    """An addition on one rank, which replaces partial sums of a block by their sum, added in this order."""
+    """An addition on one rank: it replaces partial sums of a block by their sum, added in this order.
+
+    A partial sum is (block, ranks): the sum of one block of the tensor over these ranks.
+    """
 
     rank: int
     partials: tuple[PartialSum, ...]
@@ -123,7 +130,10 @@ class Round:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Rounds of messages and additions after which each of `size` ranks has every block's sum over all ranks."""
+    """Rounds of messages and additions after which each of `size` ranks has the sum of the tensor over all ranks.
+
+    The tensor is cut into `blocks` blocks.
+    """
 
     size: int
     blocks: int  # parts of the tensor, of about equal length; rank i owns block i; 1: the tensor is not split

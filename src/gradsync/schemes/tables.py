@@ -27,7 +27,7 @@ SAME_AS = -2  # in a header: SAME_AS - t means that the rows are those of the ea
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive columns of one table."""
+    """A range of consecutive columns of one table."""
 
     position: int  # of the table in the bucket
     columns: Columns  # [start, stop)
@@ -47,7 +47,7 @@ class RowGroup:
 
     @property
     def first(self) -> int:
-        """The position in the bucket of the group's first table; all tables of the group have the rows of this one."""
+        """The position in the bucket of the group's first table, whose rows are those of all tables of the group."""
         return self.positions[0]
 
     @property
@@ -56,11 +56,14 @@ class RowGroup:
 
     @property
     def dim(self) -> int:
-        """The number of columns of all tables together."""
+        """The number of columns of all tables of the group together."""
         return sum(spec.dim for spec in self.specs)
 
     def pieces(self, spans: Sequence[Columns]) -> list[Piece]:
-        """Returns `spans`, ranges of the columns of all tables side by side, cut into pieces of one table each."""
+        """Returns ranges of columns cut at the borders of tables, so that each is of one table.
+
+        `spans`: ranges [start, stop), where the columns of all tables of the group count as lying side by side.
+        """
         found = []
         for start, stop in spans:
             offset = 0
@@ -74,7 +77,13 @@ class RowGroup:
 
 @dataclass(frozen=True)
 class OwnRows:
-    """This rank's distinct rows of each table, and the header, which tells other ranks how many there are."""
+    """This rank's distinct rows in each table, and the header by which it tells other ranks how many there are.
+
+    Attributes:
+        unions: the distinct rows of each table; tables with the same rows have one object.
+        header: for each table the number of distinct rows, `ABSENT` for no gradient, or `SAME_AS` - t for the rows of
+            an earlier table t, (tables,) int64.
+    """
 
     unions: tuple[kernels.RowUnion, ...]  # the same object for tables with the same rows
     header: Tensor  # (tables,) int64: the number of distinct rows, ABSENT, or SAME_AS - t
@@ -101,7 +110,10 @@ class OwnRows:
 
 @dataclass(frozen=True)
 class AgreedRows:
-    """The numbers of rows of all ranks in each group of tables, read from their headers: the same on every rank."""
+    """The number of rows that each rank has in each group of tables, read from headers: the same on every rank.
+
+    Tables of a group have the same rows.
+    """
 
     groups: tuple[RowGroup, ...]
     rows: tuple[tuple[int, ...], ...]  # per rank: the number of rows in each group
@@ -111,7 +123,10 @@ class AgreedRows:
     def of(cls, headers: Sequence[Sequence[int]], groups: tuple[RowGroup, ...]) -> AgreedRows:
         """Returns each rank's number of rows in each group of tables, and which tables have a gradient on any rank.
 
-        headers[rank][table] is a number of rows, `ABSENT`, or `SAME_AS` - t if table t of this rank has the same rows.
+        Args:
+            headers: what each rank says of each table: headers[rank][table] is a number of rows, `ABSENT` for no
+                gradient, or `SAME_AS` - t if the rows are those of the earlier table t.
+            groups: tables that have the same rows on every rank.
         """
         own = [[header[origin] for origin in origins(header)] for header in headers]
         return cls(
@@ -122,9 +137,12 @@ class AgreedRows:
 
 
 def common_groups(headers: Sequence[Sequence[int]], specs: tuple[TensorSpec, ...]) -> tuple[RowGroup, ...]:
-    """Returns groups of tables; those of a group share one list of row indices on each rank.
+    """Returns the tables in groups of those that have the same rows on every rank, so that indices are sent once.
 
-    headers[rank][table] is a number of rows, `ABSENT`, or `SAME_AS` - t if table t of this rank has the same rows.
+    Args:
+        headers: what each rank says of each table: headers[rank][table] is a number of rows, `ABSENT` for no gradient,
+            or `SAME_AS` - t if the rows are those of the earlier table t.
+        specs: shape and dtype of each table.
     """
     members: dict[int, list[int]] = {}
     for position in range(len(specs)):
@@ -136,17 +154,23 @@ def common_groups(headers: Sequence[Sequence[int]], specs: tuple[TensorSpec, ...
 
 
 def origins(header: Sequence[int]) -> list[int]:
-    """Returns for each table the position of the first with its rows: t for an entry `SAME_AS` - t, else its own."""
+    """Returns for each table the position of the first table that has its rows, on the rank that sent this header.
+
+    That is t if the header says `SAME_AS` - t for the table, else the position of the table itself.
+    """
     return [SAME_AS - said if said <= SAME_AS else position for position, said in enumerate(header)]
 
 
 def specs_of(tables: Tables) -> tuple[TensorSpec, ...]:
-    """Returns shape, (num_rows, dim), and dtype of each whole table."""
+    """Returns shape, (num_rows, dim), and dtype of each table; rows without a gradient count, too."""
     return tuple(TensorSpec((t.num_rows, t.dim), t.values.dtype) for t in tables)
 
 
 def expected_groups(specs: tuple[TensorSpec, ...], profiles: tuple[DensityProfile, ...]) -> tuple[RowGroup, ...]:
-    """Returns groups of tables expected to have the same non-zero rows, as their profiles' equal `pattern` says."""
+    """Returns the tables in groups, each of tables that are expected to have the same non-zero rows.
+
+    They are those whose density `profiles` have the same `pattern`, a mark for equal rows in the measured steps.
+    """
     members: dict[object, list[int]] = {}
     for position, profile in enumerate(profiles):
         members.setdefault(profile.pattern or position, []).append(position)
@@ -159,7 +183,10 @@ def single_groups(specs: tuple[TensorSpec, ...]) -> tuple[RowGroup, ...]:
 
 
 def groups_of(members: Iterable[Sequence[int]], specs: tuple[TensorSpec, ...]) -> tuple[RowGroup, ...]:
-    """Returns one group of tables for each entry of `members`, which lists their positions in the bucket."""
+    """Returns one group of tables for each entry of `members`, which lists the positions of its tables in the bucket.
+
+    Tables of a group have the same rows. `specs`: shape and dtype of all tables of the bucket.
+    """
     return tuple(RowGroup(tuple(positions), tuple(specs[i] for i in positions)) for positions in members)
 
 

@@ -33,31 +33,42 @@ WHOLE = "whole"  # the state's key of the bucket's spec and step; compressors' s
 
 
 def is_on_host(task: RouteTask, compressor: Compressor[Any]) -> bool:
-    """Whether a coding task of gradients on an accelerator is computed on the host.
+    """Whether a compression or decompression task is computed on the host while gradients are on an accelerator.
 
-    Compressors whose ranks must agree on something read the gradient, and their state, before that on the device.
+    That is so for "offload" tasks. Compressors whose ranks must agree on numbers first are exempt: they read the
+    gradient on the device before.
     """
     return task.choice == OFFLOAD and not compressor.traits.agrees
 
 
 class RouteMethods(Protocol):
-    """The methods of a route that `Transit` calls: process groups, compressors and message sizes of each leg (task)."""
+    """The methods of a `Route` by which `Transit` runs its tasks: process groups, compressors, sizes of messages."""
 
     def group_of(self, leg: Leg, group: Group) -> Group:
-        """Returns the subgroup of `group` in which this rank exchanges messages on this leg."""
+        """Returns the subgroup of `group` in which this rank runs the collective of the task `leg`."""
 
     def compressor_at(self, point: int) -> Compressor[Any]:
-        """Returns the compressor of the route's "compress" task number `point`, from 0."""
+        """Returns the compressor that the route's "compress" task number `point` uses, counted from 0."""
 
     def keeps_fp32_at(self, point: int) -> bool:
-        """Whether "compress" task number `point` gets sums, which may have a wider dtype, and not a rank's gradient."""
+        """Whether the "compress" task number `point`, from 0, compresses sums, in a wider dtype than gradients."""
 
     def item_nbytes(self, leg: Leg, held: Held, whole: FlatSpec, step: int) -> list[int]:
-        """Returns the bytes of each payload, or of one dense range, in a message with the elements `held`."""
+        """Returns the bytes of each item in the message of a task: of each payload, or of one dense range.
+
+        Args:
+            leg: the task, a collective.
+            held: the elements in the message.
+            whole: the layout of the bucket.
+            step: the number of the training step, on which the size of payloads may depend.
+        """
 
 
 class Transit:
-    """One rank's run of a route on a bucket: it holds a dense tensor or payloads, which each task replaces."""
+    """One rank's passage through the tasks of a route (compressions, decompressions, collectives) with one bucket.
+
+    It holds a dense tensor or compressed payloads, which each task replaces.
+    """
 
     def __init__(
         self,
@@ -82,7 +93,10 @@ class Transit:
         self.agreed: list[Tensor] = []  # for each piece
 
     def tensors(self) -> object:
-        """Returns what holds the tensors that the next task reads, or that the last one has left."""
+        """Returns an object that holds all tensors that the next task reads, or that the last one has left.
+
+        Whoever runs the task on another stream or thread keeps it, so that their memory is not used again.
+        """
         return self.dense, self.bundles, self.template, self.agreed, dict(self.next_state)
 
     def compress(self, leg: Leg) -> None:
@@ -139,9 +153,10 @@ class Transit:
         return host.sent(made, self.x.device)
 
     def agree(self, leg: Leg, following: Leg) -> Pending[None]:
-        """Starts to share the numbers of `Compressor.observe` among the ranks of the all-reduce `following`.
+        """Starts to share the numbers that the compressor needs from all ranks, such as scales, before the task `leg`.
 
-        Waiting for the result sets `agreed` to their maxima over these ranks, for `compress`.
+        `following` is the all-reduce of payloads, whose ranks share them. Waiting for the result sets `self.agreed` to
+        the maxima of `Compressor.observe` over these ranks, which `compress` then uses.
         """
         held = leg.after[self.rank]
         if held is None:
@@ -160,7 +175,10 @@ class Transit:
         return _then(self.route.group_of(following, self.group).all_gather(own), told)
 
     def alone(self, leg: Leg) -> list[Tensor]:
-        """Returns the result of a collective in a process group of this rank alone: its own message, if any."""
+        """Returns the result of a collective among this rank alone: a list with its own message, if any.
+
+        It takes the place of `issue` there: nothing is sent.
+        """
         held = leg.before[self.rank]
         if held is None:
             return []
@@ -169,9 +187,10 @@ class Transit:
         ]
 
     def issue(self, leg: Leg) -> Pending[list[Tensor]]:
-        """Starts the collective of a leg; the result is a list of messages to this rank, in the order of members.
+        """Starts the collective of the task `leg`; waiting for the result gives the messages to this rank.
 
-        An all-reduce brings one tensor, the sum; other collectives bring (bytes,) uint8.
+        They are in the order of the group's members, each (bytes,) uint8; an all-reduce gives one tensor instead, the
+        sum.
         """
         mine, task = leg.before[self.rank], leg.task
         if mine is None and not (task.kind.is_second and leg.after[self.rank] is not None):
@@ -193,9 +212,9 @@ class Transit:
         return group.all_gather(self._message(leg, mine, slice(None)), sizes)
 
     def take(self, leg: Leg, arrived: list[Tensor]) -> None:
-        """Reads the messages of a collective, and sets the dense tensor or the payloads that this rank holds next.
+        """Reads the messages of the task `leg`, and sets the dense or compressed tensors that this rank holds next.
 
-        `arrived` is the result of `issue` or `alone`.
+        `arrived` is what waiting for `issue`, or `alone`, returned.
         """
         held, kind = leg.after[self.rank], leg.task.kind
         if held is None or not arrived:
@@ -218,7 +237,10 @@ class Transit:
         self.bundles = [[self._added(bundle)] for bundle in met] if leg.adds else met
 
     def result(self) -> Tensor:
-        """Returns the bucket, (numel + flags,), now the sum, and 1 for flags (was a parameter used?) of any rank."""
+        """Returns the bucket after the last task, (numel + flags,): the sum, and 1 for flags that any rank had set.
+
+        Flags say, for example, whether a rank used a parameter.
+        """
         if self.dense is not self.values:
             self.values.copy_(self.dense)
         self.behind.copy_(self.flags)

@@ -27,10 +27,11 @@ ROOTED = ("reduce", "gather")  # first steps that leave everything with one memb
 
 
 class Kind(StrEnum):
-    """The kinds of a route's tasks, by ByteComp's names (EuroSys 2023): compression, decompression and collectives.
+    """The kinds of tasks by which a bucket is exchanged, named as by ByteComp (EuroSys 2023).
 
-    In collectives' names, "Comm...", C means that payloads are sent, L that they are summed, 1 or 2 the step of two.
-    ByteComp has no `CommL`.
+    "Comp" compresses, "Decomp" decodes, and "Comm..." is a collective: with C it sends compressed tensors, with L it
+    sums compressed tensors, and 1 or 2 is the first or second half of a collective in two steps. ByteComp has no
+    `CommL`.
     """
 
     COMP = "Comp"
@@ -50,7 +51,7 @@ class Kind(StrEnum):
 
     @property
     def is_first(self) -> bool:
-        """Whether the task is the first step of a two-step collective, as reduce_scatter before all_gather."""
+        """Whether the task is the first half of a two-step collective, as a reduce_scatter before an all_gather."""
         return self in (Kind.COMM_1, Kind.COMM_1C)
 
     @property
@@ -59,12 +60,12 @@ class Kind(StrEnum):
 
     @property
     def of_payloads(self) -> bool:
-        """Whether the task is a collective that exchanges payloads, not dense data."""
+        """Whether the task is a collective that exchanges compressed tensors (payloads), not dense data."""
         return self in (Kind.COMM_C, Kind.COMM_1C, Kind.COMM_2C, Kind.COMM_L)
 
 
 class Scope(StrEnum):
-    """The ranks among which a collective of a route runs."""
+    """The ranks among which a collective runs: all, those of a node, or those with the same place on all nodes."""
 
     ALL = "all"
     NODE = "node"  # the ranks of a node
@@ -73,7 +74,10 @@ class Scope(StrEnum):
 
 @dataclass(frozen=True)
 class RouteTask:
-    """One task of a leaf (a complete route): compression or decompression on a device, or a collective."""
+    """A task in the sequence by which a bucket is summed (route): coding on a device, or a collective.
+
+    Coding is compression or decompression.
+    """
 
     kind: Kind
     choice: str  # the device, or the collective
@@ -82,12 +86,12 @@ class RouteTask:
 
     @property
     def rooted(self) -> bool:
-        """Whether the task is a reduce or gather to one rank of each group of ranks, or the broadcast after it."""
+        """Whether the task is a reduce or gather to one rank of each group, or the broadcast that follows it."""
         return (self.first or self.choice) in ROOTED
 
     @property
     def word(self) -> str:
-        """The task's name in plans, as `compress@offload` or `all_to_all`."""
+        """The task's name in plans, such as `compress@offload` or `all_to_all`."""
         match self.kind:
             case Kind.COMP:
                 return f"{COMPRESS}@{self.choice}"
@@ -101,7 +105,7 @@ Leaf = tuple[RouteTask, ...]
 
 @dataclass(frozen=True)
 class LeafConstraints:
-    """Limits that users set on leaves, the routes that a plan may use."""
+    """Limits that users set on the sequences of tasks (leaves of ByteComp's decision tree) that a plan may use."""
 
     most_compressions: NonNegativeInt | None = None  # None: any number
     without: tuple[str, ...] = ()  # names of collectives and devices that leaves must not use
@@ -111,7 +115,7 @@ class LeafConstraints:
         check(self)
 
     def admits(self, leaf: Leaf) -> bool:
-        """Whether the constraints allow the leaf."""
+        """Whether the constraints allow this sequence of tasks."""
         most = self.most_compressions
         return (
             (most is None or compressions(leaf) <= most)
@@ -141,7 +145,14 @@ class _Point:
 
 @dataclass(frozen=True)
 class Grammar:
-    """A context-free grammar whose sentences are leaves: sequences of tasks that synchronise a bucket."""
+    """A context-free grammar whose sentences are leaves: sequences of tasks by which ranks sum a bucket.
+
+    Attributes:
+        rules: the alternatives of each symbol: symbols and kinds of tasks, separated by blanks.
+        collectives: the collectives of each kind, except second halves.
+        seconds: the second half that belongs to each first half of a collective in two steps.
+        start: the symbol of a whole leaf.
+    """
 
     rules: Mapping[str, tuple[str, ...]]  # the alternatives of each symbol: symbols and kinds, separated by blanks
     collectives: Mapping[Kind, tuple[str, ...]]  # the collectives of each kind, except second steps
@@ -153,7 +164,11 @@ class Grammar:
         return {symbol: tuple(tuple(text.split()) for text in texts) for symbol, texts in self.rules.items()}
 
     def leaves(self, devices: Sequence[str] = DEVICES, constraints: LeafConstraints | None = None) -> tuple[Leaf, ...]:
-        """Returns all leaves (complete sequences of tasks) that the constraints allow, each once.
+        """Returns all leaves (sequences of tasks by which ranks sum a bucket) that the constraints allow, each once.
+
+        Args:
+            devices: the devices on which compressions and decompressions may run.
+            constraints: limits on the leaves; None: no limits.
 
         Raises:
             ValueError: if constraints name unknown collectives or devices, or exclude all leaves; the message names the
@@ -171,7 +186,10 @@ class Grammar:
         return left
 
     def count(self, symbol: str | None = None, devices: int = len(DEVICES)) -> int:
-        """Returns the number of leaves (sequences of tasks), or of derivations of `symbol`, with `devices` devices."""
+        """Returns how many leaves (sequences of tasks) the grammar has if compressions may run on `devices` devices.
+
+        `symbol`: counts the expansions of this symbol of the grammar instead; None: those of the start symbol.
+        """
         symbol = self.start if symbol is None else symbol
         if symbol not in self.rules:
             kind = Kind(symbol)
@@ -185,10 +203,13 @@ class Grammar:
         return total
 
     def parse(self, words: Sequence[str], devices: Sequence[str] = DEVICES) -> Leaf:
-        """Returns the leaf (sequence of tasks) whose tasks have these names, in order: the inverse of `words_of`.
+        """Returns the tasks that have these names, in order, as they stand in a plan: the inverse of `words_of`.
+
+        `devices`: the devices that names may have, as in "compress@offload".
 
         Raises:
-            ValueError: for words that make no leaf; the message names the first illegal word, if any, and legal ones.
+            ValueError: for names that make no complete leaf; the message has the first illegal one, if any, and legal
+                ones.
         """
         paths: list[tuple[Leaf, _Point]] = [((), _Point((self.start,)))]
         for number, word in enumerate(words):
@@ -241,10 +262,10 @@ class Grammar:
                 yield RouteTask(kind, collective), _Point(rest, opened)
 
     def check_names(self, constraints: LeafConstraints, devices: Collection[str] = DEVICES) -> None:
-        """Checks the names in constraints.
+        """Checks that the collectives and devices which constraints exclude (`without`) exist.
 
         Raises:
-            ValueError: for names of unknown collectives or devices.
+            ValueError: for unknown names.
         """
         there_are = [*devices, *dict.fromkeys(name for names in self.collectives.values() for name in names)]
         there_are += [name for name in dict.fromkeys(self.seconds.values()) if name not in there_are]
@@ -254,17 +275,17 @@ class Grammar:
 
 
 def compressions(leaf: Leaf) -> int:
-    """Returns how many tasks of the leaf compress."""
+    """Returns how many tasks of the leaf (sequence of tasks by which a bucket is exchanged) compress."""
     return sum(task.kind is Kind.COMP for task in leaf)
 
 
 def is_flat(leaf: Leaf) -> bool:
-    """Whether all collectives of the leaf are among all ranks."""
+    """Whether all collectives of the leaf (sequence of tasks) are among all ranks, none inside or across nodes."""
     return all(task.scope in (None, Scope.ALL) for task in leaf)
 
 
 def is_local(stage: str) -> bool:
-    """Whether the route stage of this name is coding work of one rank alone, not a collective."""
+    """Whether a task of this name compresses or decompresses on one rank, and is no collective."""
     return stage.partition("@")[0] in (COMPRESS, DECOMPRESS)
 
 

@@ -58,10 +58,10 @@ def load_file(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def to_bytes(state: Mapping[str, Any]) -> bytes:
-    """Returns the contents of the file that `save_file` would write.
+    """Returns the state of a rank as bytes, which are the contents of the file that `save_file` would write.
 
     Raises:
-        TypeError: as `save_file`.
+        TypeError: for a state that holds anything else than dicts, lists, tensors, bytes, numbers, text and None.
     """
     from safetensors.torch import save
 
@@ -72,7 +72,7 @@ def to_bytes(state: Mapping[str, Any]) -> bytes:
 
 
 def from_bytes(content: bytes) -> dict[str, Any]:
-    """Returns the state from which `to_bytes` made these contents.
+    """Returns the state that `to_bytes` turned into these bytes, or that `save_file` wrote, with tensors on the CPU.
 
     Raises:
         ValueError: for other bytes.

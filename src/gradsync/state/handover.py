@@ -45,9 +45,14 @@ def redistribute(states: Sequence[Mapping[str, Any]], world: int) -> list[dict[s
 
 
 def handed_over(states: Sequence[Mapping[str, Any]], like: Mapping[str, Any], rank: int, world: int) -> dict[str, Any]:
-    """Returns the state for rank `rank` of `world` new ranks: the sum of `states`, of some old ranks, perhaps none.
+    """Returns the state that rank `rank` of `world` ranks loads, when another number of ranks has saved.
 
-    `like`: the state of any old rank, which gives all entries that are the same on all ranks.
+    What compressors kept on each of the old ranks in `states` (perhaps none) is added up; what is equal on all ranks is
+    taken once.
+
+    Args:
+        states: the states that this rank takes over.
+        like: the state of any old rank, which gives all entries that are the same on all ranks.
     """
     return {**like, "rank": rank, "world": world, "state": _added([state["state"] for state in states])}
 

@@ -15,7 +15,7 @@ _NAME = re.compile(r"gradsync-rank-([0-9]{1,9})-of-([0-9]{1,9})\.safetensors")
 
 
 class MissingStateError(ValueError):
-    """A checkpoint has no state of gradsync, or not that of every rank that this rank takes over from."""
+    """An error: a checkpoint has no state of gradsync, or lacks that of a rank whose state this rank must load."""
 
 
 def write_rank(folder: str | os.PathLike[str], state: Mapping[str, Any]) -> Path:
@@ -25,7 +25,7 @@ def write_rank(folder: str | os.PathLike[str], state: Mapping[str, Any]) -> Path
     as an earlier job may have left there, are removed by the rank that would read them.
 
     Raises:
-        TypeError: as `gradsync.state.save_file`.
+        TypeError: for a state that holds anything else than dicts, lists, tensors, bytes, numbers, text and None.
         OSError: if the folder cannot be written.
     """
     place = Path(folder)
@@ -42,9 +42,10 @@ def write_rank(folder: str | os.PathLike[str], state: Mapping[str, Any]) -> Path
 
 
 def read_ranks(folder: str | os.PathLike[str], rank: int, world: int) -> dict[str, bytes]:
-    """Returns the files that rank `rank` of `world` ranks takes over, as entries of a `Checkpoint`: "rank 3", bytes.
+    """Returns the files of saved state that rank `rank` of `world` ranks must load, as {"rank 3": bytes of the file}.
 
-    Of the ranks that saved, rank r takes over r, r + world, r + 2 world, ...; none if fewer ranks saved.
+    Another number of ranks may have saved: rank r loads the files of r, r + world, r + 2 world, ...; none if fewer
+    ranks saved. `from_bytes` reads the contents.
 
     Raises:
         MissingStateError: if the folder has no such file, or not all of them.
@@ -76,7 +77,7 @@ def read_ranks(folder: str | os.PathLike[str], rank: int, world: int) -> dict[st
 
 
 def has_ranks(folder: str | os.PathLike[str]) -> bool:
-    """Whether a folder has the file of any rank; False where there is no folder."""
+    """Whether a folder has a file of gradsync's state of any rank; False where there is no folder."""
     return bool(_files(Path(folder)))
 
 

@@ -22,13 +22,14 @@ NOT_STRICT = "load_state_dict(..., strict=False)"  # the call that drops state w
 
 @dataclass(frozen=True)
 class Origin:
-    """The rank and the model that a state was saved from.
+    """The rank and the model that a saved state is of.
 
     Attributes:
         rank: the rank.
         world: the number of ranks.
         parameters: SHA-256 over names, shapes and element types of the parameters.
-        per_rank: whether ranks kept state of their own, such as residuals, so that each must load its own.
+        per_rank: whether ranks kept state of their own, such as residuals (gradients not sent yet), so that each must
+            load its own.
     """
 
     rank: NonNegativeInt
@@ -52,7 +53,7 @@ class Origin:
         return found
 
     def entries(self) -> dict[str, Any]:
-        """Returns this rank and model as entries for a `state_dict`: "rank", "world", "parameters", "per_rank"."""
+        """Returns entries that tell in a `state_dict` where it is from: "rank", "world", "parameters", "per_rank"."""
         return asdict(self)
 
 
@@ -74,7 +75,14 @@ class _Part:
 
 @dataclass(frozen=True)
 class Saved:
-    """The checked contents of an engine's `state_dict`: origin, step number, loss scale, and slices of scheme state."""
+    """The checked contents of an engine's `state_dict`: who saved it, at which step, and the state of its schemes.
+
+    Attributes:
+        origin: the rank and the model that the state is of.
+        step: the number of training steps done.
+        scale: the loss scale in whose units the state is; None: the loss was not scaled.
+        slices: tensors of schemes and compressors, such as residuals, each for a range of a parameter's elements.
+    """
 
     origin: Origin
     step: int
@@ -83,7 +91,12 @@ class Saved:
 
 
 def examined(saved: object, specs: Mapping[str, TensorSpec], *, strict: bool) -> Saved:
-    """Checks and returns what `Engine.state_dict` returned, for a model whose parameters have these `specs`, by name.
+    """Checks a `state_dict` of an engine, before anything is changed, and returns its contents.
+
+    Args:
+        saved: what `Engine.state_dict` returned.
+        specs: shape and dtype of each of this model's parameters, by name.
+        strict: False: state of parameters that this model does not have, or has in another size, is left out.
 
     Raises:
         TypeError: for anything else than a dict.
@@ -183,7 +196,12 @@ def _require_once(slices: Sequence[StateSlice]) -> None:
 
 
 def refusal(origins: Sequence[Origin], parameters: str) -> str:
-    """Returns an error text if states of these origins, by loading rank, are for other ranks or parameters; else ""."""
+    """Returns an error text if ranks must not load these states, as they are of other ranks or another model; else "".
+
+    Args:
+        origins: for each rank, the rank and model that the state it was given is of.
+        parameters: SHA-256 over names, shapes and element types of this model's parameters.
+    """
     world = len(origins)
     for rank, origin in enumerate(origins):
         if origin.parameters != parameters:
@@ -218,5 +236,5 @@ def refusal(origins: Sequence[Origin], parameters: str) -> str:
 
 
 def without_state(saved: Saved) -> Saved:
-    """Returns the contents without scheme state; origin, step and loss scale stay."""
+    """Returns the contents without what schemes and compressors keep; origin, step and loss scale stay."""
     return replace(saved, slices=[])

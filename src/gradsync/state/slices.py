@@ -30,7 +30,15 @@ Kept = Tensor | tuple[CompressorState, ...]  # at one compress point, see `schem
 
 @dataclass(frozen=True)
 class StateSlice:
-    """State of a scheme, such as a residual, for elements [start, stop) of one parameter at one compress point."""
+    """Part of what a scheme or compressor keeps between steps, as a residual, for a range of a parameter's elements.
+
+    Attributes:
+        name: the parameter.
+        start, stop: the range of elements of the flattened parameter.
+        point: which tensor it is: the place in the scheme where a compressor runs (its compress point), and a name.
+        values: (stop - start,), one number for each element; any shape if `whole`.
+        whole: whether the tensor belongs to the range as a whole, such as a factor of PowerSGD.
+    """
 
     name: str
     start: int
@@ -41,21 +49,22 @@ class StateSlice:
 
     @property
     def key(self) -> str:
-        """The key of the slice in a `state_dict`."""
+        """The key of the slice in a `state_dict`, `parameter[start:stop]/point`, with two slashes if it is `whole`."""
         return f"{self.name}[{self.start}:{self.stop}]/{'/' if self.whole else ''}{self.point}"
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of the values, in hexadecimal."""
+        """The SHA-256 of the values' bytes, in hexadecimal, by which ranks compare their state."""
         content = self.values.cpu().reshape(-1).contiguous().view(torch.uint8)
         return hashlib.sha256(content.numpy().tobytes()).hexdigest()
 
     @classmethod
     def from_key(cls, key: str, values: Tensor) -> StateSlice:
-        """Returns the slice with these values and this `key`, which has the form of the property `key`.
+        """Returns the slice of saved state with these values, for the parameter and range that the `key` names.
 
-        `values`: floating, (stop - start,) by the key; any shape if the key says that the tensor belongs to the whole
-        segment.
+        Args:
+            key: as the property `key` gives it: `parameter[start:stop]/point`.
+            values: floating, (stop - start,); any shape if the key has two slashes.
 
         Raises:
             ValueError: if the key is malformed or does not fit the shape, or values are not dense, floating and finite.
@@ -73,16 +82,19 @@ class StateSlice:
         return part
 
     def overlaps(self, segment: Segment) -> bool:
-        """Whether slice and segment share elements; if both are empty, whether they are at the same place."""
+        """Whether this slice of state and a bucket's segment share elements of one parameter.
+
+        If both are empty, whether they are at the same place.
+        """
         low, high = max(self.start, segment.start), min(self.stop, segment.stop)
         return self.name == segment.name and (low < high or self.start == self.stop == segment.start == segment.stop)
 
     def overlap(self, segment: Segment) -> int:
-        """Returns the number of elements that the slice and the segment share."""
+        """Returns how many elements this slice of state and a bucket's segment share; 0 if of different parameters."""
         return max(min(self.stop, segment.stop) - max(self.start, segment.start), 0) if self.overlaps(segment) else 0
 
     def copy_to(self, segment: Segment, target: Tensor) -> None:
-        """Copies the elements that the slice and the segment share into `target`, (segment.numel,)."""
+        """Copies the values of elements that lie in `segment`, too, to their places in `target`, (segment.numel,)."""
         low, high = max(self.start, segment.start), min(self.stop, segment.stop)
         target[low - segment.start : high - segment.start].copy_(self.values[low - self.start : high - self.start])
 
@@ -108,7 +120,10 @@ def _require_values(key: str, values: object) -> None:
 
 
 def slices(bucket: Bucket, state: Mapping[str, Kept]) -> Iterator[StateSlice]:
-    """Yields copies of a bucket's scheme state, a slice for each segment and each tensor at a compress point."""
+    """Yields copies of what a bucket's scheme and compressors keep between steps, cut into slices by parameter.
+
+    `state`: their state by compress point, the place in the scheme where a compressor runs.
+    """
     for point, kept in state.items():
         if isinstance(kept, Tensor):
             yield from _by_segment(point, bucket.segments, kept)
@@ -127,9 +142,10 @@ def slices(bucket: Bucket, state: Mapping[str, Kept]) -> Iterator[StateSlice]:
 
 
 def at_step(state: Mapping[str, Kept], step: int) -> dict[str, Kept]:
-    """Returns the state with compressors' step numbers set to `step`, the same on all ranks.
+    """Returns a bucket's state with compressors' step numbers set to `step`, so that they are the same on all ranks.
 
-    Compressors' random numbers and schedules depend on this number.
+    The state is what the bucket's scheme and compressors keep between steps. Random numbers and schedules of
+    compressors depend on the step number.
     """
     return {
         point: kept if isinstance(kept, Tensor) else tuple(replace(part, step=step) for part in kept)
@@ -138,7 +154,11 @@ def at_step(state: Mapping[str, Kept], step: int) -> dict[str, Kept]:
 
 
 def rescaled(state: Mapping[str, Kept], factor: float) -> dict[str, Kept]:
-    """Returns the state for gradients `factor` times as large: numbers kept for elements are multiplied by it."""
+    """Returns a bucket's state for a loss scale `factor` times as large: residuals and the like are multiplied by it.
+
+    The state is what the bucket's scheme and compressors keep between steps. Tensors that belong to a parameter as a
+    whole, such as PowerSGD's factors, stay.
+    """
     return {
         point: kept * factor
         if isinstance(kept, Tensor)
@@ -150,26 +170,36 @@ def rescaled(state: Mapping[str, Kept], factor: float) -> dict[str, Kept]:
 
 
 def arrived(state: Mapping[str, Kept], bucket: Bucket) -> list[tuple[int, int]] | None:
-    """Returns the ranges [start, stop) of the bucket's elements summed in the step that made `state`; None: all.
+    """Returns the ranges [start, stop) of the bucket's elements that were exchanged in the step that made `state`.
 
-    Only state of the whole bucket is read (None without it), as state of a part is known to one rank only.
+    None: all were. The state is what the bucket's scheme and compressors keep. Only state of the whole bucket is read
+    (None without it), as state of a part is known to one rank only.
     """
     parts = (part for kept in state.values() if not isinstance(kept, Tensor) for part in kept)
     return next((part.arrived for part in parts if part.spec.numel == bucket.numel), None)
 
 
 def without(state: Mapping[str, Kept], before: Mapping[str, Kept], names: Collection[str]) -> dict[str, Kept]:
-    """Returns the next state, with the values of `before` for the parameters `names`, which no rank used."""
+    """Returns what a bucket's scheme and compressors keep after a step, except for the parameters `names`.
+
+    Those keep the values of `before` the step: no rank used them, so their state must not change.
+    """
     return {point: _without(kept, before[point], names) for point, kept in state.items()}
 
 
 def with_slices(bucket: Bucket, state: Mapping[str, Kept], saved: Sequence[StateSlice]) -> dict[str, Kept]:
     """Returns a bucket's new `state` with saved values copied in, for the elements that lie in the bucket.
 
-    It overwrites the tensors of `state`; slices may be cut by another plan's buckets. A tensor that belongs to a whole
-    segment is copied if its shape and dtype are the same. Residuals of sums that this rank no longer owns are still to
-    be sent: they are added to the residual of the rank's own gradient, if the state has one, by equal shares where
-    several ranks kept the same one.
+    It overwrites the tensors of `state`; the slices may have been cut for another plan's buckets. A tensor that belongs
+    to a whole segment is copied if its shape and dtype are the same. Residuals of sums that this rank no longer
+    computes are still to be sent: they are added to the residual of the rank's own gradient, if the state has one, by
+    equal shares where several ranks kept the same one.
+
+    Args:
+        bucket: the bucket of the new plan.
+        state: what its scheme and compressors keep, by compress point (the place in the scheme where a compressor
+            runs).
+        saved: slices of a checkpoint or of another plan's state.
     """
     found = _by_parameter(bucket, saved)
     taken = {point: _with_slices(bucket, point, kept, found) for point, kept in state.items()}
@@ -189,15 +219,24 @@ def with_slices(bucket: Bucket, state: Mapping[str, Kept], saved: Sequence[State
 
 
 def left_to_send(part: StateSlice) -> bool:
-    """Whether the slice is a residual of gradients or of sums, which any plan can send with the next gradients."""
+    """Whether the slice of state is a residual: parts of gradients or sums that were left out and can be sent later.
+
+    Any plan can send them, unlike other state, which belongs to a scheme or compressor.
+    """
     point, _, name = part.point.partition(".")
     return not part.whole and name == RESIDUAL and (point == SENT or _copies(point) > 0)
 
 
 def carried_residual(bucket: Bucket, state: Mapping[str, Kept], saved: Sequence[StateSlice]) -> Tensor | None:
-    """Returns the residuals in `saved`, a former plan's state, that have no place in the flat bucket's new `state`.
+    """Returns the residuals that a former plan left to be sent and for which the bucket's new state has no place.
 
-    (bucket.numel,), 0 elsewhere, in units of the gradient, in the dtype in which sums accumulate; None if all are 0.
+    The result is (bucket.numel,), 0 elsewhere, in units of the gradient, in the dtype in which sums accumulate; None if
+    all are 0. The engine adds it to the next gradients.
+
+    Args:
+        bucket: a flat bucket of the new plan.
+        state: what its scheme and compressors keep.
+        saved: the former plan's state, in slices by parameter.
     """
     places = bucket.flat_spec.places
     flat: Tensor | None = None
@@ -230,7 +269,10 @@ def _by_parameter(bucket: Bucket, saved: Iterable[StateSlice]) -> dict[str, list
 
 
 def carried_slices(bucket: Bucket, flat: Tensor) -> Iterator[StateSlice]:
-    """Yields a residual that a former plan left to be sent, `flat`, (numel,), as one slice per segment."""
+    """Yields the residual that a former plan left to be sent, cut into one slice of state per segment of the bucket.
+
+    `flat`: the residual, (bucket.numel,).
+    """
     return _by_segment(f"{CARRIED}.{RESIDUAL}", bucket.segments, flat)
 
 
@@ -243,10 +285,14 @@ def _copies(point: str) -> int:
 
 
 def has_place(states: Iterable[Mapping[str, Kept]], part: StateSlice) -> bool:
-    """Whether buckets with these states keep a tensor for every element of the slice, into which it can be loaded.
+    """Whether buckets keep a tensor for every element of a slice of saved state, so that it can be loaded.
 
-    For a tensor of a whole segment, whether one of the same name is kept, even if its shape differs and loading drops
-    the slice.
+    For a tensor that belongs to a parameter as a whole, whether one of the same name is kept, even if its shape differs
+    and loading drops the slice.
+
+    Args:
+        states: for each bucket, what its scheme and compressors keep between steps.
+        part: the saved slice.
     """
     point, _, name = part.point.partition(".")
     if part.whole:
@@ -265,7 +311,12 @@ def has_place(states: Iterable[Mapping[str, Kept]], part: StateSlice) -> bool:
 
 
 def dtype_at(states: Iterable[Mapping[str, Kept]], part: StateSlice) -> torch.dtype | None:
-    """Returns the dtype in which these states keep the slice's elements; None if they keep none of them."""
+    """Returns the dtype of the tensor into which a slice of saved state can be loaded; None if there is no such tensor.
+
+    Args:
+        states: for each bucket, what its scheme and compressors keep between steps.
+        part: the saved slice.
+    """
     point, _, name = part.point.partition(".")
     for state in states:
         if not part.whole and isinstance(kept := state.get(part.point), Tensor):
@@ -288,9 +339,9 @@ def _dtype_in(kept: CompressorState, name: str, part: StateSlice) -> torch.dtype
 
 
 def keeps_values(state: Mapping[str, Kept]) -> bool:
-    """Whether the state has tensors, so that a checkpoint needs every rank's state.
+    """Whether a bucket's scheme and compressors keep tensors, so that a checkpoint needs the state of every rank.
 
-    True, to be safe, also if the rank sums no part of the bucket and so has no tensors: other ranks may have some.
+    True, to be safe, also if this rank sums no part of the bucket and so has no tensors: other ranks may have some.
     """
     return any(
         isinstance(kept, Tensor) or not kept or any(part.elements or part.tensors or part.together for part in kept)

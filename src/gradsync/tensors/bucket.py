@@ -93,7 +93,7 @@ class StepMarks:
 
     def flags(self) -> list[float]:
         """Returns the marks as numbers to be summed over ranks: a sum above 0 means that some rank set that mark."""
-        return [float(self.late), *(float(self.phase == phase) for phase in range(PHASES))]
+        return [float(self.late), *[float(self.phase == phase) for phase in range(PHASES)]]
 
 
 NUM_MARKS = 1 + PHASES
@@ -224,7 +224,7 @@ class Bucket:
     def dtype(self) -> torch.dtype:
         return self.tensors[0].dtype
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """The number of elements in all segments."""
         return sum(segment.numel for segment in self.segments)

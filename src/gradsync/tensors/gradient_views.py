@@ -72,7 +72,6 @@ class GradientViews:
         # Parameters with gradients in memory of the plan before that nothing else refers to.
         self._movable: set[str] = set()
         self._unfit: set[str] = set()  # parameters that went over to another memory format than their places have
-        self._memory: tuple[list[int], list[tuple[int, ...]]] = [], []  # addresses and strides of all places
 
     def __len__(self) -> int:
         return len(self._by_name)
@@ -103,7 +102,6 @@ class GradientViews:
                         views.append(GradientView(name, parameters[name], memory, tensor))
             self._by_bucket.append(views)
             self._by_name |= {view.name: view for view in views}
-        self._remember_memory()
         self.refit()
 
     def refit(self) -> None:
@@ -116,7 +114,8 @@ class GradientViews:
     def begin(self) -> Iterator[list[str]]:
         """Begins a training step: where a small parameter has no gradient, sets `param.grad` to its zeroed view.
 
-        Yields these parameters' names, bucket by bucket. Larger gradients are cheaper to copy into their views later.
+        Yields, bucket by bucket, the names of these and of other small parameters, whose gradients live in their views
+        already. Larger gradients are cheaper to copy into their views later.
         """
         self._borrowed.clear()
         self._unrenewed.clear()
@@ -167,48 +166,51 @@ class GradientViews:
         elif not view.holds(gradient):
             gradient.copy_(view.tensor)
 
-    def hold_all(self) -> bool:
-        """Returns whether all parameters' gradients lie in their views, by comparing addresses and strides."""
-        gradients: Any = [view.parameter.grad for view in self._by_name.values()]
-        try:
-            return (list(map(Tensor.data_ptr, gradients)), list(map(Tensor.stride, gradients))) == self._memory
-        except (TypeError, RuntimeError):  # no gradient, or a sparse one
-            return False
+    def hold_all(self, names: Iterable[str] | None = None) -> bool:
+        """Returns whether the gradients of these parameters, None: of all, lie in their views; if in doubt, False."""
+        return _all_hold(self._by_name.values() if names is None else [self._by_name[name] for name in names])
 
     def end(self) -> None:
         """Ends a training step: forgets which gradients lie in the previous plan's memory, for `may_move`."""
         self._movable.clear()
 
-    def _remember_memory(self) -> None:
-        places = [view.tensor for view in self._by_name.values()]
-        self._memory = [place.data_ptr() for place in places], [place.stride() for place in places]
-
     def _lend(self, views: Sequence[GradientView]) -> list[str]:
-        memory, free, lived_in = views[0].memory, [], 0
-        for view in views:
-            gradient = view.parameter.grad
-            if gradient is None:
-                free.append(view)
-            elif view.holds(gradient):
-                lived_in += 1
-        if lived_in < len(views) and memory.references > lived_in:
+        memory = views[0].memory
+        free = [view for view in views if view.parameter.grad is None]
+        lived_in = [view for view in views if view.parameter.grad is not None]
+        if not _all_hold(lived_in):
+            lived_in = [view for view in lived_in if view.holds_gradient()]
+        if len(lived_in) < len(views) and memory.references > len(lived_in):
             memory.renew()
+            lived_in = []
             for view in views:
                 tensor = memory.view(view.name)
                 assert tensor is not None
                 view.move_to(tensor)
-            self._remember_memory()
         lendable = self._lendable - self._unfit
         borrowed = [view for view in free if view.name in lendable and view.parameter.requires_grad]
+        stayed = [view.name for view in lived_in if view.name in lendable and view.parameter.requires_grad]
         if len(borrowed) == len(memory.bucket.segments):
             memory.clear()
         elif borrowed:
             torch._foreach_zero_([view.tensor for view in borrowed])
         for view in borrowed:
-            view.give()
+            view.parameter.grad = view.tensor.detach()
         names = [view.name for view in borrowed]
         self._borrowed.update(names)
-        return names
+        return names + stayed
+
+
+def _all_hold(views: Iterable[GradientView]) -> bool:
+    """Returns whether all parameters' gradients are their views, quickly: same storage, offset and strides.
+
+    Where a storage of other code's has the same memory, it returns False, and `GradientView.holds` True.
+    """
+    gradients: Any = [view.parameter.grad for view in views]
+    try:
+        return all(map(Tensor.is_set_to, gradients, [view.tensor for view in views]))
+    except (TypeError, RuntimeError):  # no gradient, or a sparse one
+        return False
 
 
 def _object_references(parameter: nn.Parameter) -> int:

@@ -6,12 +6,14 @@ nothing is copied. `RowGradients` holds sparse ones. Neither touches `param.grad
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from .bucket import NO_MARKS, NUM_MARKS, Bucket, Layout, Segment, StepMarks
+from .scaling import multiply
 from .sparse import SparseRows
 
 MOST_KNOWN_FLAGS = 64  # tensors of flags, of a few bytes each, that a bucket keeps
@@ -23,6 +25,9 @@ class FlatGradients:
     Flags are numbers to be summed over ranks: which parameters a rank used, if a value is not finite, and `StepMarks`.
     Elements lie as in the parameter's memory (channels-last, say), so that its gradient can live here. With `in_order`,
     and for a parameter that the plan cut, they lie in the order of their indices.
+
+    Attributes:
+        factor: what gradients are multiplied by as they are loaded, but not flags; 1: they stay as they are.
     """
 
     def __init__(
@@ -30,6 +35,7 @@ class FlatGradients:
     ) -> None:
         self.bucket = bucket
         self._device = device
+        self.factor = 1.0
         self._loaded: set[str] = set()
         # The strides that optimisers expect of a gradient: the parameter's own.
         self._shapes = {name: templates[name].shape for name in bucket.names}
@@ -37,6 +43,8 @@ class FlatGradients:
         whole = {s.name for s in bucket.segments if s.numel == templates[s.name].numel()}
         self._with_view = {name for name in whole if not in_order or templates[name].is_contiguous()}
         self._known_flags: dict[tuple[float, ...], Tensor] = {}
+        stops = list(accumulate(segment.numel for segment in bucket.segments))
+        self._places = list(zip(bucket.names, [0, *stops[:-1]], stops, strict=True))  # in memory: (name, start, stop)
         self._allocate()
 
     def _allocate(self) -> None:
@@ -45,13 +53,11 @@ class FlatGradients:
         self.flags = self.flat[bucket.numel :]
         self._parts: dict[str, list[tuple[Segment, Tensor]]] = {}
         self._views: dict[str, Tensor] = {}
-        offset = 0
-        for segment in bucket.segments:
-            name, part = segment.name, self.flat[offset : offset + segment.numel]
+        for segment, (name, start, stop) in zip(bucket.segments, self._places, strict=True):
+            part = self.flat[start:stop]
             self._parts.setdefault(name, []).append((segment, part))
             if name in self._with_view:
                 self._views[name] = part.as_strided(self._shapes[name], self._strides[name], part.storage_offset())
-            offset += segment.numel
         self._storage = self.flat.untyped_storage()
         self._own_references = torch._C._storage_Use_Count(self._storage._cdata)
 
@@ -76,8 +82,9 @@ class FlatGradients:
         """
         return self._views.get(name)
 
-    def begin(self) -> None:
-        """Begins a training step: marks all parameters as not yet used in it."""
+    def begin(self, factor: float = 1.0) -> None:
+        """Begins a training step, with its `factor`: marks all parameters as not yet used in it."""
+        self.factor = factor
         self._loaded.clear()
 
     def add(self, addend: Tensor) -> None:
@@ -97,7 +104,7 @@ class FlatGradients:
         self.flat.zero_()
 
     def load(self, name: str, gradient: Tensor | None, *, used: bool = True) -> None:
-        """Copies a parameter's gradient into the bucket, unless it is `view(name)` itself.
+        """Copies a parameter's gradient, times `factor`, into the bucket; multiplies it in place if it is `view(name)`.
 
         Args:
             name: the parameter.
@@ -110,14 +117,38 @@ class FlatGradients:
         if gradient is None:
             for _, part in self._parts[name]:
                 part.zero_()
-        elif gradient is not view:
-            dense = dense_of(gradient)
+        elif gradient is view:
+            if self.factor != 1:
+                view.mul_(self.factor)
+        else:
+            dense = dense_of(gradient.detach())  # of create_graph=True, DDP's hook gets gradients in a graph
             if view is not None:
-                view.copy_(dense)
+                self._copy(view, dense)
                 return
             flat = dense.reshape(-1)
             for segment, part in self._parts[name]:
-                part.copy_(flat[segment.start : segment.stop])
+                self._copy(part, flat[segment.start : segment.stop])
+
+    def _copy(self, room: Tensor, values: Tensor) -> None:
+        if self.factor == 1:
+            room.copy_(values)
+        else:
+            torch.mul(values.to(room.device), self.factor, out=room)  # plans of parameters have buffers of the host
+
+    def load_views(self, names: Sequence[str]) -> None:
+        """Loads used parameters, each once, whose gradients are `view(name)` themselves."""
+        self._loaded.update(names)
+        if self.factor != 1:
+            multiply([self.flat[start:stop] for start, stop in self._ranges(set(names))], self.factor)
+
+    def _ranges(self, names: Set[str]) -> list[tuple[int, int]]:
+        """Returns the ranges of `flat` in which these parameters' gradients lie; neighbours share a range."""
+        found: list[tuple[int, int]] = []
+        for name, start, stop in self._places:
+            if name in names:
+                first = found.pop()[0] if found and found[-1][1] == start else start
+                found.append((first, stop))
+        return found
 
     def take(self, *, check_finite: bool, marks: StepMarks = NO_MARKS) -> Tensor:
         """Sets this rank's flags and returns the gradients for the scheme to sum, (bucket.numel,).
@@ -193,6 +224,8 @@ class FlatGradients:
 class RowGradients:
     """The memory of a bucket of row-sparse tables, which keeps each gradient as loaded until the scheme takes it."""
 
+    factor = 1.0  # what gradients are multiplied by as they are loaded
+
     def __init__(self, bucket: Bucket, templates: Mapping[str, Tensor], device: torch.device) -> None:
         self.bucket = bucket
         self._shapes = {name: templates[name].shape for name in bucket.names}
@@ -205,7 +238,8 @@ class RowGradients:
         # The flags ride in no message; a plan without flat buckets sums them apart.
         self.flags = torch.zeros(NUM_MARKS, device=self._device)
 
-    def begin(self) -> None:
+    def begin(self, factor: float = 1.0) -> None:
+        assert factor == self.factor
         self._brought.clear()
         self._taken.clear()
 
@@ -308,7 +342,7 @@ def marks_of_ranks(summed: Sequence[float]) -> tuple[bool, bool]:
     `summed` are the marks, the last `NUM_MARKS` flags, summed over the ranks. A late rank takes part only at the
     optimiser's step, as its backward reached no parameter.
     """
-    late, *phases = (mark > 0 for mark in summed)
+    late, *phases = [mark > 0 for mark in summed]
     return late, sum(phases) > 1
 
 

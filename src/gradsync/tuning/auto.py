@@ -8,6 +8,7 @@ time, and other models wait.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import weakref
@@ -33,7 +34,7 @@ from ..plans.profile import Profile
 from ..schemes import SchemeOrCompressor
 from ..tensors.bucket import Bucket, Layout, Segment, TensorSpec
 from ..tensors.density import ParameterProfile
-from .kernels import CANDIDATES
+from .earlier import EarlierTimes
 from .measurement import Measurement
 
 logger = logging.getLogger(__name__)
@@ -52,11 +53,11 @@ class AutoMeasurement(Measurement):
 class AutoPlanner:
     """The planner for `plan="auto"`. Its plans are exact unless `constraints` allow lossy compressors or schemes.
 
-    It measures each attached model during its own steps, one model after the other; links and kernels take up to ten
-    seconds in one of the steps, fifteen where gradients are on an accelerator. It keeps the default plan, and measures
-    nothing, in a group of one rank, while some rank runs `measure` or a recorder, and under
-    `torch.use_deterministic_algorithms`, since timing decides on plans. If the search finds no plan, the present plan
-    stays, and a warning says why.
+    It measures each attached model during its own steps, one model after the other. Links and kernels take up to ten
+    seconds, fifteen where gradients are on an accelerator, spread over steps that take a third longer; kernels
+    that an earlier job on this machine has measured take none. It keeps the default plan, and measures nothing, in a
+    group of one rank, while some rank runs `measure` or a recorder, and under `torch.use_deterministic_algorithms`,
+    since timing decides on plans. If the search finds no plan, the present plan stays, and a warning says why.
 
     Args:
         constraints: the lossy compressors and schemes that plans may use; None: none, plans are exact.
@@ -101,9 +102,9 @@ class AutoPlanner:
         if not (self.constraints.always and len(self.constraints.lossy) == 1):
             for lossy in self.constraints.lossy:
                 _require_only_residuals(lossy)
-        self._measurement()  # raises for wrong settings
         self._measuring: weakref.WeakKeyDictionary[Engine, ExitStack] = weakref.WeakKeyDictionary()
         self._profiles: weakref.WeakKeyDictionary[Engine, Profile] = weakref.WeakKeyDictionary()
+        self._measurement()  # raises for wrong settings
 
     def __call__(self, profiles: Sequence[ParameterProfile], world_size: int) -> Plan:
         """Returns the default plan, which the job uses until it has been measured."""
@@ -145,8 +146,16 @@ class AutoPlanner:
         self._profiles[engine] = profile
 
     def _measurement(self, engine: Engine | None = None) -> Measurement:
-        candidates = tuple(dict.fromkeys((*CANDIDATES, *self.constraints.lossy)))
-        return AutoMeasurement(self.steps, self.warmup, engine=engine, candidates=candidates, then=self._propose)
+        drifted = engine in self._profiles  # the processor may be slower than it was
+        return AutoMeasurement(
+            self.steps,
+            self.warmup,
+            engine=engine,
+            candidates=tuple(dict.fromkeys(self.constraints.lossy)),
+            then=self._propose,
+            at_once=False,
+            earlier=functools.partial(EarlierTimes.of, anew=drifted),
+        )
 
     def close(self, engine: Engine) -> None:
         """Ends the measurement of this engine, if one is under way."""
@@ -171,7 +180,7 @@ class AutoPlanner:
                 if not self.must_plan:
                     logger.warning("no plan was found; the present one stays", exc_info=True)
         mine = json.dumps([why_none, plans]).encode()
-        texts = engine.call("the plans", lambda group: gather_bytes(group, mine, engine.timeout_s))
+        texts = engine.peers.call("the plans", lambda group: gather_bytes(group, mine, engine.timeout_s))
         why_none, plans = json.loads(texts[0])
         if self.must_plan and not plans:
             raise RuntimeError(f"no plan was found: {why_none or 'the search returned none'}")
@@ -194,7 +203,7 @@ def _answer(engine: Engine) -> tuple[Follows, str]:
     elif active() is not None:
         mine, why = Follows.NO, "gradients are being measured or recorded already"
     said = f"{mine.name} {why}".encode()
-    texts = engine.call("whether to measure", lambda group: gather_bytes(group, said, engine.timeout_s))
+    texts = engine.peers.call("whether to measure", lambda group: gather_bytes(group, said, engine.timeout_s))
     answers = [(Follows[name], reason) for name, _, reason in (text.decode().partition(" ") for text in texts)]
     # One rank that cannot be measured decides for all; so does one that still measures another model.
     return min(answers, key=lambda answer: ORDER.index(answer[0]))

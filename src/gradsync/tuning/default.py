@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -18,6 +18,7 @@ from ..planner.default.plan import default_plan, default_plans
 from ..planner.default.revise import revised
 from ..plans.plan import Plan
 from ..tensors.density import ParameterProfile
+from .pieces import Pieces, after_steps
 
 
 @dataclass
@@ -37,19 +38,23 @@ class MeasuringPlanner:
     def __call__(self, profiles: Sequence[ParameterProfile], world_size: int) -> list[Plan]:
         return default_plans(profiles, world_size, self.network)
 
-    def measure(self, group: Group, timeout_s: float) -> None:
-        """Measures the costs of links and kernels, which later plans are made from; collective."""
-        self.network = measured_network(group, timeout_s)
+    def measure(self, group: Group, timeout_s: float) -> Iterator[None]:
+        """Measures the costs of links and kernels, which later plans are made from; a `next` after each step.
+
+        Collective.
+        """
+        self.network = yield from after_steps(measured_network(group, timeout_s), highest_over(group, timeout_s))
 
     def revise(self, plan: Plan, before: Sequence[ParameterProfile], now: Sequence[ParameterProfile]) -> Plan:
         """Returns the plan, revised for the densities `now`; `before` are those that it was made from."""
         return plan if self.network is None else revised(plan, before, now, self.network)
 
 
-def measured_network(group: Group, timeout_s: float) -> Network | None:
+def measured_network(group: Group, timeout_s: float) -> Pieces[Network | None]:
     """Measures kernels, and returns their costs with those of the group's links; None if links are not measured.
 
-    Collective. The group measured its links when it opened (`comm.links.measured_link`). All ranks get the same bits.
+    Collective. The group measured its links when it opened (`comm.links.measured_link`); kernels that an earlier job on
+    this machine has measured are not measured again. All ranks get the same bits.
 
     Raises:
         GroupError: when another rank died or stopped answering.
@@ -57,9 +62,11 @@ def measured_network(group: Group, timeout_s: float) -> Network | None:
     links = network_cost(group)
     if links is None:
         return None
+    from .earlier import EarlierTimes
     from .kernels import kernel_costs  # with which all compressors are imported
 
-    kernels = kernel_costs(planned_schemes(group.placement), highest_over(group, timeout_s), group.payload_device)
+    planned, device = planned_schemes(group.placement), group.payload_device
+    kernels = yield from kernel_costs(planned, highest_over(group, timeout_s), device, EarlierTimes.of(group))
     return Network(replace(links, kernels=kernels), group.placement)
 
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from ..costs.cost_model import CostModel
 from ..costs.steps import Compute, Pattern
 from ..plans.profile import MOST_BYTES_PER_S, Interval, KernelEstimate, LinkEstimate, LinkPoint
+from .pieces import Pieces
 
 CONFIDENCE = 0.95
 KNEE_DOUBT = 0.01  # the chance of a knee where there is none
@@ -26,6 +27,25 @@ ROUNDS = 1000  # of a bootstrap
 MOST_SLOWDOWN = 10.0  # that two things on one processor or link are believed to have
 
 Array = NDArray[np.float64]
+
+
+def load_scipy() -> Pieces[None]:
+    """Imports what fits need of SciPy, in pieces of some ten milliseconds."""
+    import scipy.special
+
+    yield
+    import scipy.linalg
+
+    yield
+    import scipy.sparse.linalg
+
+    yield
+    import scipy.spatial.transform
+
+    yield
+    import scipy.optimize  # noqa: F401 (with which the ones above are imported)
+
+    yield
 
 
 def median_of(repeats: Sequence[float]) -> Interval:

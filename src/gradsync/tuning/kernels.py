@@ -1,17 +1,17 @@
 """Measures kernel costs on this job's processors: all ranks time schemes without a network, and costs are fitted.
 
-`measure` times candidate schemes at several sizes; the default planner times only the schemes of its plans, once per
-process. All ranks measure at the same time, so that ranks on shared cores slow each other down as they do when they
-exchange gradients.
+`measure` times candidate schemes at several sizes; the default planner times only the schemes of its plans. All ranks
+measure at the same time, so that ranks on shared cores slow each other down as they do when they exchange gradients.
+Planners take the times of an earlier job on this machine where there are some (`earlier.py`).
 """
 
 from __future__ import annotations
 
-import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -38,7 +38,10 @@ from ..schemes import (
     ways,
 )
 from ..tensors.bucket import Layout
-from .fitting import fit_kernels
+from . import rehearsal
+from .earlier import EarlierTimes
+from .fitting import fit_kernels, load_scipy
+from .pieces import Pieces, within
 from .rehearsal import Sample, rehearse, rehearse_dense
 
 BUDGET_S = 4.0  # for the dense buckets; the size that exceeds the budget is still finished
@@ -67,55 +70,98 @@ def measured_kernels(
     highest: Highest,
     device: torch.device = CPU,
     budget_s: float = BUDGET_S,
-) -> dict[str, KernelEstimate]:
+    earlier: EarlierTimes | None = None,
+) -> Pieces[dict[str, KernelEstimate]]:
     """Measures kernel costs on the device for the default plans' schemes and `candidates`, by kernel name. Collective.
 
     `highest` returns the maximum of numbers over all ranks: the slowest rank's seconds count. All ranks fit the same
-    samples, and may round differently.
+    samples, and may round differently. `earlier`: times that are used instead where all ranks have them.
     """
+    planned = planned_schemes(placement)
     dense = [AllReduce(), ReduceScatter(), *flat_schemes(candidates), *_adding(candidates)]
 
-    def rehearsal() -> list[Sample]:
-        return rehearse(planned_schemes(placement), device) + _rehearsed_dense(dense, highest, device, budget_s)
+    def rehearsed() -> Pieces[list[Sample]]:
+        found = yield from rehearse(planned, device)
+        return found + (yield from _rehearsed_dense(dense, highest, device, budget_s))
 
-    return _fitted(_on_shared_cores(rehearsal, device), highest)
+    work = f"{_words(planned)}; {_words(dense)} of {_numels(device)} elements within {budget_s} s"
+    return (yield from _fitted(_timed(work, rehearsed(), highest, device, earlier), highest))
+
+
+def _timed(
+    work: str, rehearsed: Pieces[list[Sample]], highest: Highest, device: torch.device, earlier: EarlierTimes | None
+) -> Pieces[list[Sample]]:
+    """Returns the earlier samples of this work, or those of a rehearsal on shared cores where there are none."""
+    measured = _on_shared_cores(rehearsed, device)
+    return measured if earlier is None else earlier.or_measured(work, measured, highest)
+
+
+def _words(schemes: Sequence[Scheme[Any]]) -> str:
+    """Returns a text that names the schemes, and the sizes at which those of default plans are timed."""
+    return f"{list(schemes)!r} on {rehearsal.TABLES} and {rehearsal.BUCKETS}"
+
+
+def _numels(device: torch.device) -> tuple[int, ...]:
+    return NUMELS if device.type == "cpu" else DEVICE_NUMELS
 
 
 def _rehearsed_dense(
     dense: Sequence[Scheme[Any]], highest: Highest, device: torch.device, budget_s: float
-) -> list[Sample]:
+) -> Pieces[list[Sample]]:
     """Times schemes on dense buckets of several sizes, as far as the budget allows; `highest` is collective."""
     samples: list[Sample] = []
     if device.type != "cpu":
-        rehearse_dense(dense, NUMELS[0], device)  # compiles kernels
-    began_s = time.perf_counter()
-    for number, numel in enumerate(NUMELS if device.type == "cpu" else DEVICE_NUMELS, start=1):
-        samples += rehearse_dense(dense, numel, device)
-        if highest([time.perf_counter() - began_s])[0] > budget_s and number >= FEWEST_SIZES:
+        yield from rehearse_dense(dense, NUMELS[0], device)  # compiles kernels
+    spent = Spent()
+    for number, numel in enumerate(_numels(device), start=1):
+        samples += yield from within(rehearse_dense(dense, numel, device), spent.running)
+        if highest([spent.wall_s])[0] > budget_s and number >= FEWEST_SIZES:
             break
     return samples
 
 
 def measured_host(
-    candidates: Sequence[SchemeOrCompressor], highest: Highest, device: torch.device, budget_s: float = BUDGET_S
-) -> HostEstimate | None:
+    candidates: Sequence[SchemeOrCompressor],
+    highest: Highest,
+    device: torch.device,
+    budget_s: float = BUDGET_S,
+    earlier: EarlierTimes | None = None,
+) -> Pieces[HostEstimate | None]:
     """Measures copies between the device and the host, and the host's kernels; None on the CPU. Collective.
 
-    The kernels are those of the candidates' compressors, with one thread of torch, as offloaded work has.
+    The kernels are those of the candidates' compressors, with one thread of torch, as offloaded work has; `earlier` as
+    for `measured_kernels`.
     """
     if not host.is_apart(device):
         return None
-    copies = _fitted([sample for numel in COPIED_NUMELS for sample in _copies(numel, device)], highest)
-    schemes = flat_schemes(_compressors_of(candidates))
-    threads, kernels = torch.get_num_threads(), {}
+    copies = yield from _fitted(_copied(device), highest)
+    schemes, kernels = flat_schemes(_compressors_of(candidates)), {}
+    if schemes:
+        known = None if earlier is None else earlier.with_threads(1)
+        work = f"{_words(schemes)} of {NUMELS} elements within {budget_s} s"
+        timed = _timed(work, _rehearsed_dense(schemes, highest, CPU, budget_s), highest, CPU, known)
+        kernels = yield from _fitted(within(timed, _one_thread), highest)
+    return HostEstimate(fetch=copies[FETCH], send=copies[SEND], kernels=kernels)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Lets torch compute with one thread inside the block."""
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        if schemes:
-            samples = _on_shared_cores(lambda: _rehearsed_dense(schemes, highest, CPU, budget_s), CPU)
-            kernels = _fitted(samples, highest)
+        yield
     finally:
         torch.set_num_threads(threads)
-    return HostEstimate(fetch=copies[FETCH], send=copies[SEND], kernels=kernels)
+
+
+def _copied(device: torch.device) -> Pieces[list[Sample]]:
+    """Times copies of several sizes between the device and the host, one a piece."""
+    samples: list[Sample] = []
+    for numel in COPIED_NUMELS:
+        samples += _copies(numel, device)
+        yield
+    return samples
 
 
 def _copies(numel: int, device: torch.device) -> Iterator[Sample]:
@@ -136,13 +182,19 @@ def _copies(numel: int, device: torch.device) -> Iterator[Sample]:
 
 
 def kernel_costs(
-    schemes: tuple[Scheme[Any], ...], highest: Highest, device: torch.device = CPU
-) -> dict[str, KernelCost]:
+    schemes: tuple[Scheme[Any], ...],
+    highest: Highest,
+    device: torch.device = CPU,
+    earlier: EarlierTimes | None = None,
+) -> Pieces[dict[str, KernelCost]]:
     """Measures kernel costs of the schemes on the device, by kernel name; collective: `highest` is that of all ranks.
 
-    A process times the same schemes once only. All ranks get the same bits, as each rank plans by its own copy.
+    All ranks get the same bits, as each rank plans by its own copy. `earlier`: times that are used instead where all
+    ranks have them.
     """
-    costs = {name: estimate.cost for name, estimate in _fitted(_rehearsed(schemes, device), highest).items()}
+    timed = _timed(_words(schemes), rehearse(schemes, device), highest, device, earlier)
+    found = yield from _fitted(timed, highest)
+    costs = {name: estimate.cost for name, estimate in found.items()}
     numbers = iter(highest([number for cost in costs.values() for number in astuple(cost)]))
     return {name: KernelCost(next(numbers), next(numbers), next(numbers)) for name in costs}
 
@@ -188,26 +240,40 @@ def _adding(candidates: Sequence[SchemeOrCompressor]) -> list[Route]:
     return [Route(("compress@compute", "all_to_all", "all_gather", "decompress@compute"), c) for c in able[:1]]
 
 
-@functools.cache
-def _rehearsed(schemes: tuple[Scheme[Any], ...], device: torch.device) -> list[Sample]:
-    """Times the schemes' kernels in this process, once for the same schemes and device, and returns the samples."""
-    return _on_shared_cores(lambda: rehearse(schemes, device), device)
+@dataclass
+class Spent:
+    """The time that a thread has spent in blocks of `running`."""
+
+    wall_s: float = 0.0
+    processor_s: float = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Adds the time of the block."""
+        began_s, began_processor_s = time.perf_counter(), time.thread_time()
+        try:
+            yield
+        finally:
+            self.wall_s += time.perf_counter() - began_s
+            self.processor_s += time.thread_time() - began_processor_s
 
 
-def _on_shared_cores(rehearsal: Callable[[], list[Sample]], device: torch.device) -> list[Sample]:
-    """Runs `rehearsal` and multiplies its samples' processor seconds by wall time over processor time, at least 1.
+def _on_shared_cores(rehearsed: Pieces[list[Sample]], device: torch.device) -> Pieces[list[Sample]]:
+    """Runs `rehearsed` and multiplies its samples' processor seconds by wall time over processor time, at least 1.
 
     Samples of an accelerator are its own seconds, which stay as they are.
     """
     if device.type != "cpu":
-        return rehearsal()
-    began_s, began_cpu_s = time.perf_counter(), time.thread_time()
-    samples = rehearsal()
-    stretch = max((time.perf_counter() - began_s) / (time.thread_time() - began_cpu_s), 1.0)
+        return (yield from rehearsed)
+    spent = Spent()
+    samples = yield from within(rehearsed, spent.running)
+    stretch = max(spent.wall_s / spent.processor_s, 1.0)
     return [(computed, stretch * seconds) for computed, seconds in samples]
 
 
-def _fitted(samples: Sequence[Sample], highest: Highest) -> dict[str, KernelEstimate]:
+def _fitted(timed: Pieces[list[Sample]], highest: Highest) -> Pieces[dict[str, KernelEstimate]]:
     """Fits kernel costs, by kernel name, to each sample's maximum seconds over ranks; `highest` is collective."""
+    samples = yield from timed
+    yield from load_scipy()
     slowest_s = highest([max(seconds, SHORTEST_S) for _, seconds in samples])
     return fit_kernels([(computed, seconds) for (computed, _), seconds in zip(samples, slowest_s, strict=True)])

@@ -11,7 +11,8 @@ from ..comm import Group
 from ..comm.links import PATTERNS, Exchange, Highest, highest_over
 from ..costs.steps import Pattern
 from ..plans.profile import CollectiveEstimate, LinkPoint, Span, SpanEstimate, spans_of
-from .fitting import fit_links, median_of
+from .fitting import fit_links, load_scipy, median_of
+from .pieces import Pieces
 
 BUDGET_S = 6.0  # for all exchanges together; the smallest sizes may exceed the budget, 4 MiB fit in at 200 Mbit/s
 SIZES = (1 << 10, 16 << 10, 128 << 10, 1 << 20, 4 << 20)  # bytes that a member sends
@@ -21,18 +22,22 @@ REPEATS = (3, 21)  # the fewest and the most
 SHARE_OF_A_SIZE = 1 / 3  # of the time left, for the repeats of one size beyond the fewest
 
 
-def measured_links(group: Group, timeout_s: float, budget_s: float = BUDGET_S) -> tuple[SpanEstimate, ...]:
+def measured_links(group: Group, timeout_s: float, budget_s: float = BUDGET_S) -> Pieces[tuple[SpanEstimate, ...]]:
     """Measures the links among all ranks, inside nodes and across nodes; empty for a single rank. Collective.
 
-    All ranks fit costs to the same times, and may round differently.
+    All ranks fit costs to the same times, and may round differently. A piece is one exchange.
 
     Raises:
         GroupError: when another rank died or stopped answering.
     """
+    yield from load_scipy()
     groups = groups_of(group)
     highest = highest_over(group, timeout_s)
     share_s = budget_s / max(len(groups) * len(PATTERNS), 1)
-    return tuple(_estimate(span, part, highest, timeout_s, share_s) for span, part in groups.items())
+    found = []
+    for span, part in groups.items():
+        found.append((yield from _estimate(span, part, highest, timeout_s, share_s)))
+    return tuple(found)
 
 
 def groups_of(group: Group) -> dict[Span, Group]:
@@ -44,8 +49,10 @@ def groups_of(group: Group) -> dict[Span, Group]:
     return {span: made[span]() for span in spans_of(group.placement)}
 
 
-def _estimate(span: Span, group: Group, highest: Highest, timeout_s: float, share_s: float) -> SpanEstimate:
-    points = {pattern: measured_points(group, pattern, highest, timeout_s, share_s) for pattern in PATTERNS}
+def _estimate(span: Span, group: Group, highest: Highest, timeout_s: float, share_s: float) -> Pieces[SpanEstimate]:
+    points = {}
+    for pattern in PATTERNS:
+        points[pattern] = yield from measured_points(group, pattern, highest, timeout_s, share_s)
     link, each = fit_links(points, group.size)
     return SpanEstimate(
         span=span,
@@ -58,7 +65,7 @@ def _estimate(span: Span, group: Group, highest: Highest, timeout_s: float, shar
 
 def measured_points(
     group: Group, pattern: Pattern, highest: Highest, timeout_s: float, share_s: float
-) -> list[LinkPoint]:
+) -> Pieces[list[LinkPoint]]:
     """Times one collective at growing sizes: the three smallest, and more while the next fits into `share_s` seconds.
 
     `Pattern.MESSAGES` is timed with one message per member, and at small sizes also with one to each other member: the
@@ -77,8 +84,13 @@ def measured_points(
             break
         exchange = Exchange.of(group, pattern, nbytes, distances)
         (first_s,) = highest([exchange.seconds(group, timeout_s)])  # makes memory and connections: it does not count
+        yield
         repeats = min(max(int(left_s * SHARE_OF_A_SIZE / first_s), fewest), most)
-        times_s = highest([exchange.seconds(group, timeout_s) for _ in range(repeats)])
+        mine_s = []
+        for _ in range(repeats):
+            mine_s.append(exchange.seconds(group, timeout_s))
+            yield
+        times_s = highest(mine_s)
         left_s -= first_s + sum(times_s)
         transfer, found = exchange.transfer, median_of(times_s)
         before = nbytes, found.value

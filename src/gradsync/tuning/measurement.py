@@ -48,12 +48,16 @@ from ..plans.profile import (
 )
 from ..schemes import SchemeOrCompressor
 from ..tensors.bucket import model_digest
+from .earlier import EarlierTimes
 from .fitting import fit_slowdown
 from .kernels import CANDIDATES, flat_schemes, measured_host, measured_kernels
 from .links import BUDGET_S, measured_links
-from .overlap import Aside, Disturbance, computation, transfer_beside_kernels, transfers
+from .overlap import Aside, Disturbance, Slowdowns, computation, transfer_beside_kernels, transfers
+from .pieces import Pieces, after_steps
+from .pieces import at_once as all_at_once
 from .stopwatch import StepMoments, Stopwatch
 
+COSTS = "measurement of costs"
 COVER = 1.2  # length of a disturbance over that of the backward beside it
 
 Array = NDArray[np.float64]
@@ -77,6 +81,10 @@ class Measurement(StepListener):
     second one a transfer or compression runs during backward. The last step sets `profile` and calls `then(engine,
     profile)`, on all ranks at once; with `ends_script` it raises `RecordingDone` to end the script.
 
+    Links and kernels are measured after the warm-up: `at_once`, so that a step waits for seconds, or in pieces between
+    further usual steps. `earlier` returns the kernel times of earlier jobs that count as this one's; None: all are
+    measured.
+
     Raises:
         ValueError: for settings out of their range.
     """
@@ -92,6 +100,8 @@ class Measurement(StepListener):
         links_budget_s: float = BUDGET_S,
         ends_script: bool = False,
         then: Callable[[Engine, Profile], None] | None = None,
+        at_once: bool = True,
+        earlier: Callable[[Group], EarlierTimes | None] = lambda group: None,
     ) -> None:
         argument("steps", steps, Steps)
         argument("warmup", warmup, Steps)
@@ -103,6 +113,8 @@ class Measurement(StepListener):
         self.steps_taken = 0
         self._steps, self._warmup, self._candidates = steps, warmup, tuple(candidates)
         self._links_budget_s, self._ends_script = links_budget_s, ends_script
+        self._at_once, self._earlier = at_once, earlier
+        self._costs: Iterator[None] | None = None  # what is left of measuring links, kernels and disturbances
         self._parameters = None if model is None else {id(p) for p in model.parameters()}
         busy = [Kind.TRANSFER, Kind.KERNEL]
         timed = [kind for number in range(steps) for kind in (Kind.QUIET, busy[number % 2])]
@@ -115,7 +127,7 @@ class Measurement(StepListener):
         self._steps_seen: list[StepMoments] = []  # all; the clock of the first one may change within it
         self._asides: list[Aside] = []  # of all steps
         self._disturbances: dict[Kind, Disturbance] = {}
-        self._exchange: tuple[Interval | None, Interval | None] = (None, None)  # slowdowns of transfers, and of kernels
+        self._exchange: Slowdowns = (None, None)
         self._links: tuple[SpanEstimate, ...] = ()
         self._kernels: dict[str, KernelEstimate] = {}
         self._host: HostEstimate | None = None
@@ -138,6 +150,8 @@ class Measurement(StepListener):
         if self._engine is None:
             self._engine, self._clock = engine, streams.streams_of(engine.device)
         self._watch.began(self._now())
+        if self._costs is not None:
+            return False
         kind = self._kind
         if kind is Kind.LOOK:
             sparse = [name for name, profile in engine.profiles.items() if profile.sparse]
@@ -148,7 +162,7 @@ class Measurement(StepListener):
         return kind is not Kind.WARM_UP
 
     def take(self, engine: Any, name: str, gradient: Tensor | None, shape: tuple[int, ...]) -> None:
-        if not self._watches(engine):
+        if not self._watches(engine) or self._costs is not None:
             return
         self._watch.ready(name, self._now())
         if self._kind is Kind.LOOK and gradient is not None and self._observer is not None:
@@ -163,6 +177,10 @@ class Measurement(StepListener):
     def step_ended(self, engine: Any, names: Iterable[str]) -> None:
         if not self._watches(engine):
             return
+        if self._costs is not None:
+            self._go_on(engine, self._costs)
+            self._watch.resume(self._now())
+            return
         self._steps_seen.append(self._watch.step_ended(self._now()))
         kind = self._kind
         self.steps_taken += 1
@@ -171,7 +189,7 @@ class Measurement(StepListener):
         if kind is Kind.LOOK and self._observer is not None:
             self._observer.share(
                 lambda name: engine.bucket_runs.of(name)[0].gradients,
-                lambda mine: engine.call("a look at the gradients", lambda group: _gather(engine, group, mine)),
+                lambda mine: engine.peers.call("a look at the gradients", lambda group: _gather(engine, group, mine)),
             )
             self._share_errors(engine)
         if kind is Kind.WARM_UP and self._kind is not Kind.WARM_UP:
@@ -225,7 +243,7 @@ class Measurement(StepListener):
         """Raises an error on all ranks if settings or kinds of devices differ, as ranks would then wait forever."""
         settings = f"steps={self._steps}, warmup={self._warmup}, candidates={self._candidates}"
         settings += f", links_budget_s={self._links_budget_s}, device={engine.device.type}"
-        engine.agree("the settings of a measurement", None, settings)
+        engine.peers.agree("the settings of a measurement", None, settings)
 
     def _start(self, engine: Engine, disturbance: Disturbance, aside: Aside) -> None:
         aside.alone_s = disturbance.alone_s
@@ -237,38 +255,49 @@ class Measurement(StepListener):
             disturbance.do()
             aside.ended = self._now()
 
-        engine.aside(job)
+        engine.peers.aside(job)
 
     def _measure_costs(self, engine: Engine) -> None:
-        """Measures links, kernels, and the transfers and compressions that later run during backward. Collective.
+        """Begins to measure links, kernels, and the transfers and compressions that later run during backward.
 
-        It is called between two steps, so that these are timed without a backward.
+        Each piece runs between two steps, so that it is timed without a backward. Collective.
         """
+        pieces = self._pieces_of_costs(engine.group, engine.timeout_s)
+        if self._at_once:
+            engine.peers.call(COSTS, lambda group: all_at_once(pieces))
+        else:
+            self._costs = after_steps(pieces, highest_over(engine.group, engine.timeout_s))
+            self._go_on(engine, self._costs)
 
-        def costs(group: Group) -> None:
-            highest = highest_over(group, engine.timeout_s)
-            self._links = measured_links(group, engine.timeout_s, self._links_budget_s)
-            self._kernels = measured_kernels(self._candidates, group.placement, highest, group.payload_device)
-            self._host = measured_host(self._candidates, highest, group.payload_device)
-            self._exchange = transfer_beside_kernels(group, engine.timeout_s)
-            (backward_s,) = highest([statistics.median(step.times().backward_s for step in self._steps_seen[1:])])
-            if group.size > 1:
-                self._disturbances[Kind.TRANSFER] = transfers(group, COVER * backward_s, engine.timeout_s)
-            self._disturbances[Kind.KERNEL] = computation(group, COVER * backward_s, engine.timeout_s)
+    def _go_on(self, engine: Engine, costs: Iterator[None]) -> None:
+        """Runs the pieces that belong after this step. Collective."""
+        if engine.peers.call(COSTS, lambda group: next(costs, True)):
+            self._costs = None
 
-        engine.call("measurement of costs", costs)
+    def _pieces_of_costs(self, group: Group, timeout_s: float) -> Pieces[None]:
+        highest = highest_over(group, timeout_s)
+        device, placement, earlier = group.payload_device, group.placement, self._earlier(group)
+        candidates = self._candidates
+        self._links = yield from measured_links(group, timeout_s, self._links_budget_s)
+        self._kernels = yield from measured_kernels(candidates, placement, highest, device, earlier=earlier)
+        self._host = yield from measured_host(candidates, highest, device, earlier=earlier)
+        self._exchange = yield from transfer_beside_kernels(group, timeout_s)
+        (backward_s,) = highest([statistics.median(step.times().backward_s for step in self._steps_seen[1:])])
+        if group.size > 1:
+            self._disturbances[Kind.TRANSFER] = yield from transfers(group, COVER * backward_s, timeout_s)
+        self._disturbances[Kind.KERNEL] = yield from computation(group, COVER * backward_s, timeout_s)
 
     def _share_errors(self, engine: Engine) -> None:
         """Replaces each compressor's error on each parameter by the maximum over all ranks. Collective."""
         mine = json.dumps(self._errors).encode()
-        texts = engine.call("errors of compressors", lambda group: gather_bytes(group, mine, engine.timeout_s))
+        texts = engine.peers.call("errors of compressors", lambda group: gather_bytes(group, mine, engine.timeout_s))
         of_ranks = [json.loads(text) for text in texts]
         self._errors = {name: highest([errors.get(name, {}) for errors in of_ranks]) for name in engine.parameters}
 
     def _agreed_profile(self, engine: Engine) -> Profile:
         """Gathers all ranks' figures, and returns the profile that rank 0 makes of them, on all ranks. Collective."""
         mine = torch.from_numpy(self._figures(list(engine.parameters)))
-        parts = engine.call("figures of a measurement", lambda group: _gather(engine, group, mine.flatten()))
+        parts = engine.peers.call("figures of a measurement", lambda group: _gather(engine, group, mine.flatten()))
         text, problem = " ", None
         if engine.group.rank == 0:
             try:
@@ -276,8 +305,8 @@ class Measurement(StepListener):
                 text = self._profile(engine, figures).to_json()
             except Exception as error:  # told to all, then raised
                 problem = error
-        engine.agree("the profile", problem)
-        texts = engine.call("the profile", lambda group: gather_bytes(group, text.encode(), engine.timeout_s))
+        engine.peers.agree("the profile", problem)
+        texts = engine.peers.call("the profile", lambda group: gather_bytes(group, text.encode(), engine.timeout_s))
         return Profile.from_json(texts[0].decode())
 
     def _figures(self, names: Sequence[str]) -> Array:
@@ -436,9 +465,7 @@ def _spread(seconds: Array) -> dict[str, float]:
     return {"median_s": median_s, "spread_s": 1.4826 * float(np.median(np.abs(seconds - median_s)))}
 
 
-def _overlap(
-    quiet: Array, transfer: Array, kernel: Array, exchange: tuple[Interval | None, Interval | None]
-) -> Overlap:
+def _overlap(quiet: Array, transfer: Array, kernel: Array, exchange: Slowdowns) -> Overlap:
     """Returns the factors by which backward, transfers and kernels slow each other down, fitted to measured steps.
 
     Args:

@@ -19,6 +19,7 @@ from ..devices.streams import Moment
 from ..plans.profile import Interval
 from ..tensors.bucket import FlatSpec, Segment
 from .fitting import fit_slowdown
+from .pieces import Pieces
 from .stopwatch import StepMoments
 
 PROBE_BYTES = 1 << 20  # of the transfer by which the length of others is chosen
@@ -32,6 +33,8 @@ ALONE_RUNS = 3  # of a disturbance without a backward
 EXCHANGE_S = 0.03  # that a transfer with kernels beside it is to take, if `TRANSFER_BYTES` allow
 KERNELS_SHARE = 0.5  # of that transfer's time, in which kernels run
 EXCHANGE_RUNS = 10  # of that transfer
+
+Slowdowns = tuple[Interval | None, Interval | None]  # of a transfer by compression, and of compression by a transfer
 
 
 @dataclass
@@ -70,36 +73,41 @@ class Disturbance:
             self.run()
 
 
-def transfers(group: Group, lasts_s: float, timeout_s: float) -> Disturbance:
+def transfers(group: Group, lasts_s: float, timeout_s: float) -> Pieces[Disturbance]:
     """Returns one or more all-reduces to run during backward, which last about `lasts_s` seconds in all. Collective."""
-    exchange, once_s = _all_reduce(group, lasts_s, timeout_s)
+    exchange, once_s = yield from _all_reduce(group, lasts_s, timeout_s)
 
     def run() -> None:
         exchange.issue().wait(timeout_s)
 
-    return _disturbance(run, _times(lasts_s, once_s), group, timeout_s, together=True)
+    return (yield from _disturbance(run, _times(lasts_s, once_s), group, timeout_s, together=True))
 
 
-def _all_reduce(group: Group, lasts_s: float, timeout_s: float) -> tuple[Exchange, float]:
+def _all_reduce(group: Group, lasts_s: float, timeout_s: float) -> Pieces[tuple[Exchange, float]]:
     """Returns an all-reduce that takes about `lasts_s` seconds, and the seconds measured for it. Collective.
 
     Its size is between two bounds, `TRANSFER_BYTES` on the CPU, so it may take less or more.
     """
     highest = highest_over(group, timeout_s)
 
-    def once_s(nbytes: int) -> float:
-        exchange = Exchange.of(group, Pattern.ALL_REDUCE, nbytes)
-        return statistics.median(highest([exchange.seconds(group, timeout_s) for _ in range(4)])[1:])
+    def once_s(nbytes: int) -> Pieces[float]:
+        exchange, mine_s = Exchange.of(group, Pattern.ALL_REDUCE, nbytes), []
+        for _ in range(4):
+            mine_s.append(exchange.seconds(group, timeout_s))
+            yield
+        return statistics.median(highest(mine_s)[1:])
 
     fewest, most = TRANSFER_BYTES if group.payload_device.type == "cpu" else DEVICE_TRANSFER_BYTES
-    nbytes = min(max(int(PROBE_BYTES * lasts_s / once_s(PROBE_BYTES)), fewest), most)
-    return Exchange.of(group, Pattern.ALL_REDUCE, nbytes), once_s(nbytes)
+    probe_s = yield from once_s(PROBE_BYTES)
+    nbytes = min(max(int(PROBE_BYTES * lasts_s / probe_s), fewest), most)
+    return Exchange.of(group, Pattern.ALL_REDUCE, nbytes), (yield from once_s(nbytes))
 
 
-def computation(group: Group, lasts_s: float, timeout_s: float) -> Disturbance:
+def computation(group: Group, lasts_s: float, timeout_s: float) -> Pieces[Disturbance]:
     """Returns compressions of noise to run during backward, which last about `lasts_s` seconds in all. Collective."""
     run, once_s = _compression(group.payload_device)
-    return _disturbance(run, _times(lasts_s, once_s), group, timeout_s, together=False)
+    yield
+    return (yield from _disturbance(run, _times(lasts_s, once_s), group, timeout_s, together=False))
 
 
 def _compression(device: torch.device) -> tuple[Callable[[], None], float]:
@@ -116,7 +124,7 @@ def _compression(device: torch.device) -> tuple[Callable[[], None], float]:
     return run, _seconds_of(run, KERNEL_RUNS, device) / KERNEL_RUNS
 
 
-def transfer_beside_kernels(group: Group, timeout_s: float) -> tuple[Interval | None, Interval | None]:
+def transfer_beside_kernels(group: Group, timeout_s: float) -> Pieces[Slowdowns]:
     """Measures the slowdown of an all-reduce by compression on all ranks, and of the compression by the all-reduce.
 
     One thread issues the all-reduce and compresses, as the engine's communication thread does. Both are None for a
@@ -124,23 +132,27 @@ def transfer_beside_kernels(group: Group, timeout_s: float) -> tuple[Interval | 
     """
     if group.size == 1:
         return None, None
-    exchange, exchange_s = _all_reduce(group, EXCHANGE_S, timeout_s)
+    exchange, exchange_s = yield from _all_reduce(group, EXCHANGE_S, timeout_s)
     device = group.payload_device
     clock = streams.streams_of(device)
     run, run_s = _compression(device)
     (run_s,) = highest_over(group, timeout_s)([run_s])
+    yield
     times = _times(KERNELS_SHARE * exchange_s, run_s)
     figures = []
     for _ in range(EXCHANGE_RUNS):
         exchange_alone_s = exchange.seconds(group, timeout_s)
+        yield
         barrier(group, timeout_s)
         kernels_alone_s = _seconds_of(run, times, device)
+        yield
         barrier(group, timeout_s)
         began = clock.moment()
         pending = exchange.issue()
         kernels_s = _seconds_of(run, times, device)
         pending.wait(timeout_s)
         figures.append((exchange_alone_s, clock.moment().since(began), kernels_alone_s, kernels_s))
+        yield
     mine = torch.tensor(figures, dtype=torch.float64, device=group.device)
     arrived = torch.stack(list(group.all_gather(mine.flatten()).wait(timeout_s)))
     of_ranks = arrived.view(group.size, *mine.shape).cpu().numpy()
@@ -165,7 +177,9 @@ def _times(lasts_s: float, once_s: float) -> int:
     return max(math.ceil(min(lasts_s, MOST_ASIDE_S) / once_s), 1)
 
 
-def _disturbance(run: Callable[[], None], times: int, group: Group, timeout_s: float, *, together: bool) -> Disturbance:
+def _disturbance(
+    run: Callable[[], None], times: int, group: Group, timeout_s: float, *, together: bool
+) -> Pieces[Disturbance]:
     """Returns work to run during backward, `times` calls of `run`, with its seconds without a backward. Collective.
 
     All ranks run it at the same time to measure these. `together`: during backward, too, all ranks start it together.
@@ -175,4 +189,5 @@ def _disturbance(run: Callable[[], None], times: int, group: Group, timeout_s: f
     for _ in range(ALONE_RUNS):
         barrier(group, timeout_s)
         seconds.append(_seconds_of(disturbance.do, 1, group.payload_device))
+        yield
     return replace(disturbance, alone_s=statistics.median(seconds))

@@ -26,6 +26,7 @@ from ..schemes.tables import Tables
 from ..tensors.bucket import Bucket, Layout, Segment, TensorSpec
 from ..tensors.density import DensityProfile, profile_rows
 from ..tensors.sparse import SparseRows
+from .pieces import Pieces
 
 RANKS = 4
 CPU = torch.device("cpu")
@@ -40,22 +41,26 @@ BUCKETS = ((1 << 18, 0.01), (1 << 18, 0.1), (1 << 14, 0.05))  # elements, densit
 Sample = tuple[tuple[Compute, ...], float]  # what one rank computed, and its seconds
 
 
-def rehearse(schemes: Sequence[Scheme[Any]], device: torch.device = CPU) -> list[Sample]:
-    """Times each scheme on sparse embedding tables or sparse flat buckets of several sizes, and returns the samples."""
+def rehearse(schemes: Sequence[Scheme[Any]], device: torch.device = CPU) -> Pieces[list[Sample]]:
+    """Times each scheme on sparse embedding tables or sparse flat buckets of several sizes, and returns the samples.
+
+    A piece is one run.
+    """
     samples: list[Sample] = []
     for scheme in schemes:
         flat = scheme.traits.layout is Layout.FLAT
         for inputs, specs, profile in _buckets(device) if flat else _tables(device):
             fitting = scheme.planned_for([profile])
             computed = parts(fitting.steps(specs, (profile,), Placement.one_per_node(RANKS)))
-            samples += _samples(computed, times_between_awaits_s(fitting, inputs))
+            samples += _samples(computed, (yield from times_between_awaits_s(fitting, inputs)))
     return samples
 
 
-def rehearse_dense(schemes: Sequence[Scheme[Any]], numel: int, device: torch.device = CPU) -> list[Sample]:
+def rehearse_dense(schemes: Sequence[Scheme[Any]], numel: int, device: torch.device = CPU) -> Pieces[list[Sample]]:
     """Times schemes for flat buckets on one dense square matrix of about `numel` elements, and returns the samples.
 
-    State, such as a compressor's residual, is passed from run to run as in the first steps of training.
+    State, such as a compressor's residual, is passed from run to run as in the first steps of training. A piece is one
+    run.
     """
     side = math.isqrt(numel)
     matrix = TensorSpec((side, side), torch.float32)
@@ -71,7 +76,7 @@ def rehearse_dense(schemes: Sequence[Scheme[Any]], numel: int, device: torch.dev
         profile = DensityProfile(flat.numel, float(flat.numel))
         computed = parts(scheme.steps(bucket.specs, (profile,), Placement.one_per_node(ranks)))
         states = [scheme.init(bucket, group) for group in LocalGroup.world(ranks)]
-        samples += _samples(computed, times_between_awaits_s(scheme, inputs, states, DENSE_REPEATS))
+        samples += _samples(computed, (yield from times_between_awaits_s(scheme, inputs, states, DENSE_REPEATS)))
     return samples
 
 
@@ -88,11 +93,11 @@ def parts(steps: Sequence[Step]) -> list[tuple[Compute, ...]]:
 
 def times_between_awaits_s(
     scheme: Scheme[Any], inputs: Sequence[Any], states: Sequence[State] | None = None, repeats: int = REPEATS
-) -> list[float]:
+) -> Pieces[list[float]]:
     """Times `scheme.synchronize`: returns seconds before its first await, between awaits, and after the last one.
 
     On the CPU seconds are processor time, since other processes may use the cores while a job starts: the mean over the
-    ranks, the median over the repeats. One more run comes first and does not count.
+    ranks, the median over the repeats. One more run comes first and does not count. A piece is one run.
 
     Args:
         inputs: the scheme's input on each rank: a flat bucket, which is copied, or tables.
@@ -101,6 +106,7 @@ def times_between_awaits_s(
     groups, device = LocalGroup.world(len(inputs)), _device_of(inputs[0])
     states = [{} for _ in inputs] if states is None else states
     runs = []
+    yield  # the caller has made the inputs, which takes as long as a run
     for _ in range(repeats + 1):
         copies = [x.clone() if isinstance(x, torch.Tensor) else x for x in inputs]  # flat buckets are overwritten
         each = zip(copies, states, groups, strict=True)
@@ -108,6 +114,7 @@ def times_between_awaits_s(
         ended, seconds = drive_in_turns(coroutines, _cache_filler(device), streams.streams_of(device).work_moment)
         states = [state for _, state in ended]
         runs.append(seconds)
+        yield
     return [statistics.median(times) for times in zip(*runs[1:], strict=True)]
 
 

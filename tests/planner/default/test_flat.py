@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +33,7 @@ from gradsync.tensors.density import DensityProfile, ParameterProfile
 from gradsync.tuning import kernels
 from gradsync.tuning.default import measured_network
 from gradsync.tuning.kernels import kernel_costs
+from gradsync.tuning.pieces import Pieces, at_once
 
 NODES = Placement.regular(2, 2)
 COST = CostModel(alpha_s=1e-4, bandwidth_bytes_per_s=25e6, intra=Link(2e9, 1e-5), stage_s=1e-3)
@@ -209,12 +211,16 @@ def test_elements_that_outgrow_their_room_across_nodes_get_more() -> None:
 def test_what_is_computed_inside_nodes_is_measured_where_plans_may_need_it(
     placement: Placement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "kernel_costs", lambda schemes, *_: {s.name: KernelCost(0.0, 1e-9) for s in schemes})
+    def costs(schemes: Sequence[Scheme[Any]], *_: object) -> Pieces[dict[str, KernelCost]]:
+        yield
+        return {scheme.name: KernelCost(0.0, 1e-9) for scheme in schemes}
+
+    monkeypatch.setattr(kernels, "kernel_costs", costs)
 
     def rank_main(group: LocalGroup) -> set[str]:
         for each in (group, group.within_node(), group.across_nodes()):
             each.alpha_s, each.bytes_per_s = 1e-4, 1e8  # as if measured
-        network = measured_network(group, 20.0)
+        network = at_once(measured_network(group, 20.0))
         assert network is not None
         return set(network.cost.kernels)
 
@@ -225,9 +231,8 @@ def test_what_is_computed_inside_nodes_is_measured_where_plans_may_need_it(
 
 
 def test_rehearsals_tell_all_kernels_of_flat_plans_over_nodes() -> None:
-    known = kernel_costs(
-        (*dense_schemes(ONE_A_NODE.placement), *element_schemes(ONE_A_NODE.placement), *INSIDE_NODES), list
-    )
+    schemes = (*dense_schemes(ONE_A_NODE.placement), *element_schemes(ONE_A_NODE.placement), *INSIDE_NODES)
+    known = at_once(kernel_costs(schemes, list))
     profile = sampled("w", 0.05)
     assert profile.elements is not None
     spec = (TensorSpec((NUMEL,), torch.float32),)

@@ -39,6 +39,7 @@ from gradsync.schemes import (
 from gradsync.tensors.bucket import TensorSpec
 from gradsync.tensors.density import ParameterProfile
 from gradsync.tuning.kernels import flat_schemes, measured_kernels
+from gradsync.tuning.pieces import at_once
 
 FEEDBACK = ErrorFeedback(BlockInt(8))
 NODES = Placement.regular(2, 2)
@@ -127,7 +128,7 @@ def synchronised(group: LocalGroup, plan: Plan, here: Job) -> list[torch.Tensor]
             ours.load(name, torch.randn(parameter.shape, generator=generator))
         ours.finish()
     results = [ours.unload(name, None, sparse=False).clone() for name in parameters]
-    assert all(bucket.sent_bytes == bucket.predicted_bytes > 0 for bucket in ours.statistics())
+    assert all(bucket.sent_bytes == bucket.predicted_bytes > 0 for bucket in ours.running_plan.statistics())
     ours.close()
     return results
 
@@ -214,7 +215,7 @@ def test_a_rehearsal_measures_all_kernels_of_a_compressor_s_routes(
 ) -> None:
     monkeypatch.setattr("gradsync.tuning.kernels.planned_schemes", lambda placement: ())
     monkeypatch.setattr("gradsync.tuning.kernels.NUMELS", (256, 1024, 4096))
-    measured = measured_kernels((compressor,), NODES, list)
+    measured = at_once(measured_kernels((compressor,), NODES, list))
     cost = replace(SLOW_BETWEEN, kernels={name: KernelCost(1e-5, 1e-10) for name in measured})
     assert routes_of(job(cost), compressor) == routes_of(
         job(replace(cost, kernels={**cost.kernels, "any": KernelCost(1.0, 1.0)})), compressor

@@ -31,7 +31,7 @@ from gradsync.tensors.sparse import SparseRows
 from ..report.record import Balance, Imbalance, Record, Spread
 from ..workloads import Workload
 from .patterns import PATTERNS, UNIT, Pattern
-from .provenance import commit, machine, versions
+from .provenance import code, machine
 from .topk import TopKWorkload, load
 
 BASELINE = "hash"  # the paper's owner map
@@ -284,9 +284,8 @@ def _records(
                 excess=_means([(a - x, b - y) for (a, b), (x, y) in zip(of_draws, baseline, strict=True)]),
             ),
             seeds=[spec.seed],
-            versions=versions(),
+            **code(),
             environment=machine(),
-            commit=commit(),
         )
         for owners, of_draws in figures.of_maps.items()
         if owners != BASELINE

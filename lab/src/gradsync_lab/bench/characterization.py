@@ -11,7 +11,7 @@ from gradsync.characterization.footprint import DEFAULT_SAMPLE, Footprint, Footp
 
 from ..report.record import Record, Spread
 from ..workloads import load
-from .provenance import commit, machine, versions
+from .provenance import code, machine
 
 WARM_UP = 3
 SUBJECT = "look"
@@ -72,9 +72,8 @@ def _record(name: str, spec: LookSpec) -> Record:
         ratio=Spread.of(_ratios(looks_s, steps_s)),
         aa=Spread.of(_ratios(again_s, steps_s)),
         seeds=[spec.seed],
-        versions=versions(),
+        **code(),
         environment=machine(),
-        commit=commit(),
     )
 
 

@@ -25,7 +25,7 @@ from gradsync.tensors.bucket import FlatSpec, Segment
 from ..report.record import CompressionError, FittedCost, Record, Spread, WireBytes
 from ..workloads import Workload, load
 from .kernels import COPY_BYTES, KernelsSpec, calls_a_sample, environment_of, sample_s, torch_threads
-from .provenance import commit, versions
+from .provenance import code
 
 SIZES_BYTES = tuple(1 << power for power in (10, 13, 16, 19, 22, 25, 28))
 QUICK_SIZES_BYTES = (1 << 10, 1 << 16, 1 << 22)
@@ -100,7 +100,7 @@ def run_compress(spec: CompressSpec, on_event: Callable[[dict[str, Any]], None])
         ValueError: a workload is unknown.
         ImportError: the native kernels are not built.
     """
-    about = {"versions": versions(), "environment": environment_of(KernelsSpec()), "commit": commit()}
+    about = {**code(), "environment": environment_of(KernelsSpec())}
     records = []
     source, target = (torch.ones(COPY_BYTES // 4) for _ in range(2))
     copy = partial(target.copy_, source)

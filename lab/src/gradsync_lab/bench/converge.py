@@ -48,7 +48,7 @@ from ..workloads import Workload, load
 from .asynchronous import ASP, Asynchronous
 from .averaging import ABLATIONS_IN_WORDS, averaging_method
 from .averaging import NAMES_IN_WORDS as AVERAGES_IN_WORDS
-from .provenance import commit, machine, versions
+from .provenance import code, machine
 from .replicas import Replicas
 
 Measures = Mapping[tuple[str, str, int], Mapping[str, float]]  # (workload, method, seed) -> measures
@@ -148,7 +148,7 @@ def run_converge(spec: ConvergeSpec, on_event: Callable[[dict[str, Any]], None])
         notes = [
             f"interrupted: {len(measures)} of {len(spec.runs)} runs are done; methods that miss one have no record"
         ]
-    about = {"versions": versions(), "environment": machine(), "commit": commit()}
+    about = {**code(), "environment": machine()}
     records = [
         _record(workload, name, measures, spec, steps[workload], options[workload])
         for workload, name in spec.cases

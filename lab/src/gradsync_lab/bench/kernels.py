@@ -29,7 +29,7 @@ from gradsync.kernels import cpu, native, reference
 from gradsync.kernels import device as on_device
 
 from ..report.record import Record, Spread
-from .provenance import commit, machine, versions
+from .provenance import code, machine
 from .works import CASES, WORK, Work
 
 COPY_BYTES = 256 << 20  # size of the copied array: larger than any cache
@@ -146,8 +146,8 @@ def measured(
     params = {"kernel": kernel, **params, "threads": spec.threads}
     record = Record(
         case="kernels", metric="kernel_s", subject=kernel, baseline="torch", params=params, repeats=spec.repeats,
-        subject_s=None, baseline_s=None, ratio=None, aa=None, seeds=[spec.seed], versions=versions(),
-        environment=environment, commit=commit(),
+        subject_s=None, baseline_s=None, ratio=None, aa=None, seeds=[spec.seed],
+        environment=environment, **code(),
     )  # fmt: skip
     if not agree(work, definition or work, spec.subject):
         return record.model_copy(update={"failed": "the kernel and its definition in torch differ"})

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 from ..cluster import Lab, LabUnavailableError, Scenario
@@ -98,10 +99,14 @@ def run_ranks(
     module: str,
     spec: str,
     on_event: Callable[[dict[str, Any]], None],
+    env: Mapping[str, str] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
     """Runs `python -m module SPEC OUT PARENT` as every rank; returns the content of each rank's OUT, by rank.
 
     Rank 0 prints events, one JSON object a line. PARENT is this process; ranks end when it ends.
+
+    Args:
+        env: further variables of the ranks' environment.
 
     Raises:
         RuntimeError: a rank failed; has the last lines of the rank that failed first, and the last line of each later
@@ -116,7 +121,7 @@ def run_ranks(
             argv = [sys.executable, "-m", module, *paths, str(os.getpid())]
             with (place / f"{rank}.err").open("wb") as errors:
                 output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
-                ranks.append(where.spawn(rank, argv, RANK_ENVIRONMENT, stdout=output, stderr=errors))
+                ranks.append(where.spawn(rank, argv, {**RANK_ENVIRONMENT, **env}, stdout=output, stderr=errors))
         try:
             failed = _follow(ranks, on_event)
         finally:

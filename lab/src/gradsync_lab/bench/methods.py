@@ -8,7 +8,7 @@ that a broken one affects no other method. Names are those of the records.
 # No `from __future__ import annotations`: DDP compares the annotations of a hook with the types themselves.
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -114,12 +114,17 @@ def _ddp(
     *,
     bucket_mb: float = 25,
     views: bool = False,
+    static: bool = False,
     hook: Any = None,
     state: Callable[[dist.ProcessGroup], object] = _itself,
 ) -> tuple[nn.Module, None]:
     group = dist.new_group(timeout=timeout)
     wrapped = DistributedDataParallel(
-        model, process_group=group, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=views
+        model,
+        process_group=group,
+        bucket_cap_mb=bucket_mb,
+        gradient_as_bucket_view=views,
+        static_graph=static,
     )
     if hook is not None:
         wrapped.register_comm_hook(state(group), hook)
@@ -183,7 +188,26 @@ def _powersgd(rank: int) -> Callable[..., tuple[nn.Module, None]]:
     return partial(_ddp, bucket_mb=ONE_BUCKET_MB, hook=powerSGD_hook.powerSGD_hook, state=state)
 
 
-BUCKETS_MB = {"": 25, "_1mb": 1, "_100mb": 100, "_one_bucket": ONE_BUCKET_MB}  # by the ending of a method's name
+BUCKETS_MB: dict[str, float] = {
+    "": 25,
+    "_1mb": 1,
+    "_100mb": 100,
+    "_one_bucket": ONE_BUCKET_MB,
+}  # by the ending of a method's name
+SPARSE_BUCKETS_MB = {size: BUCKETS_MB[size] for size in ("", "_1mb")}  # the rest beside tables is a few MB
+# Endings of names and settings of `_ddp`: gradients that are views of buckets, and a graph that never changes.
+DDP_LINES: dict[str, dict[str, Any]] = {"": {}, "_views": {"views": True}, "_static": {"views": True, "static": True}}
+
+
+def _lines(stem: str, sizes: Mapping[str, float], *, sparse: bool) -> list[Method]:
+    """Returns the methods of DDP with each of these bucket sizes and `DDP_LINES`; `stem_default` is torch's default."""
+    return [
+        Method(f"{stem}{size + ending or '_default'}", sparse, True, partial(_ddp, bucket_mb=mb, **settings))
+        for ending, settings in DDP_LINES.items()
+        for size, mb in sizes.items()
+    ]
+
+
 # Schemes measured in addition to the planner's choice, by their names in plans.
 SPARSE_SCHEMES: dict[str, Scheme[Any]] = {s.name: s for s in PLANNED_SCHEMES}
 
@@ -192,14 +216,8 @@ METHODS: dict[str, Method] = {
     for m in (
         Method("gradsync", True, True, _gradsync),
         Method("auto", True, True, partial(_gradsync, plan="auto")),
-        Method("ddp_default", False, True, _ddp),
-        *(Method(f"ddp{size}", False, True, partial(_ddp, bucket_mb=mb)) for size, mb in BUCKETS_MB.items() if size),
-        *(
-            Method(f"ddp{size}_views", False, True, partial(_ddp, bucket_mb=mb, views=True))
-            for size, mb in BUCKETS_MB.items()
-        ),
-        Method("ddp_sparse", True, True, _ddp),
-        Method("ddp_sparse_1mb", True, True, partial(_ddp, bucket_mb=1)),
+        *_lines("ddp", BUCKETS_MB, sparse=False),
+        *_lines("ddp_sparse", SPARSE_BUCKETS_MB, sparse=True),
         Method("ddp_bf16", False, False, partial(_ddp, hook=bf16_hook)),
         *(
             Method(f"ddp_bf16{size}_views", False, False, partial(_ddp, bucket_mb=mb, views=True, hook=bf16_hook))
@@ -216,14 +234,15 @@ METHODS: dict[str, Method] = {
     )
 }
 
-TORCH_SPARSE = frozenset(("ddp_sparse", "ddp_sparse_1mb", "ddp_sparse_bf16"))  # torch sums their sparse gradients
-
-# Names for the best of several settings of DDP, in 32 and in 16 bits; the best is chosen before methods are compared.
-DDP, DDP_16BIT = "ddp", "ddp_16bit"
+# Names for the best of several settings of DDP: in 32 and in 16 bits, and with sparse gradients of tables, which torch
+# sums; the best is chosen before methods are compared.
+DDP, DDP_16BIT, DDP_SPARSE = "ddp", "ddp_16bit", "ddp_sparse"
 SWEEPS: dict[str, tuple[str, ...]] = {
-    DDP: ("ddp_default", *(f"ddp{size}_views" for size in BUCKETS_MB)),
+    DDP: tuple(line.name for line in _lines(DDP, BUCKETS_MB, sparse=False)),
     DDP_16BIT: ("ddp_bf16", *(f"ddp_bf16{size}_views" for size in BUCKETS_MB)),
+    DDP_SPARSE: tuple(line.name for line in _lines(DDP_SPARSE, SPARSE_BUCKETS_MB, sparse=True)),
 }
+TORCH_SPARSE = frozenset((*SWEEPS[DDP_SPARSE], "ddp_sparse_bf16"))  # torch sums their sparse gradients
 
 RIVALS_IN_WORDS = (
     f"asp and ssp, parameter servers, sspN with workers N steps apart at most ({USUAL_STALENESS} by default); "
@@ -267,8 +286,8 @@ def method(name: str, momentum: float = 0.0) -> Method:
         return planning(name, planned_for)
     if not is_lossy(name):
         raise ValueError(
-            f"unknown method {name!r}; there are {', '.join(METHODS)} and {DDP} and {DDP_16BIT} (the best of "
-            f"DDP's settings, in 32 and in 16 bits), "
+            f"unknown method {name!r}; there are {', '.join(METHODS)} and {DDP}, {DDP_SPARSE} and {DDP_16BIT} (the "
+            f"best of DDP's settings, also with sparse gradients, and in 16 bits), "
             f"{SCHEMES_IN_WORDS}; averages of parameters: {averaging.NAMES_IN_WORDS}; "
             f"{RIVALS_IN_WORDS}; compressors: {compressors.NAMES_IN_WORDS}; "
             f"and searches: {ENDINGS_IN_WORDS}"

@@ -22,7 +22,7 @@ from ..papers.reference import CASES, bytecomp_problem
 from ..report.record import PlanningRun, Record, Spread
 from ..rivals.greedy import bytecomp, bytecomp_device
 from ..rivals.trials import gap_cases, random_problem
-from .provenance import commit, machine, versions
+from .provenance import code, machine
 
 SUBJECT, BASELINE, BEST = "gradsync", "bytecomp", "best of all"
 DEVICE, HOST = 1, 2  # options of the reference problems
@@ -66,7 +66,7 @@ def run_planning(spec: PlanSpec, on_event: Callable[[dict[str, Any]], None]) -> 
     if spec.small:
         records.append(_of_small(spec.small))
         on_event({"problem": f"{spec.small} small ones"})
-    about = {"versions": versions(), "environment": machine(), "commit": commit()}
+    about = {**code(), "environment": machine()}
     return [record.model_copy(update=about) for record in records]
 
 

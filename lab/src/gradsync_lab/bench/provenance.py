@@ -1,4 +1,4 @@
-"""The provenance of measurements: the machine, the libraries, the commit."""
+"""The provenance of measurements: the machine, the libraries, the commit, the library's sources."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import hashlib
 import os
 import platform
 import subprocess
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import gradsync
 from gradsync.devices.inventory import processor
 
 
@@ -31,14 +33,28 @@ def commit() -> str | None:
         return None
 
 
+def code() -> dict[str, Any]:
+    """Returns what ran, by the names of a record's fields: `versions`, `commit` and `engine`, the digest of sources."""
+    return {"versions": versions(), "commit": commit(), "engine": engine_digest()}
+
+
+@cache
 def engine_digest() -> str:
-    """Returns a digest of the sources of the gradsync package that is imported, 12 hexadecimal digits.
+    """Returns a digest of the sources of the gradsync package that is imported, 12 hexadecimal digits of a SHA-256.
 
-    Two commits with the same digest run the same library.
+    It covers the package's Python files and the native sources of the checkout; of an install, which has no native
+    sources, the built modules. Two commits with the same digest run the same library.
     """
-    import gradsync
+    return digest_of_sources(Path(gradsync.__file__).parent)
 
-    top, digest = Path(gradsync.__file__).parent, hashlib.sha256()
-    for path in sorted(top.rglob("*.py")):
-        digest.update(str(path.relative_to(top)).encode() + b"\0" + path.read_bytes())
+
+def digest_of_sources(package: Path) -> str:
+    """Returns the digest of a package folder, `src/gradsync` of a checkout or an installed one; see `engine_digest`."""
+    native = package.parents[1] / "csrc"
+    parts = [(package, {".py"}), (native, {".cpp", ".hpp"}) if native.is_dir() else (package, {".so", ".pyd"})]
+    digest = hashlib.sha256()
+    for root, suffixes in parts:
+        for path in sorted(path for path in root.rglob("*") if path.suffix in suffixes):
+            content = path.read_bytes()
+            digest.update(f"{path.relative_to(root).as_posix()}\0{len(content)}\0".encode() + content)
     return digest.hexdigest()[:12]

@@ -23,8 +23,8 @@ from ..report.record import Record, Spread
 from .asynchronous import ASP
 from .converge import BASELINE, opened, processes, training
 from .launch import LOOPBACK
-from .methods import method
-from .provenance import commit, machine, versions
+from .methods import DDP, DDP_SPARSE, method
+from .provenance import code, machine
 from .rivals import POST_LOCAL_SGD, USUAL_PERIOD
 from .scenarios import settings_of
 from .whole import WholeRun, WholeSpec, run_whole
@@ -86,7 +86,7 @@ class Learner:
         """
         if name in SAME_AS:
             return cls(SAME_AS[name])
-        if name == "ddp" or (known := method(name)).exact:
+        if name in (DDP, DDP_SPARSE) or (known := method(name)).exact:
             return cls(BASELINE)
         if known.averages:
             learnt = name.replace(EARLY, "")  # steps inside backward learn the same
@@ -288,9 +288,8 @@ def _whole_record(
         aa=None,
         predicted_s=None if steps is None else run.steps_s[name].median * steps,
         seeds=[0],
-        versions=versions(),
+        **code(),
         environment=machine() | described,
-        commit=commit(),
         failed=got.failed or (f"the loss is not reached within {spec.most_steps} steps" if got.steps is None else None),
     )
 
@@ -363,8 +362,7 @@ def _record(
         ratio=Spread.of([a / b for a, b in zip(subject_s, baseline_s, strict=True)]) if reached else None,
         aa=Spread.of([a / b for a, b in zip(baseline_s, [*baseline_s[1:], baseline_s[0]], strict=True)]),
         seeds=list(range(spec.seeds)),
-        versions=versions(),
+        **code(),
         environment=machine() | {"timed": run.record.environment, "timed_commit": run.record.commit},
-        commit=commit(),
         failed=None if reached else f"the loss is not reached within {spec.most_steps} steps from every seed",
     )

@@ -22,7 +22,7 @@ from ..report.record import Record, Spread, WireBytes
 from . import topk
 from .launch import LOOPBACK, Loopback, cluster, once_more_after_crash, run_ranks
 from .methods import SPARSE_SCHEMES
-from .provenance import commit, machine, versions
+from .provenance import code, machine
 
 DENSE_SIZES_BYTES = (4 << 10, 256 << 10, 4 << 20)
 # ddp: dense all-reduce, compared with DDP's sparse one; ddp_bf16: in 16 bits, compared with ddp.
@@ -165,9 +165,8 @@ def _record(
         seeds=[spec.seed],
         wire_bytes=WireBytes(subject=node_bytes(subject), baseline=node_bytes(baseline)),
         payload_bytes=WireBytes(subject=case["payload_bytes"].get(subject)),
-        versions=versions(),
+        **code(),
         environment=environment,
-        commit=commit(),
     )
 
 

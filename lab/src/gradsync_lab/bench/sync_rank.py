@@ -39,6 +39,7 @@ from gradsync.tensors.bucket import Layout, TensorSpec
 from gradsync.tensors.density import DensityProfile, profile_rows, profile_tables
 from gradsync.tensors.sparse import SparseRows
 from gradsync.tuning.kernels import kernel_costs
+from gradsync.tuning.pieces import at_once
 
 from ..cluster.counters import interface_bytes
 from ..rivals.candidates import candidates
@@ -412,7 +413,7 @@ def agreed_cost(fit: Sequence[tuple[int, float, float]], stage: float, memory: f
     intra, node = None, group.within_node()
     if group.placement.is_hierarchy and node.bytes_per_s is not None and node.alpha_s is not None:
         intra = Link(node.bytes_per_s, node.alpha_s)
-    kernels = kernel_costs(REHEARSED, highest_over(group, TIMEOUT_S))
+    kernels = at_once(kernel_costs(REHEARSED, highest_over(group, TIMEOUT_S)))
     known = {"kernels": kernels, "intra": intra, "stage_s": stage, "transport": group.transport}
     return CostModel.fit(samples, memory_bytes_per_s=-negated, **known)
 

@@ -1,8 +1,9 @@
 """Measures training: methods train the same model on the same data in turns, each for a block of steps.
 
 Turns keep the ratio of two methods right when the machine's speed drifts. The first method is the baseline and runs
-twice, as two copies: their ratio (A/A) is the noise of the run. `ddp` and `ddp_16bit` are DDP with the best of several
-settings (a sweep), which are timed first: the steps that choose the best are not the steps that are compared.
+twice, as two copies: their ratio (A/A) is the noise of the run. `ddp`, `ddp_sparse` and `ddp_16bit` are DDP with the
+best of several settings (a sweep), which are timed first: the steps that choose the best are not the steps that are
+compared.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ..report.record import BucketRow, MethodRun, Record, Spread, TimelineTask, 
 from ..workloads.emulated import ComputeTimes, measured_times
 from .launch import LOOPBACK, Loopback, cluster, once_more_after_crash, run_ranks
 from .methods import SWEEPS, TORCH_SPARSE, method
-from .provenance import commit, machine, versions
+from .provenance import code, machine
 from .steal import MOST_STOLEN, Patience, Steal
 
 BLOCK_AVERAGES: dict[str, Callable[[list[float]], float]] = {"median": statistics.median, "mean": statistics.fmean}
@@ -34,7 +35,7 @@ class TrainSpec(BaseModel):
 
     workload: str = "deepfm"
     options: dict[str, Any] = {}
-    methods: tuple[str, ...] = ("ddp_default", "ddp_sparse", "ddp_sparse_bf16", "gradsync")
+    methods: tuple[str, ...] = ("ddp_default", "ddp_sparse_default", "ddp_sparse_bf16", "gradsync")
     nodes: int = 4
     ranks_per_node: int = 1
     link: str = "1gbit"
@@ -44,6 +45,8 @@ class TrainSpec(BaseModel):
     emulate_compute: bool = False  # sleep instead of computing, see `workloads/emulated.py`
     compute: dict[bool, ComputeTimes] = {}  # times to sleep, for models with (True) and without sparse gradients
     repeats: int = 5  # pairs of blocks that are compared
+    pick_repeats: int | None = Field(default=None, ge=1)  # blocks that choose the best of a sweep; see `sweep_repeats`
+    fastest_first: bool = False  # of the sweeps in `methods`, the one whose best is fastest is the baseline
     block_steps: int = 8
     most_block_s: float = 8.0  # a block has fewer steps where the slowest method would take longer for it
     warmup_steps: int = Field(default=6, ge=1)  # pass DDP's re-bucketing, PowerSGD's start
@@ -73,8 +76,10 @@ class TrainSpec(BaseModel):
 
     @property
     def sweep_repeats(self) -> int:
-        """Returns how many blocks time each DDP variant, to choose the best: half of `repeats`, at least 3."""
-        return max(3, self.repeats // 2)
+        """Returns how many blocks time each DDP variant, to choose the best: `pick_repeats`, or half of `repeats` and
+        at least 3.
+        """
+        return self.pick_repeats or max(3, self.repeats // 2)
 
     @property
     def turns(self) -> int:
@@ -110,7 +115,7 @@ def run_training(spec: TrainSpec, on_event: Callable[[dict[str, Any]], None]) ->
         def run_methods() -> list[dict[str, Any]]:
             return run_ranks(where, spec.world_size, "gradsync_lab.bench.train_rank", spec.model_dump_json(), on_event)
 
-        may_crash = not TORCH_SPARSE.isdisjoint(spec.methods)
+        may_crash = not TORCH_SPARSE.isdisjoint((*spec.methods, *spec.sweep))
         ranks = once_more_after_crash(run_methods, notes, on_event) if may_crash else run_methods()
     environment["stolen_share"] = round(max(ranks[0]["stolen"]), 4)  # in the worst round of blocks
     if environment["stolen_share"] > MOST_STOLEN:
@@ -126,8 +131,7 @@ def run_training(spec: TrainSpec, on_event: Callable[[dict[str, Any]], None]) ->
         methods=[],
         records=[],
         environment=environment,
-        versions=versions(),
-        commit=commit(),
+        **code(),
         notes=notes,
     )
     # On loopback all ranks share one interface, which counts the bytes of all ranks.
@@ -147,6 +151,7 @@ def _times(workload: workloads.Workload, sparse: bool, patience: Patience) -> Co
 def _fill(run: TrainingRun, spec: TrainSpec, ranks: list[dict[str, Any]], sharing: int) -> None:
     """Sets the methods, records and chosen DDP variants of `run`, from the results of all ranks."""
     picked: dict[str, str] = ranks[0]["picked"]
+    spec = spec.model_copy(update={"methods": tuple(ranks[0]["methods"])})
     judged: Figures = {name: [rank["judged"][name] for rank in ranks] for name in ranks[0]["judged"]}
     sweep: Figures = {name: [rank["sweep"][name] for rank in ranks] for name in ranks[0]["sweep"]}
     methods = [_merge(name, judged[name], spec, sharing) for name in spec.methods]
@@ -213,6 +218,9 @@ def _record(
     if spec.emulate_compute:
         params["emulate_compute"] = True
     params["baseline_method"] = picked.get(baseline.name, baseline.name)
+    if chosen := {name: SWEEPS[name] for name in (baseline.name, subject.name) if name in picked}:
+        # The rounds that chose these came before the `repeats` rounds that are compared.
+        params["picked_of"] = {name: {"lines": len(of), "rounds": spec.sweep_repeats} for name, of in chosen.items()}
     if subject.name in picked:
         params["subject_method"] = picked[subject.name]
     payload = sum(row.sent_bytes for row in subject.buckets) if subject.buckets else None
@@ -241,6 +249,7 @@ def _record(
         versions=run.versions,
         environment=run.environment,
         commit=run.commit,
+        engine=run.engine,
         failed=subject.failed or lost,
     )
 

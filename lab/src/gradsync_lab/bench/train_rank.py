@@ -277,8 +277,11 @@ def agreed(figure: float) -> float:
     return float(figures.item())
 
 
-def pick(sweep: list[Contestant], spec: TrainSpec) -> str:
-    """Returns the name of the fastest method by its median block time on the slowest rank; the same on all ranks."""
+def pick(sweep: list[Contestant], spec: TrainSpec) -> tuple[str, float]:
+    """Returns the fastest method's name, and its median block time in seconds on the slowest rank, inf if all failed.
+
+    It is the same on all ranks. Collective.
+    """
     rows = [
         [inf] * spec.sweep_repeats
         if who.failed
@@ -288,7 +291,7 @@ def pick(sweep: list[Contestant], spec: TrainSpec) -> str:
     medians_s = torch.tensor(rows, dtype=torch.float64)
     dist.all_reduce(medians_s, op=dist.ReduceOp.MAX)
     overall_s = [statistics.median(row) for row in medians_s.tolist()]
-    return sweep[overall_s.index(min(overall_s))].name
+    return sweep[overall_s.index(min(overall_s))].name, min(overall_s)
 
 
 def result_of(workload: AnyWorkload, who: Contestant, spec: TrainSpec) -> dict[str, Any]:
@@ -385,17 +388,21 @@ def measure(text: str) -> dict[str, Any]:
     workload = Emulated(real, spec.compute, rank, size) if spec.emulate_compute else real
     sweep: dict[str, Any] = {}
     picked: dict[str, str] = {}
+    methods = spec.methods
     patience = Patience(spec.patience_s, agreed)
     if spec.sweep:
         ways = {name: method(name) for name in spec.sweep}
         contestants, _ = compete(workload, ways, spec, spec.sweep_repeats, patience)
         entered = {who.name: who for who in contestants}
-        for name in (name for name in spec.methods if name in SWEEPS):
-            picked[name] = pick([entered[member] for member in SWEEPS[name]], spec)
+        picks = {name: pick([entered[m] for m in SWEEPS[name]], spec) for name in spec.methods if name in SWEEPS}
+        picked = {name: best for name, (best, _) in picks.items()}
+        if spec.fastest_first:
+            first = min(picks, key=lambda name: picks[name][1])
+            methods = (first, *(name for name in methods if name != first))
         sweep = {who.name: result_of(workload, who, spec) for who in contestants}
         del contestants, entered  # their models
-    ways = {name: method(picked.get(name, name)) for name in spec.methods}
-    ways[f"{spec.methods[0]}:{AGAIN}"] = ways[spec.methods[0]]
+    ways = {name: method(picked.get(name, name)) for name in methods}
+    ways[f"{methods[0]}:{AGAIN}"] = ways[methods[0]]
     contestants, stolen = compete(workload, ways, spec, spec.repeats, patience)
     jobs = {
         kind: measured_jobs([who for who in contestants if ways[who.name].sparse is kind]) for kind in (True, False)
@@ -404,7 +411,7 @@ def measure(text: str) -> dict[str, Any]:
         who.name: {**result_of(workload, who, spec), "predicted_s": predicted_s(who, jobs[ways[who.name].sparse])}
         for who in contestants
     }
-    return {"picked": picked, "sweep": sweep, "judged": judged, "stolen": stolen}
+    return {"methods": methods, "picked": picked, "sweep": sweep, "judged": judged, "stolen": stolen}
 
 
 if __name__ == "__main__":

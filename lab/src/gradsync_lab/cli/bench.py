@@ -15,6 +15,7 @@ from gradsync.cli.console import WIDE, beside, console, plain_errors, writable
 from gradsync.compressors import names as compressors
 
 from ..bench import averaging
+from ..bench import grid as grids
 from ..bench.automatic import ENDINGS_IN_WORDS
 from ..bench.balance import SUBJECTS as MAPS
 from ..bench.balance import BalanceSpec, run_balance
@@ -28,6 +29,7 @@ from ..bench.patterns import UNIT
 from ..bench.plan import DRAWN_ITEMS, PlanSpec, run_planning
 from ..bench.reach import ReachSpec, learners_of, run_reach, timed_runs
 from ..bench.scenarios import SCENARIOS, settings_of
+from ..bench.start import EARLY, JOBS, StartSpec, run_starts
 from ..bench.steal import MOST_STOLEN
 from ..bench.sync import DENSE_SIZES_BYTES, SUBJECTS, SyncSpec, run_sync
 from ..bench.topk import TopKWorkload
@@ -40,8 +42,10 @@ from ..report.balance import balance_table
 from ..report.compress import compress_tables, loss_table, size_in_words, size_of
 from ..report.planning import planning_table
 from ..report.record import Record, load_records, save_records
+from ..report.starts import start_table
 from ..report.tables import judgements, records_table
 from ..workloads import declared_options, kind_of, names
+from .grid import measure, show_plan
 from .progress import event_bar
 
 if TYPE_CHECKING:
@@ -77,6 +81,13 @@ Options = Annotated[
 
 
 OPTIONS_OF_TOPK = [name for name in declared_options(TopKWorkload) if name not in declared_options(kind_of("gpt"))]
+
+
+class Grid(StrEnum):
+    """The grids of `bench train`: cells of workloads and links for `--methods`, or the grid of defaults."""
+
+    LINKS = "links"
+    DEFAULTS = "defaults"
 
 
 class SchemeSet(StrEnum):
@@ -137,14 +148,15 @@ def sync(
 
 @app.command()
 def train(
+    context: typer.Context,
     workload: Annotated[str, typer.Option(help=f"What to train: {', '.join(names())}.")] = "deepfm",
     option: Options = None,
     methods: Annotated[
         str,
         typer.Option(
-            help="Comma-separated; the first is the baseline. ddp and ddp_16bit, wherever they stand: the best of "
-            "DDP's settings in 32 and in 16 bits. "
-            f"There are ddp, {', '.join(METHODS)}; averages of parameters: {averaging.NAMES_IN_WORDS}; "
+            help="Comma-separated; the first is the baseline. ddp, ddp_sparse and ddp_16bit, wherever they stand: the "
+            "best of DDP's settings, also with sparse gradients of tables, and in 16 bits. "
+            f"There are ddp, ddp_sparse, {', '.join(METHODS)}; averages of parameters: {averaging.NAMES_IN_WORDS}; "
             f"{RIVALS_IN_WORDS}; compressors: {compressors.NAMES_IN_WORDS}; and searches, which measure the job first: "
             f"{ENDINGS_IN_WORDS}."
         ),
@@ -163,11 +175,19 @@ def train(
     block_steps: Annotated[int, typer.Option(min=1, help="Steps of a block.")] = 8,
     row_length: Annotated[int | None, typer.Option(help="Short for --option dim=N.")] = None,
     grid: Annotated[
-        bool,
+        Grid | None,
         typer.Option(
-            help=f"{', '.join(GRID_WORKLOADS)}, each at {', '.join(GRID_LINKS)}, instead of --workload and --link."
+            help=f"links: {', '.join(GRID_WORKLOADS)}, each at {', '.join(GRID_LINKS)}, instead of --workload and "
+            f"--link. defaults: DDP's best line, {', '.join(grids.SUBJECTS)} on {', '.join(grids.WORKLOADS)}, each at "
+            f"{', '.join(grids.LINKS)}, on 4 nodes and on 2 of two ranks; --json keeps finished cells, and the same "
+            "command goes on behind them."
         ),
-    ] = False,
+    ] = None,
+    only: Annotated[
+        str, typer.Option(help="Cells of --grid defaults with all of these words, as deepfm,1gbit,4x1; default: all.")
+    ] = "",
+    again: Annotated[bool, typer.Option(help="Measure cells anew that the file of --grid defaults has.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Print the cells of --grid defaults and how long they take.")] = False,
     emulate_compute: Annotated[
         bool,
         typer.Option(
@@ -189,6 +209,21 @@ def train(
     require: Require = None,
 ) -> None:
     """Measures training steps: methods take turns on the same model, data and cluster."""
+    if grid is Grid.DEFAULTS:
+        sources = {name: context.get_parameter_source(name) for name in context.params}
+        given = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+        with plain_errors():
+            wanted = {"repeats": repeats, "pick_repeats": repeats, "block_steps": block_steps, "patience_s": patience}
+            measure_defaults(
+                grids.cells_with(_listed(only)),
+                defaults_of(given, wanted, quick=quick, loopback=loopback, emulate_compute=emulate_compute),
+                json,
+                again=again,
+                dry_run=dry_run,
+            )
+        return
+    if only or again or dry_run:
+        raise typer.BadParameter("--only, --again and --dry-run are for --grid defaults")
     texts = [*(option or ()), *([] if row_length is None else [f"dim={row_length}"])]
     with plain_errors():
         options = parse_options([workload], texts)
@@ -215,7 +250,7 @@ def train(
         )
     bounds = bounds_of(require, spec.methods[1:])
     with plain_errors():
-        cells = cells_of(grid, _listed(scenario or ""), nodes, link)
+        cells = cells_of(grid is Grid.LINKS, _listed(scenario or ""), nodes, link)
     records: list[Record] = []
     notes: list[str] = []
     for each in (spec.model_copy(update=cell) for cell in cells):
@@ -227,6 +262,42 @@ def train(
         if len(cells) > 1 and json is not None and json != "-":
             save_records(records, json)  # finished records stay if the run is interrupted
     finish(records, notes, json, bounds)
+
+
+@app.command()
+def start(
+    model: Annotated[
+        str,
+        typer.Option(
+            help="What starts: tables, a small recommender with 200,000 rows; mlp, a dense model; or "
+            f"{', '.join(names())}."
+        ),
+    ] = "tables",
+    nodes: Nodes = 4,
+    ranks_per_node: RanksPerNode = 1,
+    link: Rate = "1gbit",
+    steps: Annotated[int, typer.Option(min=2 * EARLY, help="Steps of each job.")] = 500,
+    repeats: Annotated[int, typer.Option(min=1, help=f"Repeats, each of {len(JOBS)} jobs.")] = 5,
+    json: Json = None,
+    quick: Quick = False,
+    loopback: Loopback = False,
+) -> None:
+    """Measures the start of a job: attach, the first steps, the longest step, and when the plan has settled.
+
+    gradsync and auto, as the first job on a machine and as a later one, are compared with DDP by default.
+    """
+    spec = StartSpec(
+        model=model,
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
+        link=link,
+        steps=2 * EARLY if quick else steps,
+        repeats=1 if quick else repeats,
+        loopback=loopback,
+    )
+    with plain_errors(), event_bar(f"starts of {model} on {nodes} nodes, {link}", spec.jobs) as on_event:
+        records, notes = run_starts(spec, on_event)
+    finish(records, notes, json, [], start_table)
 
 
 @app.command()
@@ -470,6 +541,38 @@ def reach(
     with plain_errors(), event_bar("runs", total, "opening the data") as on_event:
         found, notes = run_reach(runs, spec, on_event)
     finish(found, notes, json, bounds)
+
+
+SETS_OWN = frozenset(("workload", "option", "methods", "nodes", "ranks_per_node", "link", "scenario", "row_length"))
+
+
+def defaults_of(given: set[str], wanted: dict[str, Any], *, quick: bool, **more: bool) -> TrainSpec:
+    """Returns the settings of the grid of defaults: its own, and those of the options that are `given`.
+
+    Raises:
+        ValueError: an option is given that the grid sets itself.
+    """
+    if own := sorted(given & SETS_OWN | given & {"require"}):
+        named = ", ".join(f"--{name.replace('_', '-')}" for name in own)
+        raise ValueError(f"--grid defaults has workloads, methods, links and layouts of its own; leave out {named}")
+    options = {"repeats": "repeats", "pick_repeats": "repeats", "block_steps": "block_steps", "patience_s": "patience"}
+    changes = {name: wanted[name] for name, option in options.items() if option in given}
+    if quick:
+        changes |= {"block_steps": 1, "pick_repeats": 1, "warmup_steps": 2, "patience_s": 0.0}
+    return grids.USUAL.model_copy(update={**changes, **more})
+
+
+def measure_defaults(
+    cells: Sequence[grids.Cell], spec: TrainSpec, json: str | None, *, again: bool, dry_run: bool
+) -> None:
+    """Measures the grid of defaults, or prints its cells; exits with 1 where a cell has failed."""
+    if dry_run:
+        show_plan(cells, spec)
+        return
+    if json is None or json == "-":
+        raise ValueError("--grid defaults keeps finished cells in a file: name it by --json FILE")
+    if any(each.failed for each in measure(cells, spec, Path(json), again=again)):
+        raise typer.Exit(1)
 
 
 def cells_of(grid: bool, scenarios: Sequence[str], nodes: int, link: str) -> list[dict[str, Any]]:

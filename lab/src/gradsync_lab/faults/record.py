@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ..bench.provenance import commit, engine_digest, machine, versions
+from ..bench.provenance import code, machine
 from .cases import Case
 from .judge import Verdict
 
@@ -28,14 +28,7 @@ class Header(BaseModel):
     @classmethod
     def here(cls, kind: str, **settings: Any) -> Header:
         """Returns the header of a record that begins now, on this machine."""
-        return cls(
-            kind=kind,
-            engine=engine_digest(),
-            commit=commit(),
-            versions=versions(),
-            machine=machine(),
-            settings=settings,
-        )
+        return cls(kind=kind, **code(), machine=machine(), settings=settings)
 
     def require_like(self, other: Header, path: Path) -> None:
         """Raises unless a run with this header may go on in the record that began with the other one.

@@ -210,7 +210,7 @@ class EngineSubject:
         return state
 
     def sent(self) -> dict[str, list[float | None]]:
-        return bytes_of(self._engine.statistics())
+        return bytes_of(self._engine.running_plan.statistics())
 
     def close(self) -> None:
         self._engine.close()

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-import gradsync
-
-from ..bench.provenance import commit, machine, versions
+from ..bench.provenance import code, machine
 
 
 class _Line(BaseModel):
@@ -22,7 +19,7 @@ class Header(_Line):
     """The code and the machine of the lines that follow.
 
     Attributes:
-        engine: the SHA-256 of the library's sources: cases count for every commit with the same ones.
+        engine: the digest of the library's sources: cases count for every commit with the same ones.
     """
 
     kind: Literal["header"] = "header"
@@ -59,19 +56,7 @@ _LINE: TypeAdapter[Header | Batch | Failure] = TypeAdapter(Line)
 
 def header() -> Header:
     """Returns the header of this checkout on this machine."""
-    return Header(engine=engine_digest(), commit=commit(), versions=versions(), machine=machine())
-
-
-def engine_digest() -> str:
-    """Returns the SHA-256 of the library's Python sources, and of the native ones where there is a checkout."""
-    package = Path(gradsync.__file__).parent
-    native = package.parents[1] / "csrc"
-    digest = hashlib.sha256()
-    for root, suffixes in ((package, {".py", ".pyi"}), (native, {".cpp", ".h", ".hpp"})):
-        for path in sorted(root.rglob("*")) if root.is_dir() else ():
-            if path.suffix in suffixes:
-                digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
-    return digest.hexdigest()
+    return Header(**code(), machine=machine())
 
 
 def append(path: Path, line: Header | Batch | Failure) -> None:

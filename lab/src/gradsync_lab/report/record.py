@@ -16,7 +16,7 @@ from gradsync.characterization.statistics import Estimate
 from gradsync.inputs.files import from_json, naming, read_as, read_text
 
 Metric = Literal[
-    "step_s", "sync_s", "kernel_s", "plan_s", "time_to_loss_s", "imbalance", "cost", "error", "loss", "gap"
+    "step_s", "start_s", "sync_s", "kernel_s", "plan_s", "time_to_loss_s", "imbalance", "cost", "error", "loss", "gap"
 ]
 
 
@@ -165,7 +165,9 @@ class Record(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    case: Literal["sync", "train", "compress", "kernels", "plan", "simulate", "characterize", "balance", "converge"]
+    case: Literal[
+        "sync", "train", "start", "compress", "kernels", "plan", "simulate", "characterize", "balance", "converge"
+    ]
     metric: Metric
     subject: str
     baseline: str
@@ -197,6 +199,7 @@ class Record(BaseModel):
     versions: dict[str, str] = {}
     environment: dict[str, Any] = {}
     commit: str | None = None
+    engine: str | None = None  # digest of the library's sources, see `bench.provenance`; None of old records
     failed: str | None = None
 
     @property
@@ -276,14 +279,21 @@ class TrainingRun(BaseModel):
     environment: dict[str, Any] = {}
     versions: dict[str, str] = {}
     commit: str | None = None
+    engine: str | None = None  # digest of the library's sources
     command: str = ""  # command line that repeats the run
     notes: list[str] = []
 
 
 def save_records(records: Sequence[Record], path: str | Path) -> None:
-    """Writes records to `path` as a JSON list."""
+    """Writes records to `path` as a JSON list; a file that is there is replaced at once, or kept if writing fails."""
     data = [record.model_dump(mode="json") for record in records]
-    Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    text, place = json.dumps(data, indent=1) + "\n", Path(path).resolve()
+    if place.exists() and not place.is_file():  # a device or a pipe
+        place.write_text(text, encoding="utf-8")
+        return
+    part = place.with_name(f".{place.name}.part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(place)
 
 
 def load_records(path: str | Path) -> list[Record]:

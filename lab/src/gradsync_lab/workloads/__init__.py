@@ -26,8 +26,10 @@ from .data import DataUnavailableError as DataUnavailableError
 from .deepfm import DeepFMWorkload as DeepFMWorkload
 from .dense import Dense20 as Dense20
 from .dense import Dense160 as Dense160
+from .digits import DigitsWorkload as DigitsWorkload
 from .gpt import GPTWorkload as GPTWorkload
 from .lstm import LSTMWorkload as LSTMWorkload
+from .movielens import MovieLensWorkload as MovieLensWorkload
 from .nmt import NMTWorkload as NMTWorkload
 
 _KINDS: tuple[type[Workload], ...] = (
@@ -42,6 +44,8 @@ _KINDS: tuple[type[Workload], ...] = (
     AlexNetWorkload,
     Dense20,
     Dense160,
+    MovieLensWorkload,
+    DigitsWorkload,
 )
 _WORKLOADS = {kind.name: kind for kind in _KINDS}
 

@@ -107,7 +107,9 @@ def dequantize(
 
     Args:
         parts: (codes, scales), as from `quantize`.
+        sections, grid: as in `quantize`.
         out: (numel,) floating. Overwritten.
+        scale: a factor of the sum.
 
     Raises:
         ValueError: sizes that do not fit.

@@ -24,7 +24,10 @@ MAX_INDEX = 2**63 - 1
 
 
 def hash_key(seed: int, number: int = 0) -> int:
-    """Returns the 64-bit key of one of a seed's numbered hash functions; function 0 maps indices to owners."""
+    """Returns the 64-bit key of one of a seed's numbered hash functions.
+
+    Function 0 maps indices to owners (ranks that sum them), further ones to slots of hash tables.
+    """
     return mixed_seed(mixed_seed(seed) + number)
 
 

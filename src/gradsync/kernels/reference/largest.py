@@ -191,7 +191,7 @@ def count_above(x: Tensor, thresholds: Tensor, counts: Tensor, *, sections: Sect
 
 
 def check_thresholds(x: Tensor, thresholds: Tensor, sections: int) -> None:
-    """Raises unless `thresholds` is (sections,) in the accumulation dtype of `x`."""
+    """Raises unless `thresholds` is (sections,), in float64 if `x` is, else float32; `sections` is their number."""
     check_floating("thresholds", thresholds, accumulation_dtype(x.dtype))
     check_shape("thresholds", thresholds, sections)
 

@@ -158,9 +158,12 @@ def unite_elements(parts: Sequence[PackedPositions], size: int) -> phases.Elemen
 def join_elements(parts: Sequence[PackedPositions], values: Sequence[Tensor], seed: int, out: Tensor) -> None:
     """Writes the elements of all owners to their places in `out`, zero elsewhere: the inverse of `partition_elements`.
 
+    An owner is a rank that sums one part of the tensor.
+
     Args:
         parts: for each owner, packed positions from its message, which may be damaged.
         values: for each owner (count,), in the dtype of `out`.
+        seed: that of `partition_elements`.
         out: (size,) floating; overwritten.
 
     Raises:

@@ -44,9 +44,9 @@ def mixed_seed(seed: int) -> int:
 def rotation(q: Tensor, n: int, seed: int) -> Tensor:
     """Returns a random shift rho(q) in [0, n) for each q, integers of any shape, as int64.
 
-    Element n q + r goes to owner (r + rho(q)) mod n. The shift is a multiply-xorshift mix of q and a key made of the
-    seed, scaled to n: murmur3's 32-bit finaliser with the key once more between the multiplications. Without that,
-    evenly spaced q, as in a hot column, are spread less evenly than by chance.
+    Element n q + r goes to owner (rank that sums it) number (r + rho(q)) mod n. The shift is a multiply-xorshift mix of
+    q and a key made of the seed, scaled to n: murmur3's 32-bit finaliser with the key once more between the
+    multiplications. Without that, evenly spaced q, as in a hot column, are spread less evenly than by chance.
     """
     key = rotation_key(seed)
     h = q.long() ^ key
@@ -112,7 +112,9 @@ def write_by_owner(
     places: tuple[str, Tensor, Sequence[Tensor]],
     outs: Sequence[Tensor],
 ) -> None:
-    """Copies the positions (or indices) and the values of each owner's items to the outputs of this owner.
+    """Copies the positions (or indices) and the values of the items that each rank sums to the outputs for this rank.
+
+    Items are elements or rows; the rank that sums one is its owner.
 
     Args:
         order: (nnz,) int64: the numbers of all items, the first owner's first.
@@ -148,6 +150,8 @@ def partition_rotated(indices: Tensor, size: int, n: int, seed: int) -> phases.R
 def check_owned(positions: Sequence[Tensor], values: Sequence[Tensor], out: Tensor) -> int:
     """Checks each owner's positions, (count,) int32, and values, (count,) in the dtype of `out`, and counts owners.
 
+    An owner is a rank that sums one part of the tensor.
+
     Returns:
         The number of owners.
 
@@ -170,9 +174,12 @@ def check_owned(positions: Sequence[Tensor], values: Sequence[Tensor], out: Tens
 def join_rotated(positions: Sequence[Tensor], values: Sequence[Tensor], seed: int, out: Tensor) -> None:
     """Writes the elements of all owners to `out` at their indices, zero elsewhere: the inverse of `partition_rotated`.
 
+    An owner is a rank that sums one part of the tensor.
+
     Args:
         positions: for each owner (count,) int32, ascending.
         values: for each owner (count,), in the dtype of `out`.
+        seed: that of `partition_rotated`.
         out: (size,) floating. Overwritten.
 
     Raises:
@@ -194,11 +201,14 @@ def join_rotated(positions: Sequence[Tensor], values: Sequence[Tensor], seed: in
 def rotated_index(owner: int, positions: Tensor, n: int, seed: int, out: Tensor) -> None:
     """Writes the index in the whole tensor of each position q in one owner's part: n q + (owner - rho(q)) mod n.
 
-    This is the inverse of the map of `partition_rotated`, which splits a tensor's elements among n owners; rho is the
-    function `rotation` with this seed.
+    An owner is a rank that sums one part of the tensor. This is the inverse of the map of `partition_rotated`, which
+    splits a tensor's elements among n owners; rho is the function `rotation` with this seed.
 
     Args:
+        owner: the number of the owner, in [0, n).
         positions: (count,) int32.
+        n: owners, at most 2^16.
+        seed: that of the map.
         out: (count,) int64, or int32 if all results fit. Overwritten.
 
     Raises:

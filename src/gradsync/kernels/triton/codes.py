@@ -46,9 +46,10 @@ _COLUMNS = 8  # columns of the table of runs; two more if codes are rounded at r
 
 @triton.jit
 def run_of(table: tl.tensor, num_runs: tl.tensor, COLUMNS: tl.constexpr) -> tl.tensor:
-    """Returns a pointer to the row of `table` for this program's run of equal blocks, by binary search.
+    """Returns a pointer to the row of `table` that describes the blocks this program works on, by binary search.
 
-    Column 0 of the table has the first program of each run.
+    A row, of COLUMNS numbers, is for a run of equally long blocks; its column 0 is the first program that works on the
+    run.
     """
     program = tl.program_id(0).to(tl.int64)
     low = program * 0
@@ -63,14 +64,20 @@ def run_of(table: tl.tensor, num_runs: tl.tensor, COLUMNS: tl.constexpr) -> tl.t
 
 @triton.jit
 def drawn(row: tl.tensor, upper: tl.tensor, lower: tl.constexpr) -> tl.tensor:
-    """Returns 32 random bits for an element's place (upper, lower 32 bits); columns 8 and 9 of `row` hold the seed."""
+    """Returns 32 random bits for an element at a place of 64 bits, given as its upper and lower 32 bits.
+
+    Columns 8 and 9 of `row`, of the table of runs, hold the seed.
+    """
     key, added = tl.load(row + 8).to(tl.uint32), tl.load(row + 9).to(tl.uint32)
     return mixed(mixed(key ^ lower, 0) + added + upper.to(tl.uint32) * 0x9E3779B9, 0)
 
 
 @triton.jit
 def noise_from(row: tl.tensor, first: tl.tensor, after: tl.tensor) -> tl.tensor:
-    """Returns 32 random bits for each place `first` + `after`, as `gradsync.kernels.reference.draws.noise`."""
+    """Returns 32 random bits for each place `first` + `after` of its tensor, as `reference.draws.noise` does.
+
+    `row`, of the table of runs, holds the seed.
+    """
     place = first + after
     upper = first >> 32
     wrapped = (place >> 32) != upper
@@ -185,7 +192,7 @@ def in_float(value: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def exponent_code(value: tl.tensor, draw: tl.tensor) -> tl.tensor:
-    """Returns the codes of float32 numbers, rounded to powers of two at random by the 32 bits of `draw`, as int32.
+    """Returns the codes, as int32, of float32 numbers rounded to powers of two, up or down by the random bits `draw`.
 
     The format is `exponent` of `FloatGrid`; for the constants see csrc/quantize.cpp.
     """
@@ -241,7 +248,16 @@ def integer_level(
     TOP: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tl.tensor:
-    """Returns the whole number in [-TOP, TOP] that each of (TILE,) scaled elements is rounded to; 0 for NaN."""
+    """Returns the whole number in [-TOP, TOP] that each of (TILE,) scaled elements is rounded to; 0 for NaN.
+
+    Args:
+        scaled: the elements.
+        row: of the table of runs, with the seed of random rounding.
+        first: the place of the first element in its tensor.
+        lane: each element's number from there.
+        accumulator: the dtype of `scaled` and of the result.
+        ROUNDING: "stochastic", or else to nearest.
+    """
     kept = tl.where(tl.abs(scaled) >= 0, scaled, 0.0)  # NaN is not
     most = tl.full([TILE], TOP, accumulator)
     kept = tl.minimum(tl.maximum(kept, -most), most)

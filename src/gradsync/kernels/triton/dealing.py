@@ -61,18 +61,20 @@ def _deal(
 
 
 def narrow_owners(indices: Tensor, n: int) -> Tensor:
-    """Returns an uninitialised tensor for the owner of each index, (nnz,), in the narrowest integer dtype for n owners.
+    """Returns an uninitialised tensor, (nnz,), for the owner (rank that sums it) of each index, in the narrowest dtype.
 
-    Narrow, as the radix sort by owner takes one pass for each byte. `indices`: (nnz,).
+    `indices`, (nnz,), decides the size; the integer dtype is the narrowest for n owners, as the radix sort by owner
+    takes one pass for each byte.
     """
     dtype = torch.uint8 if n <= 1 << 8 else torch.int16 if n <= 1 << 15 else torch.int32
     return torch.empty(len(indices), dtype=dtype, device=indices.device)
 
 
 class OwnerPartition:
-    """Sorted indices split by owner (the rank that sums an item): base of `HashedPartition` and `RotatedPartition`.
+    """Sorted indices of elements or rows, split by owner (the rank that sums an item).
 
-    `write` puts out index // divisor of each item: with divisor n its position in the owner's part, with 1 its index.
+    It is the base of `HashedPartition` and `RotatedPartition`. `write` puts out index // divisor of each item: with
+    divisor n its position in the owner's part, with 1 its index.
     """
 
     def __init__(self, indices: Tensor, owners: Tensor, n: int, *, divisor: int, places: str) -> None:
@@ -84,14 +86,17 @@ class OwnerPartition:
         self.counts: list[int] = []  # until the host has read them
 
     def read_counts(self, faults: Tensor) -> list[int]:
-        """Sets `counts` (items per owner) and returns the integers of `faults`, 1-D, with one transfer to the host."""
+        """Reads the number of items of each owner (rank that sums them) into `counts`, and returns `faults` as a list.
+
+        `faults` are integers, 1-D. Both come with one transfer to the host.
+        """
         numbers: list[int] = torch.cat([self._begins, faults]).tolist()
         begins, found = numbers[: len(self._begins)], numbers[len(self._begins) :]
         self.counts = [stop - start for start, stop in zip(begins[:-1], begins[1:], strict=True)]
         return found
 
     def dealt_indices(self) -> list[Tensor]:
-        """Returns the indices of each owner, (count,), as views of one tensor."""
+        """Returns the indices of each owner (rank that sums them), (count,), as views of one tensor."""
         return list(self._indices[self._order].split(self.counts))
 
     def write(self, values: Tensor, places: Sequence[Tensor], outs: Sequence[Tensor]) -> None:

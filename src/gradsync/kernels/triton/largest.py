@@ -73,7 +73,14 @@ def _find_digit(counts: tl.tensor, bound: tl.tensor, longer: tl.tensor, DIGIT_BI
 
 @triton.jit
 def compared(bits: tl.tensor, inside: tl.tensor, bound: tl.tensor, MOST: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Returns which magnitudes are larger than the k-th largest one, and which equal it, as int32 of 0 and 1."""
+    """Returns which magnitudes are larger than the k-th largest one, and which equal it, as int32 of 0 and 1 each.
+
+    Args:
+        bits: the bits of the elements.
+        inside: which of them exist.
+        bound: where the bits of the k-th largest magnitude are.
+        MOST: a mask of all bits but the sign.
+    """
     least = tl.load(bound).to(bits.dtype)
     larger = inside & ((bits & MOST) > least)
     equal = inside & ((bits & MOST) == least)
@@ -128,7 +135,8 @@ def elements_above(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Returns this program's section, (1,), the indices and bits of its elements, and 1 for those above the threshold.
 
-    `sections`: the first program of each section, and of none; then the first element of each section, and of none.
+    `sections` lists the first program of each section, and of one behind the last; then the first element of each
+    section, and of one behind the last. `thresholds` has one number for each section.
     """
     program = tl.zeros([1], tl.int64) + tl.program_id(0)
     section = place_after(sections, num_sections, program) - 1

@@ -15,7 +15,10 @@ FAULTS = 3  # outside the range; less than the one before; equal to the one befo
 
 @triton.jit
 def place_after(entries: tl.tensor, count: tl.tensor, key: tl.tensor) -> tl.tensor:
-    """Returns how many of `count` ascending entries are at most each int64 key: a binary search in each lane."""
+    """Returns how many of the first `count` numbers at `entries`, ascending, are at most each int64 `key`.
+
+    Each lane makes a binary search.
+    """
     low = tl.zeros_like(key)
     high = low + count
     while tl.max(high - low) > 0:
@@ -45,9 +48,10 @@ def _find_faults(
 
 
 def faults_of(indices: Tensor, bound: int, faults: Tensor | None = None) -> Tensor:
-    """Returns whether any of `indices`, 1-D, is outside [0, bound), below the one before, or equal to the one before.
+    """Returns three flags for the faults of `indices`, 1-D, as (3,) int32 of 0 and 1 on the device.
 
-    Three flags, (3,) int32 of 0 and 1 on the device; sets them in `faults`, if given.
+    They say whether any index is outside [0, bound), below the one before, or equal to the one before. If `faults` is
+    given, the flags are set in it.
     """
     faults = torch.zeros(FAULTS, dtype=torch.int32, device=indices.device) if faults is None else faults
     arguments = indices, len(indices), bound, faults
@@ -60,7 +64,13 @@ def refuse(
 ) -> None:
     """Raises the ValueError of the reference implementation if `indices`, 1-D, have a fault.
 
-    `faults`: the three flags of `faults_of`. Descents count if `ascending`, and repetitions too if `strictly`.
+    Args:
+        faults: the three flags of `faults_of`: outside [0, bound), below the one before, equal to the one before.
+        kernel: its name, for the message.
+        indices: the indices in question.
+        bound, bound_name: the bound, and its name for the message.
+        ascending: whether an index below the one before is a fault.
+        strictly: whether an index equal to the one before is one, too.
     """
     outside, descends, repeats = faults
     if outside:

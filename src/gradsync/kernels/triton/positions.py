@@ -32,9 +32,15 @@ _SCANNED = 1024  # entries of a message's head that one program works on
 
 @dataclass(frozen=True)
 class RankBitmap:
-    """Bitmaps of positions in [0, size), one for each of several rows, and how many set bits are before each block.
+    """Bitmaps of positions in [0, size), one for each row, with counts by which the n-th set bit is found fast.
 
-    The rows lie end to end: block b of row r is number r * blocks + b.
+    The rows lie end to end: block b of row r, of 256 positions, is number r * blocks + b.
+
+    Attributes:
+        words: the bits, (rows * blocks * 8,) int32.
+        begins: how many bits are set before each block, and at last in all, (rows * blocks + 1,) int64.
+        rows: the number of bitmaps.
+        blocks: the number of blocks in a row.
     """
 
     words: Tensor  # (rows * blocks * 8,) int32
@@ -48,7 +54,10 @@ class RankBitmap:
 
 
 def ranked(words: Tensor, rows: int, size: int) -> RankBitmap:
-    """Returns the rank bitmap with these words, (rows * blocks * 8,) int32, whose bits beyond a row's size are 0."""
+    """Returns bitmaps with counts (a `RankBitmap`) from their bits, `words`, (rows * blocks * 8,) int32.
+
+    Bits of a row beyond its `size` positions must be 0; a block has 256 positions.
+    """
     counts = torch.empty(len(words) // _WORDS, dtype=torch.int32, device=words.device)
     programs = blocks(len(counts), _COUNTED)
     launch(_count_blocks, programs, words.device, words, len(counts), counts, BLOCKS=_COUNTED, WORDS=_WORDS)
@@ -56,7 +65,10 @@ def ranked(words: Tensor, rows: int, size: int) -> RankBitmap:
 
 
 def empty_words(rows: int, size: int, device: torch.device) -> Tensor:
-    """Returns uninitialised words of a rank bitmap, (rows * blocks * 8,) int32."""
+    """Returns uninitialised memory for the bits of `rows` bitmaps of `size` positions each, (rows * blocks * 8,) int32.
+
+    A block has 256 positions.
+    """
     return torch.empty(rows * num_blocks(size, 8) * _WORDS, dtype=torch.int32, device=device)
 
 
@@ -78,9 +90,11 @@ def _count_blocks(
 
 @triton.jit
 def halved(counts: tl.tensor, width: tl.constexpr, place: tl.tensor, left: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Returns the half, `width` bits, of each word's bits from `place` on that has one number `left` of its ones.
+    """Returns which half of 2 `width` bits has the set bit that is searched: one step of a binary search in a word.
 
-    `counts`: the number of ones of each `width` bits. The half is given by its place, and `left` by what is left of it.
+    The bit searched is the one with `left` set bits before it, counted from `place`. The result is the place where its
+    half begins, and how many set bits of that half are before it. `counts` has, in every `width` bits, the number of
+    set bits among these.
     """
     lower = ((counts >> place.to(tl.uint32)) & (2 * width - 1)).to(tl.int64)
     return tl.where(left >= lower, place + width, place), tl.where(left >= lower, left - lower, left)
@@ -90,9 +104,12 @@ def halved(counts: tl.tensor, width: tl.constexpr, place: tl.tensor, left: tl.te
 def place_of_rank(
     words: tl.tensor, begins: tl.tensor, first: tl.tensor, num_blocks: tl.tensor, rank: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Returns the block, and the place in it, of the set bit with each rank, an int64, among those of all rows.
+    """Returns the block, and the place in it, of the set bit with each `rank`: so many set bits of all rows precede it.
 
-    It is in one of `num_blocks` blocks from `first` on. Within the block its word is found, then halves of the word.
+    Args:
+        words, begins: of the `RankBitmap`.
+        first, num_blocks: the blocks in which the bit is.
+        rank: int64.
     """
     block = first + place_after(begins + first + 1, num_blocks, rank)
     left = rank - tl.load(begins + block)
@@ -116,7 +133,13 @@ def place_of_rank(
 def rank_of_place(
     words: tl.tensor, begins: tl.tensor, block: tl.tensor, place: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Returns whether the bit at an int64 place in each block is set, and how many set bits of all rows come before."""
+    """Returns whether the bit at a place of each block is set, and how many set bits of all rows come before it.
+
+    Args:
+        words, begins: of the `RankBitmap`.
+        block: the number of each block.
+        place: the place in the block, int64.
+    """
     passed = tl.maximum(place[:, None] - 32 * tl.arange(0, 8)[None, :], 0)  # bits of each word before the place
     word = tl.load(words + block[:, None] * 8 + tl.arange(0, 8)[None, :], mask=passed > 0, other=0)
     counted = word & tl.where(passed < 32, (1 << tl.minimum(passed, 31)) - 1, -1).to(tl.int32)
@@ -126,7 +149,14 @@ def rank_of_place(
 
 @triton.jit
 def bytes_at(address: tl.tensor, at: tl.tensor, width: tl.tensor, inside: tl.tensor, MOST: tl.constexpr) -> tl.tensor:
-    """Returns entries of an array at an address as int64: unsigned integers of `width` bytes, at most MOST."""
+    """Returns the entries number `at` of an array of unsigned integers of `width` bytes each, as int64.
+
+    Args:
+        address: where the array begins.
+        at: the numbers of the entries.
+        width: at most MOST.
+        inside: which entries exist; others are 0.
+    """
     byte = tl.arange(0, MOST)[None, :]
     places = address.to(tl.pointer_type(tl.uint8)) + (at * width)[:, None] + byte
     found = tl.load(places, mask=inside[:, None] & (byte < width), other=0)
@@ -143,9 +173,16 @@ def store_position(
     full: tl.tensor,
     inside: tl.tensor,
 ) -> None:
-    """Stores positions, int64, as items number `at` of a message; `full` says whose blocks have all 256 positions.
+    """Stores positions, int64, in a message of packed positions, as its items number `at`.
 
-    An item has the lowest bytes of its position; with counts of one byte, those in full blocks are 255, 0, 1, ..., 254.
+    An item has the lowest bytes of its position. In messages with counts of one byte, the items of full blocks, which
+    have all 256 positions, are 255, 0, 1, ..., 254.
+
+    Args:
+        table: of `message_table`, with so many `messages`.
+        message: the number of the message.
+        full: whether a position is in a full block.
+        inside: which positions exist.
     """
     width, entry = tl.load(table + 3 * messages + message), tl.load(table + 4 * messages + message)
     item, byte = position - (full & (entry == 8)).to(tl.int64), tl.arange(0, 8)[None, :]
@@ -195,7 +232,11 @@ def _write_heads(
 
 @triton.jit
 def head_entries(table: tl.tensor, messages: tl.tensor, message: tl.tensor, at: tl.tensor) -> tl.tensor:
-    """Returns entries of a message's head as int64: the counts of blocks, or bits of unary counts; 0 behind its end."""
+    """Returns the entries number `at` of a message's head as int64; 0 behind its end.
+
+    The head has the number of positions in each block, as numbers or, bit by bit, in unary. `table`, with so many
+    `messages`, is that of `message_table`; `message` is the number of the message.
+    """
     entry = tl.load(table + 4 * messages + message)
     inside = at < tl.load(table + 5 * messages + message)
     value = bytes_at(tl.load(table + message), tl.where(entry == 1, at // 8, at), (entry + 7) // 8, inside, 4)
@@ -324,11 +365,12 @@ def _set_positions(
 
 
 def message_table(messages: Sequence[PackedPositions], size: int, bounds: Sequence[int] | None = None) -> Tensor:
-    """Returns a table on the host, (7, messages) int64, of messages with positions in [0, size).
+    """Returns a table on the host, (7, messages) int64, by which Triton kernels find their way in packed positions.
 
-    Its rows are: address, address of the items, number of items, bytes of an item, bits of an entry of the head, number
-    of these entries, and the bound of the positions, `size` without `bounds`. A bitmap has items of 0 bytes; only heads
-    of counts have entries, of 1 (unary counts), 8 or 32 bits.
+    Positions are in [0, size). A message is a head, with the number of positions in each block, and items, the lowest
+    bytes of positions. Rows of the table are: address, address of the items, number of items, bytes of an item, bits of
+    an entry of the head, number of these entries, and the bound of the positions, `size` without `bounds`. A bitmap has
+    items of 0 bytes; only heads of counts have entries, of 1 (unary counts), 8 or 32 bits.
 
     Raises:
         ValueError, TypeError: for a message of another size or dtype.
@@ -344,9 +386,10 @@ def message_table(messages: Sequence[PackedPositions], size: int, bounds: Sequen
 
 
 def write_heads(bitmap: RankBitmap, table: Tensor, there: Tensor) -> None:
-    """Writes the heads of messages, one for each row of the bitmap, whose table is on the host and on the device.
+    """Writes the heads of messages from a bitmap: the number of positions in each block, or the bitmap itself.
 
-    `table`, `there`: (7, rows) int64.
+    Message i has the positions of row i. `table` is that of `message_table`, (7, rows) int64, on the host, and `there`
+    a copy on the device.
     """
     device = bitmap.words.device
     zeros = bitmap.begins[1:] + torch.arange(len(bitmap.begins) - 1, device=device)
@@ -356,9 +399,9 @@ def write_heads(bitmap: RankBitmap, table: Tensor, there: Tensor) -> None:
 
 
 def read_positions(table: Tensor, size: int, device: torch.device) -> tuple[RankBitmap, Tensor]:
-    """Returns the positions in [0, size) of messages, which may be damaged, and whether any is: (1,) int32 of 0 or 1.
+    """Returns the positions of messages as bitmaps, and whether any message is damaged, (1,) int32 of 0 or 1.
 
-    `table`: (7, messages) int64, on the host.
+    Positions are in [0, size). `table`: (7, messages) int64, on the host, from `message_table`.
     """
     messages, num = table.shape[1], num_blocks(size, 8)
     there, words = on(device, table), empty_words(messages, size, device).zero_()

@@ -34,7 +34,10 @@ _MIN_PIECE = 1024  # elements that one program rotates, of as many chunks
 
 @triton.jit
 def added(value: tl.tensor, other: tl.tensor, number: tl.constexpr, size: tl.tensor, key: tl.tensor) -> tl.tensor:
-    """Returns (value + r) mod size, int64; `key`, `other` and `number` (of a Feistel round) draw r in [0, size)."""
+    """Returns (value + r) mod size, int64, with r drawn in [0, size): one round of a Feistel network.
+
+    `key`, `other` (the other half) and `number` (of the round) decide r.
+    """
     drawn = draws(other.to(tl.uint32), tl.full([1], number, tl.uint32), key)
     total = value + ((drawn.to(tl.int64) * size) >> 32)
     return tl.where(total >= size, total - size, total)

@@ -34,7 +34,10 @@ from gradsync.kernels.triton.ordered import faults_of, refuse
 
 @triton.jit
 def rotation(q: tl.tensor, n: tl.tensor, key: tl.tensor) -> tl.tensor:
-    """Returns rho(q) in [0, n), as int64, a hash of q: the rotation of owners among elements n q to n q + n - 1."""
+    """Returns rho(q) in [0, n), as int64, a hash of q: by how much elements n q to n q + n - 1 are rotated.
+
+    Element n q + r belongs to owner (rank that sums it) number (r + rho(q)) mod n.
+    """
     h = (q ^ key).to(tl.uint32)
     h = ((h ^ (h >> 16)) * 0x85EBCA6B) ^ (key.to(tl.uint32) * 0x9E3779B9)
     h = (h ^ (h >> 13)) * 0xC2B2AE35
@@ -43,7 +46,7 @@ def rotation(q: tl.tensor, n: tl.tensor, key: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def element_of(owner: tl.tensor, q: tl.tensor, n: tl.tensor, key: tl.tensor) -> tl.tensor:
-    """Returns the index, int64, in the whole tensor of the element at position q among one owner's elements."""
+    """Returns the index, int64, in the whole tensor of the element at position q among those that rank `owner` sums."""
     turned = owner - rotation(q, n, key)
     return n * q + tl.where(turned < 0, turned + n, turned)
 

@@ -27,9 +27,11 @@ _ESTIMATES = 256
 
 @triton.jit
 def drawn_by(row: tl.tensor, group: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Returns random draws for groups of elements, int64: window number, mask to xor lanes with, sign bits.
+    """Returns random draws for groups of elements in a count sketch: window number, mask to xor lanes with, sign bits.
 
-    A window is as many adjacent counters as a group has elements (lanes). `row`: the address of a row of `_rows_of`.
+    They are int64. A group is as many neighbouring elements as it has lanes; a window is as many adjacent counters.
+    `row` is the address of a row of the kernel's table, which describes one row of the sketch; `group` has the numbers
+    of the groups.
     """
     start, columns, lanes = tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
     place = start + group * lanes

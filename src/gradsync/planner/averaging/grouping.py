@@ -49,7 +49,12 @@ COOLEST = 1e-3  # last temperature of the annealing, as a share of the first cos
 
 @dataclass(frozen=True)
 class Grouping:
-    """A schedule (which nodes average in which round), its step time, and squared distances of nodes' parameters."""
+    """A schedule of averaging, judged on a cluster: its step time, and how far it lets nodes' parameters differ.
+
+    The schedule says which nodes average their parameters in which round. `spread` is the nodes' mean squared distance
+    to their mean, in variances of one training step's noise; `left`, the largest share of a difference between nodes
+    that remains after all rounds of the schedule.
+    """
 
     name: str
     schedule: GroupSchedule
@@ -71,19 +76,22 @@ def groupings(
     most_local_steps: int = 4,
     seed: int = 0,
 ) -> list[Grouping]:
-    """Returns the candidate schedules within the limits, the quickest first; one always averages all nodes together.
+    """Returns schedules of averaging (which nodes average in which round) within the limits, the quickest first.
 
-    In some candidates slow nodes sit out: they join the averages only in one of several rounds.
+    One of them always averages all nodes together. In some, slow nodes sit out: they join the averages only in one of
+    several rounds.
 
     Args:
+        cluster: the nodes and their links.
         nbytes: bytes that each node averages in a step.
         compute_s: seconds of a step without the exchange.
         largest: most nodes of a group, except a group of all; None: the square root of all, a whole rack, or all but
             the slow nodes.
         budget: most groups that may cross a rack's uplink in the same round; None: any number.
         most_spread: largest mean squared distance of nodes to their mean, in variances of one step's noise.
-        most_left: largest share of the squared distances to the mean that a cycle of rounds may leave.
-        most_local_steps: most steps per average, on all nodes; 1 averages after each step.
+        most_left: largest share of the squared distances to the mean that may be left after one pass through all
+            rounds.
+        most_local_steps: most training steps per average, on all nodes; 1 averages after each step.
         seed: seed of the random search for the nodes' places in groups.
 
     Raises:
@@ -113,10 +121,17 @@ def groupings(
 
 
 def judge(name: str, schedule: GroupSchedule, cluster: Cluster, nbytes: float, compute_s: float) -> Grouping:
-    """Returns the schedule with its seconds per step on the cluster, and how far apart nodes' parameters stay.
+    """Returns a schedule of averaging with its expected seconds per step, and how far nodes' parameters stay apart.
 
-    `spread` is their mean squared distance to their mean, `left` the largest share of it that a cycle of rounds leaves.
-    Arguments as in `groupings`.
+    `Grouping.spread` is their mean squared distance to their mean, `Grouping.left` the largest share of it that is left
+    after one pass through all rounds.
+
+    Args:
+        name: a name for the result.
+        schedule: says which nodes average in which round.
+        cluster: the nodes and their links.
+        nbytes: bytes that each node averages in a step.
+        compute_s: seconds of a step without the exchange.
     """
     return Grouping(
         name,
@@ -150,9 +165,16 @@ def _rested_spread(spread: float, every: int, nodes: int) -> float:
 
 
 def step_s(schedule: GroupSchedule, cluster: Cluster, nbytes: float, compute_s: float) -> float:
-    """Simulates a schedule on the cluster, and returns the mean seconds of a training step in the long run.
+    """Simulates a schedule of averaging, and returns the mean seconds of a training step in the long run.
 
-    A group's exchange begins when its last node has arrived, and its nodes go on when it ends.
+    In each round the schedule divides the nodes into groups, which average their parameters. A group's exchange begins
+    when its last node has arrived, and its nodes go on when it ends.
+
+    Args:
+        schedule: says which nodes average in which round; a round follows each training step.
+        cluster: the nodes and their links.
+        nbytes: bytes that each node averages in a step.
+        compute_s: seconds of a step without the exchange.
     """
     ended_s, marks = [0.0] * cluster.nodes, []
     rounds = [round_s(each, cluster, nbytes) for each in schedule.rounds]
@@ -177,16 +199,17 @@ class Ring(NamedTuple):
 
 @cache
 def ring_of(members: int, nbytes: float) -> Ring:
-    """Returns the busiest link's bytes and the rounds of messages when `members` nodes all-reduce `nbytes`."""
+    """Returns the cost of an all-reduce of `nbytes` among nodes: bytes on the busiest link, rounds of messages."""
     bucket = TensorSpec((math.ceil(nbytes / 4),), torch.float32)
     (found,) = transfers(AllReduce().steps((bucket,), (), Placement.one_per_node(members)))
     return Ring(found.busiest_bytes, found.rounds)
 
 
 def round_s(each: Round, cluster: Cluster, nbytes: float) -> dict[RankGroup, float]:
-    """Returns the seconds that each group of a round takes to average `nbytes` by a ring all-reduce.
+    """Returns the seconds that each group of nodes takes in one round to average `nbytes` by a ring all-reduce.
 
-    Groups that cross the same uplink share its rate.
+    `each`: the round, which divides the nodes into groups. All groups exchange at once; groups that cross the same
+    rack's uplink share its rate.
     """
     loads: dict[object, float] = {}
     over: dict[RankGroup, list[tuple[object, Link]]] = {}
@@ -245,7 +268,11 @@ def _of_all(cluster: Cluster, largest: int, budget: int, seed: int) -> Iterator[
 
 
 def placed_by_annealing(schedule: GroupSchedule, cluster: Cluster, seed: int = 0) -> GroupSchedule:
-    """Returns the schedule with nodes permuted, by simulated annealing, so that the busiest links carry least."""
+    """Returns the schedule with nodes exchanged between its groups so that the busiest links carry least.
+
+    A schedule says which nodes average in which round. Simulated annealing, whose random numbers follow from `seed`,
+    finds the permutation of the nodes.
+    """
     draw, rounds = random.Random(seed), [_RoundLoads(each, cluster) for each in schedule.rounds]
     nodes = np.arange(cluster.nodes)
     present_s = best_s = first_s = sum(each.busiest_s(nodes) for each in rounds)

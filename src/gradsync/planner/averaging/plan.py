@@ -104,16 +104,26 @@ class AveragingPlanner:
             raise ValueError("most_apart lets groups change, and a schedule was given: give one of the two")
 
     def measures(self, placement: Placement) -> bool:
-        """Whether link rates between nodes must be measured: nodes are several, no links or schedule were given."""
+        """Whether the rates of links between nodes must be measured before a plan is made.
+
+        True with several nodes if neither `cluster` nor `schedule` was given; False if lost ranks left nodes with
+        different numbers of ranks, which are averaged all together.
+        """
         given = self.cluster is not None or self.schedule is not None or self._averages_all_together(placement)
         return not given and placement.num_nodes > 1
 
     def remaps(self, placement: Placement) -> bool:
-        """Whether groups are chosen anew during training when the rates of links have changed."""
+        """Whether groups of averaging are chosen anew during training when the rates of links have changed.
+
+        `placement`: the node of each rank.
+        """
         return self.remap and self.measures(placement)
 
     def regroups(self, placement: Placement) -> bool:
-        """Whether groups may change during training, at steps where all ranks have the same parameters."""
+        """Whether groups of averaging may change during training, at steps where all ranks have the same parameters.
+
+        `placement`: the node of each rank.
+        """
         return self.remaps(placement) or (self.most_apart is not None and placement.num_nodes > 1)
 
     def plan(
@@ -124,7 +134,13 @@ class AveragingPlanner:
         cluster: Cluster | None = None,
         exclude: Sequence[str] = (),
     ) -> Plan:
-        """Returns the plan for a model and its optimiser; `cluster` is used if the planner was given none.
+        """Returns the plan by which the ranks average a model's parameters, and its floating-point buffers.
+
+        Args:
+            model, optimizer: the model to average, and its optimiser, whose momenta are averaged with `momentum_every`.
+            placement: the node of each rank.
+            cluster: the links between nodes, used if the planner was given no `cluster` of its own.
+            exclude: names or shell patterns of parameters and buffers that are not averaged.
 
         Raises:
             ValueError: for a cluster or schedule of other nodes, nodes with different numbers of ranks, or momenta of
@@ -152,15 +168,17 @@ class AveragingPlanner:
         return Plan.make(specs | dict(sorted(beside.items())), placement.size, buckets, what=what)
 
     def for_other_ranks(self) -> AveragingPlanner:
-        """Returns a planner with the same settings, but no `cluster` or `schedule`, for the ranks left after a loss."""
+        """Returns a planner for the ranks that survive a loss: the same settings, but no `cluster` or `schedule`."""
         return replace(self, cluster=None, schedule=None)
 
     def grouping(self, cluster: Cluster, nbytes: float) -> Grouping:
-        """Returns the schedule of nodes to use on these links, its step time, and the distances of nodes' parameters.
+        """Returns the schedule of averaging to use on these links, with its step time and how far it lets nodes differ.
 
-        Of the schedules about as quick as the quickest, it is the one that keeps nodes' parameters closest together.
+        A schedule says which nodes average in which round. Of those about as quick as the quickest, the one that keeps
+        nodes' parameters closest together is chosen.
 
         Args:
+            cluster: the nodes and their links.
             nbytes: bytes that each node averages in a step.
         """
         found = groupings(
@@ -187,9 +205,14 @@ class AveragingPlanner:
         *,
         removed: float | None = None,
     ) -> Plan | None:
-        """Returns a plan with better groups than `present`; None if no groups are expected to be clearly better.
+        """Returns a plan with better groups of nodes than `present`; None if none are expected to be clearly better.
 
         Args:
+            present: the schedule in use, which says which nodes average in which round.
+            model, optimizer: the model that is averaged, and its optimiser.
+            placement: the node of each rank.
+            cluster: the links between nodes, as measured now.
+            exclude: names or shell patterns of parameters and buffers that are not averaged.
             removed: how much of the ranks' squared distances a round removed, see `regroup.share_removed`; None: not
                 known.
         """
@@ -210,12 +233,22 @@ class AveragingPlanner:
     def expected_s(
         self, schedule: GroupSchedule, model: nn.Module, cluster: Cluster, exclude: Sequence[str] = ()
     ) -> float:
-        """Returns the expected seconds of a step with a schedule of nodes on these links, computation included."""
+        """Returns the expected seconds of a training step on these links, computation included.
+
+        Args:
+            schedule: says which nodes average in which round.
+            model: the model whose parameters are averaged.
+            cluster: the nodes and their links.
+            exclude: names or shell patterns of parameters that are not averaged.
+        """
         nbytes = _total_bytes(_parameters(model, exclude))
         return step_s(schedule, cluster, nbytes, self.compute_s)
 
     def cycle(self, schedule: GroupSchedule) -> int:
-        """Returns the number of rounds of averaging after which a plan with this schedule repeats."""
+        """Returns the number of rounds of averaging after which a plan with this schedule repeats itself.
+
+        It is the schedule's number of rounds or, with `momentum_every`, that many times as large.
+        """
         return len(schedule.rounds) * max(self.momentum_every, 1)
 
     def _schedule(self, placement: Placement, cluster: Cluster | None, nbytes: float) -> GroupSchedule:
@@ -249,7 +282,7 @@ class AveragingPlanner:
 
 
 def schedule_of(plan: Plan) -> GroupSchedule:
-    """Returns the schedule, of nodes or ranks, by which a plan of `AveragingPlanner` averages parameters."""
+    """Returns the schedule of a plan of `AveragingPlanner`: which ranks, or nodes, average in which round."""
     scheme = plan.buckets[0].scheme
     between = scheme.inter if isinstance(scheme, Hierarchical) else scheme
     assert isinstance(between, Shuffled)

@@ -23,7 +23,10 @@ ROOM = 0.7  # groups get smaller only if ranks are then expected to use at most 
 
 
 class Rounds:
-    """The seconds that one rank's rounds of averaging take: when the plan was new (`young_s`), and now."""
+    """The seconds of one rank's rounds of averaging: when the plan was new (`young_s`), and at present (`now_s`).
+
+    `cycle`: the number of rounds after which the plan repeats; means are taken over whole cycles, as rounds differ.
+    """
 
     def __init__(self, cycle: int, young_s: float | None = None) -> None:
         self._length = cycle * -(-LEAST_ROUNDS // cycle)
@@ -32,7 +35,7 @@ class Rounds:
         self.young_s = young_s  # None: it is too early to say
 
     def add(self, seconds: float) -> None:
-        """Records the seconds of one round of averaging."""
+        """Records the seconds that one round of averaging took on this rank."""
         self._under_way.append(seconds)
         if len(self._under_way) < self._length:
             return
@@ -47,7 +50,11 @@ class Rounds:
         return statistics.median(self._figures) if len(self._figures) == FIGURES else None
 
     def keep_plan(self) -> None:
-        """Sets `young_s`, with which `links_changed` compares later seconds of rounds, to `now_s`; the plan stays."""
+        """Sets the usual seconds of a round of averaging, `young_s`, to the present ones; the plan stays.
+
+        Call it after links were measured again and no better groups were found. `links_changed` compares later rounds
+        with these seconds.
+        """
         self.young_s = self.now_s
 
 
@@ -79,8 +86,8 @@ def is_better(found: Grouping, present: Grouping, budget: int | None) -> bool:
 def share_removed(distance: float, norm: float, relaxation: float = 1.0) -> float:
     """Returns how much a round of averaging cuts a rank's squared distance to all ranks' mean, as a share of `norm`.
 
-    A round is a projection, so averaged over ranks it removes exactly as much as it changes; with a relaxation r other
-    than 1, (2 - r) / r times as much.
+    Averaging in groups is a projection: over all ranks, the squared distances to the mean shrink by the squared norms
+    of the changes. With a relaxation r other than 1, they shrink by (2 - r) / r times as much.
 
     Args:
         distance: squared norm of the round's change of the rank's parameters.
@@ -94,8 +101,13 @@ def spread_for(most_apart: float, removed: float, nodes: int, per_node: int) -> 
     """Returns the largest `Grouping.spread` with which ranks stay within the distance `most_apart` after a round.
 
     Distances are of a rank's parameters to the ranks' mean, over the parameters' norm. A spread is the nodes' mean
-    squared distance, in units of what a training step adds to it. In the long run rounds of averaging remove what
-    steps add, so `removed`, the mean of `share_removed` over ranks and cycles, measures the unit. If each rank keeps
-    its own momentum of 0.9, measured distances are 0.7 to 1.1 times `most_apart`, and twice if groups cross racks.
+    squared distance, in units of what a training step adds to it. In the long run rounds of averaging remove what steps
+    add, so `removed` measures the unit. If each rank keeps its own momentum of 0.9, measured distances are 0.7 to 1.1
+    times `most_apart`, and twice if groups cross racks.
+
+    Args:
+        most_apart: the allowed distance, root mean square over ranks.
+        removed: the mean of `share_removed` over ranks and rounds; 0 gives infinity.
+        nodes, per_node: the number of nodes, and of ranks on each.
     """
     return most_apart**2 * (per_node - 1 / nodes) / removed if removed else math.inf

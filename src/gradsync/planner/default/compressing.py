@@ -92,7 +92,7 @@ class CompressingPlanner:
         return Plan.make({p.name: p.tensor for p in profiles}, world_size, buckets)
 
     def compresses(self, name: str, tensor: TensorSpec) -> bool:
-        """Whether the planner compresses a parameter with this name and shape, if its gradient is dense."""
+        """Whether the planner compresses the parameter `name` of this shape and dtype, if its gradient is dense."""
         return (
             tensor.dtype.is_floating_point
             and tensor.numel >= self.fewest_elements
@@ -124,11 +124,15 @@ class CompressingPlanner:
 
 
 def cheapest_way(compressor: Compressor[Any], spec: FlatSpec, world_size: int) -> Scheme[Any]:
-    """Returns the scheme for a compressor's payloads that moves the fewest bytes over the busiest link.
+    """Returns the scheme that sums a compressor's payloads (encoded tensors) with the fewest bytes on the busiest link.
 
-    Payloads that can be summed go by all-reduce. Others are gathered or, from some number of ranks on, sent to owners,
-    which compress the sums again; sparse payloads are gathered, or summed as sparse vectors. Owners do not compress
-    sums of sparsifiers, which would be made sparse twice.
+    Payloads that can be summed go by all-reduce. Others are gathered or, from some number of ranks on, sent to owners:
+    ranks that sum one part of the tensor each, and compress the sum again. Sparse payloads are gathered, or summed as
+    sparse vectors; their sums are not compressed again, which would lose more elements.
+
+    Args:
+        spec: the segments and dtype of the flat tensor that is summed.
+        world_size: the number of ranks.
 
     Raises:
         ValueError: for a compressor whose numbers cannot be summed over so many ranks.
@@ -170,7 +174,10 @@ def _advise_feedback(compressor: str) -> None:
 
 
 def busiest_bytes(scheme: Scheme[Any], spec: FlatSpec, world_size: int) -> float:
-    """Returns the bytes on the busiest link when the scheme sums a flat tensor after warm-up, one rank per node."""
+    """Returns the bytes that cross the busiest link when the scheme sums one flat tensor over `world_size` ranks.
+
+    Each rank counts as a node of its own, and compressors as past their warm-up.
+    """
     whole = TensorSpec((spec.numel,), spec.dtype, spec)
     steps = scheme.steps((whole,), (), Placement.one_per_node(world_size), LATE)
     return sum(transfer.busiest_bytes for transfer in transfers(steps))

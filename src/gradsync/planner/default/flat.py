@@ -28,12 +28,19 @@ from .network import Network
 
 
 def dense_schemes(placement: Placement) -> tuple[Scheme[Any], ...]:
-    """Returns the schemes for dense buckets, the backend's own all-reduce first."""
+    """Returns the schemes that a default plan may use for dense buckets, the backend's own all-reduce first.
+
+    Where `placement` has several ranks on each node, a second one sums inside nodes first, then across them.
+    """
     return (AllReduce(), *two_level_schemes([(ReduceScatter(), AllReduce())], placement))
 
 
 def element_schemes(placement: Placement) -> tuple[Scheme[Any], ...]:
-    """Returns the schemes for buckets with mostly zero elements; in two-level ones either level may be dense."""
+    """Returns the schemes that a default plan may use for gradients whose elements are mostly zero.
+
+    The first one sums non-zero elements over all ranks. Where `placement` has several ranks on each node, others sum
+    inside nodes first, then across them; one of these two levels may send all elements.
+    """
     stages: list[tuple[Partitioned[Any, Any], Scheme[Any]]] = [
         (SparseReduceScatter(), BalancedElements()),
         (ReduceScatter(), BalancedElements()),
@@ -45,7 +52,10 @@ def element_schemes(placement: Placement) -> tuple[Scheme[Any], ...]:
 def two_level_schemes(
     stages: Sequence[tuple[Partitioned[Any, Any], Scheme[Any]]], placement: Placement
 ) -> Iterator[Scheme[Any]]:
-    """Yields a two-level scheme for each (inside nodes, across nodes) pair; none unless `placement.is_hierarchy`."""
+    """Yields, for each pair (inside nodes, across nodes) of schemes, one that sums inside nodes, then across them.
+
+    Yields nothing unless there are several nodes, with several ranks on each and the same number on all.
+    """
     if placement.is_hierarchy and placement.ranks_per_node is not None:
         for inside, across in stages:
             yield Hierarchical(inside, across, placement.ranks_per_node)
@@ -58,14 +68,21 @@ def is_dense(scheme: Scheme[Any]) -> bool:
 
 
 def flat_spec(members: Sequence[ParameterProfile]) -> TensorSpec:
-    """Returns the spec of these parameters concatenated to one flat tensor."""
+    """Returns the length and dtype of the flat tensor that these parameters, of one dtype, make when concatenated."""
     return TensorSpec((sum(p.tensor.numel for p in members),), members[0].tensor.dtype)
 
 
 def flat_scheme(
     schemes: Sequence[Scheme[Any]], flat: TensorSpec, profiles: tuple[DensityProfile, ...], network: Network | None
 ) -> Scheme[Any]:
-    """Returns the first scheme, unless another one is expected to be faster by enough to justify a change."""
+    """Returns the first scheme, unless another one is expected to be faster by enough to justify a change.
+
+    Args:
+        schemes: the schemes to choose from.
+        flat: length and dtype of the bucket's flat tensor.
+        profiles: the measured density of the bucket, as the only entry; empty: dense.
+        network: the costs to compare by; None: not measured, so the first scheme stays.
+    """
     first, *others = (scheme.planned_for(profiles) for scheme in schemes)
     if network is None or not others:
         return first
@@ -74,11 +91,11 @@ def flat_scheme(
 
 
 def with_early_middle_stages(order: Iterable[tuple[str, str]], plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yields turns, (bucket id, stage), as in `order`, but with the middle stages of two-level dense buckets moved up.
+    """Yields the turns of `order`, with middle stages of two-level dense buckets moved right behind their first stage.
 
-    They come right after the bucket's first stage; a turn is one stage (collective) of one bucket. Such a bucket
-    travels between nodes as soon as it is ready, like an all-reduce. The last stage, back into the nodes, comes after
-    the next bucket has been sent, as links between nodes are the slow ones.
+    A turn is (bucket id, stage): one collective of one bucket. Two-level buckets are summed inside nodes, then across
+    nodes. So such a bucket travels between nodes as soon as it is ready, like an all-reduce. The last stage, back into
+    the nodes, comes after the next bucket has been sent, as links between nodes are the slow ones.
     """
     stages = {b.id: b.scheme.stages(plan.world) for b in plan.buckets if is_dense(b.scheme)}
     back: list[tuple[str, str]] = []

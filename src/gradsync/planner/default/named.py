@@ -34,7 +34,9 @@ SCHEMES_IN_WORDS = f"{', '.join(DENSE_SCHEMES)}, {coarse.NAMES_IN_WORDS}"
 
 
 def dense_scheme(name: str, momentum: float = 0.0) -> Scheme[Any] | None:
-    """Returns the lossy scheme of dense buckets with this name, such as `powersgd2`; None for other names.
+    """Returns the lossy scheme of dense gradients with this name, such as `powersgd2`; None for other names.
+
+    `momentum`: the momentum that the scheme itself applies, if it can.
 
     Raises:
         ValueError: for a name with a ratio out of its range.
@@ -43,21 +45,24 @@ def dense_scheme(name: str, momentum: float = 0.0) -> Scheme[Any] | None:
 
 
 def is_lossy(name: str) -> bool:
-    """Whether the name is that of a lossy scheme of dense buckets or a compressor."""
+    """Whether this is the name of a compressor, or of a lossy scheme of dense gradients, on command lines."""
     return dense_scheme(name) is not None or compressors.is_known(name)
 
 
 def fewest_elements(name: str) -> int:
-    """Returns the least number of elements of tensors that take the scheme of this name; smaller ones stay exact."""
+    """Returns how many elements a tensor needs to be sent by the lossy scheme of this name; smaller ones stay exact."""
     scheme = dense_scheme(name)
     return scheme.chunk if isinstance(scheme, CoarseGrained) else 0
 
 
 def lossy_planner(name: str, momentum: float = 0.0) -> CompressingPlanner:
-    """Returns a planner for the scheme of dense buckets, or the compressor (`compressors.named`), with this name.
+    """Returns a planner that sends dense gradients by the lossy scheme, or the compressor, with this name.
+
+    Names are those of command lines, see `compressors.named`. `momentum`: the momentum that the scheme or compressor
+    itself applies, if it can.
 
     Raises:
-        ValueError: for an unknown name, or one with a number out of its range, such as the ratio in `csc2`.
+        ValueError: for an unknown name, or one with a number out of its range, such as a ratio of 2.
     """
     if (scheme := dense_scheme(name, momentum)) is not None:
         return CompressingPlanner(scheme, fewest_elements=fewest_elements(name))
@@ -66,10 +71,12 @@ def lossy_planner(name: str, momentum: float = 0.0) -> CompressingPlanner:
 
 
 def lossy_of(name: str, world_size: int, momentum: float = 0.0) -> SchemeOrCompressor:
-    """Returns the scheme or compressor of this name as it is used in training on `world_size` ranks.
+    """Returns the scheme or compressor with this name on command lines, as used in training on `world_size` ranks.
+
+    `momentum`: the momentum that it applies itself, if it can.
 
     Raises:
-        ValueError: for an unknown name, one with a number out of its range (`csc2`), or a momentum out of [0, 1).
+        ValueError: for an unknown name, one with a number out of its range (a ratio of 2), or a momentum out of [0, 1).
     """
     return dense_scheme(name, momentum) or _among(name, momentum, world_size)
 
@@ -79,12 +86,14 @@ def _among(name: str, momentum: float, world_size: int) -> Compressor[Any]:
 
 
 def fit_optimizer(name: str, optimizer: Optimizer) -> float:
-    """Adapts an optimiser in place to a scheme or compressor; returns the momentum that the scheme must apply.
+    """Adapts an optimiser in place to a lossy scheme or compressor; returns the momentum to make that with.
 
-    A scheme that applies momentum itself gets SGD's momentum of the parameters that it compresses, and the optimiser no
-    longer applies it to these; parameters that stay exact keep theirs. Signs that ranks vote with are no gradients: SGD
-    would move every element by the whole learning rate, so the rate is multiplied by `RATE_OF_VOTES`. Signum has its
-    own momentum, so optimisers keep none.
+    A scheme or compressor that applies momentum itself gets SGD's momentum of the parameters that it compresses, and
+    the optimiser no longer applies it to these; parameters that stay exact keep theirs. Otherwise 0 is returned. Signs
+    that ranks vote with (`sign`, `signum`) are no gradients: SGD would move every element by the whole learning rate,
+    so the rate is multiplied by `RATE_OF_VOTES`. Signum has its own momentum, so optimisers keep none.
+
+    `name`: the name on command lines; `lossy_of` or `lossy_planner` take it with the momentum.
     """
     if name in VOTES:
         for group in optimizer.param_groups if isinstance(optimizer, SGD) else ():
@@ -104,7 +113,12 @@ def fit_optimizer(name: str, optimizer: Optimizer) -> float:
 
 
 def planned(scheme: Scheme[Any], profiles: Sequence[ParameterProfile], world_size: int) -> Plan:
-    """Returns the default plan with `scheme` for sparse tables, whatever their densities."""
+    """Returns the default plan, but with `scheme` for the buckets of tables (parameters with sparse gradients).
+
+    Args:
+        profiles: parameters in model order, with what was measured of each.
+        world_size: the number of ranks.
+    """
     plan = default_plan(profiles, world_size)
     specs = {p.name: p.tensor for p in profiles}
     sparse = {p.name: p.density for p in profiles if p.sparse}

@@ -30,18 +30,21 @@ INSIDE_NODES: tuple[Scheme[Any], ...] = (ReduceScatter(), SparseReduceScatter())
 
 
 def planned_schemes(placement: Placement) -> tuple[Scheme[Any], ...]:
-    """Returns the schemes that default plans use, and if nodes have several ranks, also those that sum inside nodes."""
+    """Returns all schemes that default plans may contain, so that the kernels of each can be measured.
+
+    Where `placement` has several ranks on each node, these include the schemes that sum inside nodes.
+    """
     return (*PLANNED, *INSIDE_NODES) if placement.is_hierarchy else PLANNED
 
 
 @dataclass(frozen=True)
 class Network:
-    """A cost model of kernels and links, and the placement of ranks on nodes."""
+    """The network that planners plan for: costs of kernels and links, and the node of each rank."""
 
     cost: CostModel
     placement: Placement
 
     @classmethod
     def of(cls, profile: Profile) -> Network:
-        """Returns the cost model and the placement of ranks that a profile has measured."""
+        """Returns the network of a measured job: costs of kernels and links, and the node of each rank."""
         return cls(profile.cost_model(), profile.placement)

@@ -31,7 +31,7 @@ SPARSE_SCHEMES: tuple[Scheme[Any], ...] = (BalancedParallelism(), AGSparse())
 
 
 def default_plans(profiles: Sequence[ParameterProfile], world_size: int, network: Network | None = None) -> list[Plan]:
-    """Returns the plans worth a trial, the best guess first; only trials on real steps tell which one wins.
+    """Returns the plans that the engine should try on real training steps, the best guess first.
 
     Small dense buckets hide more of their exchange behind backward but cost more calls, and on a fast network take
     cores from backward. Tables (parameters with sparse gradients) that are ready early may be sent at once or with the
@@ -42,7 +42,8 @@ def default_plans(profiles: Sequence[ParameterProfile], world_size: int, network
 
     Args:
         profiles: parameters in model order, with what was measured of each.
-        network: None if the network was not measured.
+        world_size: the number of ranks.
+        network: measured costs of links and kernels; None if they were not measured.
     """
     if world_size == 1:
         return [default_plan(profiles, world_size)]
@@ -72,18 +73,20 @@ def default_plan(
 ) -> Plan:
     """Returns a plan with DDP-sized buckets of dense parameters in ready order, and buckets of sparse tables.
 
-    Tables of one dtype share a bucket if they are ready together, or if their gradients are known to have the same
-    non-zero rows. A table that is ready earlier than some dense parameters is exchanged at once, with all its stages.
-    Deterministic in its arguments, which are the same on every rank.
+    Tables (parameters with sparse gradients) of one dtype share a bucket if they are ready together, or if their
+    gradients are known to have the same non-zero rows. A table that is ready earlier than some dense parameters is
+    exchanged at once, with all its stages (collectives). Deterministic in its arguments, which are the same on every
+    rank.
 
     Args:
         profiles: parameters in model order, with what was measured of each. Before readiness was measured (`position`
             all equal) the reverse of model order is taken, as backward runs.
-        network: None if the network was not measured.
+        world_size: the number of ranks.
+        network: measured costs of links and kernels; None if they were not measured.
         bucket_bytes: size of dense buckets, in bytes.
         tables_at_the_end: puts all tables of one dtype into one bucket behind the dense ones.
-        dense_between: gives the last dense bucket its turn before the last stage of the tables behind it, not before
-            all of their stages.
+        dense_between: sends the last dense bucket just before the last stage of the tables behind it, not before all of
+            their stages.
         by_layout: treats dense gradients that were found to be sparse as dense. Otherwise these go by rows together
             with the tables, or by elements in a bucket each.
         second_scheme: uses the second cheapest scheme for tables, if it is not far off.
@@ -181,11 +184,15 @@ def found_schemes(
     network: Network | None = None,
     levels: Placement | None = None,
 ) -> dict[str, Scheme[Any]]:
-    """Returns the sparse scheme, by parameter name, of each mostly zero dense gradient for which it saves enough.
+    """Returns sparse schemes, by parameter name, for dense gradients that are mostly zero, where they save enough.
+
+    They must cost at most half of the dense scheme, in seconds or bytes.
 
     Args:
-        levels: the nodes inside which two-level schemes may exchange first, for gradients that go by elements, not by
-            rows; None: the nodes of the network.
+        profiles: parameters in model order, with what was measured of each.
+        world_size: the number of ranks.
+        network: measured costs of links and kernels; None: bytes are compared.
+        levels: the node of each rank, for schemes that send elements inside nodes first; None: the network's nodes.
     """
     levels = levels or _placement(world_size, network)
     found = {p.name: _scheme_of_found(p, world_size, network, levels) for p in profiles if p.found and world_size > 1}
@@ -210,7 +217,10 @@ def _scheme_of_found(
 
 
 def price(steps: Sequence[Step], network: Network | None) -> float:
-    """Returns the seconds of a scheme's steps or, if the network was not measured, the bytes on the busiest link."""
+    """Returns the cost of a scheme's computations and transfers (`steps`), by which schemes are compared.
+
+    It is their seconds or, if the network was not measured (None), the bytes on the busiest link.
+    """
     if network is None:
         return sum(transfer.busiest_bytes for transfer in transfers(steps))
     return network.cost.total_s(steps, network.placement)
@@ -221,7 +231,10 @@ def _placement(world_size: int, network: Network | None) -> Placement:
 
 
 def timed_schemes(placement: Placement) -> tuple[Scheme[Any], ...]:
-    """Returns the schemes for sparse tables that compete by their expected time where the network was measured."""
+    """Returns the schemes for tables (sparse gradients) that compete by expected time where the network was measured.
+
+    Where `placement` has several ranks on each node, some sum inside nodes first, then across them.
+    """
     inside = BalancedParallelism(owners="table_stripe")
     hierarchies = two_level_schemes([(inside, between) for between in SPARSE_SCHEMES], placement)
     return (*SPARSE_SCHEMES, DOUBLING_OF_ROWS, *hierarchies)
@@ -230,10 +243,16 @@ def timed_schemes(placement: Placement) -> tuple[Scheme[Any], ...]:
 def sparse_schemes(
     tables: Sequence[ParameterProfile], world_size: int, network: Network | None = None
 ) -> list[Scheme[Any]]:
-    """Returns the schemes for tables worth a trial, the best first; one only if densities or network are unknown.
+    """Returns the schemes for a bucket of tables (sparse gradients) that are worth a trial, the best first.
 
-    If the network was not measured and several schemes move as many bytes, the one with the fewest stages wins. The
-    schemes have capacities (room in messages) that fit the densities, see `Scheme.planned_for`.
+    It is only one if densities or network are unknown. If several schemes then move as many bytes, the one with the
+    fewest collectives wins. Messages of the schemes have room (a capacity) for as many rows as the densities let
+    expect, see `Scheme.planned_for`.
+
+    Args:
+        tables: the bucket's parameters, with what was measured of each.
+        world_size: the number of ranks.
+        network: measured costs of links and kernels; None if they were not measured.
     """
     densities = [p.density for p in tables]
     if any(d is None for d in densities):

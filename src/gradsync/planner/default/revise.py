@@ -18,14 +18,17 @@ from .plan import MOST_OF_DENSE, price, timed_schemes
 def revised(plan: Plan, before: Sequence[ParameterProfile], now: Sequence[ParameterProfile], network: Network) -> Plan:
     """Returns the plan with other schemes for buckets whose densities changed so that others are clearly faster.
 
-    Only schemes that default plans choose from are replaced, by one another: schemes of tables, and of flat buckets
-    with one whole parameter. Buckets stay as they are; capacities grow where they have become too small. Deterministic.
+    Only schemes that default plans choose from are replaced, by one another: schemes of tables (sparse gradients), and
+    of flat buckets with one whole parameter. Buckets stay as they are; messages get more room for rows where it has
+    become too small. Deterministic.
 
     Args:
-        before: densities when the plan was made. If another scheme was then expected to be faster than the chosen one,
-            by a factor f, trials on real steps must have found it slower; so its expected time now is multiplied by f.
-            Without a change of densities nothing is revised.
-        now: present densities.
+        plan: the plan in use.
+        before: parameters with their densities when the plan was made. If another scheme was then expected to be faster
+            than the chosen one, by a factor f, trials on real steps must have found it slower; so its expected time now
+            is multiplied by f. Without a change of densities nothing is revised.
+        now: parameters with their present densities.
+        network: measured costs of links and kernels.
     """
     known_before, known = {p.name: p for p in before}, {p.name: p for p in now}
     buckets = tuple(_revised(bucket, known_before, known, network) for bucket in plan.buckets)
@@ -92,7 +95,15 @@ def _densities(
 
 
 def reordered(order: Sequence[tuple[str, str]], stages: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str]]:
-    """Yields turns in the old order for buckets with new stages; a bucket's additional stages follow its last turn."""
+    """Yields the turns of a plan whose buckets have got other schemes, in the order of the old plan's turns.
+
+    A turn is (bucket id, stage): one collective of one bucket. A bucket's n-th turn keeps its place for the n-th stage
+    of the new scheme; further stages follow the bucket's last turn.
+
+    Args:
+        order: the turns of the old plan.
+        stages: the stages of each bucket's new scheme, by bucket id.
+    """
     left = {bucket: list(names) for bucket, names in stages.items()}
     turns = {bucket: sum(1 for name, _ in order if name == bucket) for bucket in stages}
     for bucket, _ in order:

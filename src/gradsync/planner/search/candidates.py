@@ -29,9 +29,13 @@ Search = Callable[[Job, Constraints], Sequence[Plan]]  # returns at least one pl
 
 @dataclass(frozen=True)
 class Searched:
-    """The result of a search: the ways (schemes) to choose from, the problem in numbers, its solution, and the plan.
+    """The result of a search for a plan: the schemes allowed, the problem in numbers, its solution, and the plan.
 
-    `hiding` means that the search halved latencies, as one transfer's latency is hidden by another transfer.
+    Attributes:
+        ways: schemes, each with the gradients that may take it.
+        formulation: the problem that the search solved.
+        found: the solution, before it was simplified and improved to `plan`.
+        hiding: whether the search halved latencies, as one transfer's latency is hidden by another transfer.
     """
 
     ways: tuple[Way, ...]
@@ -41,19 +45,23 @@ class Searched:
     hiding: bool = False
 
     def certificate(self) -> Certificate:
-        """Returns the solution's seconds and a lower bound on any solution's, in the machine model of `problem`."""
+        """Returns the seconds of the solution that the search found, and a lower bound of the seconds of any solution.
+
+        Both are seconds of a training step's backward and exchange in the solver's model (`solver/problem.py`).
+        """
         return certify(self.formulation.problem, self.found)
 
 
 def searched(job: Job, constraints: Constraints | None = None) -> Searched:
-    """Returns the best plan found with the schemes that the constraints allow, and the data of the search.
+    """Returns the best plan found for a job with the schemes that the constraints allow, and the data of the search.
 
     The plan is the simplest of the solutions with about equal time. Then buckets get another scheme, or are merged,
     where that shortens the step by `predict`, which simulates more than the search. If the constraints have no errors
     of lossy schemes and compressors on the gradients, the job's measured ones are used.
 
     Raises:
-        ValueError: for constraints that leave no way for a gradient, and as `ways_of`.
+        ValueError: for constraints that leave no scheme for a gradient, an `exact` that no parameter matches, limits on
+            routes that leave a compressor none, or a compressor whose numbers cannot be summed over so many ranks.
     """
     constraints = constraints or Constraints()
     return _searched(job, ways_of(job, constraints if constraints.errors else replace(constraints, errors=job.errors)))

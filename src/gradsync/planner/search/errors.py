@@ -23,25 +23,31 @@ DRIVEN_S = 60.0  # timeout; a group of one rank has nobody to wait for
 
 
 def name_of(way: SchemeOrCompressor) -> str:
-    """Returns the key of stored errors: a compressor's name, also for a scheme made of one, else the scheme's name."""
+    """Returns the key under which measured errors of a compressor or lossy scheme are stored.
+
+    It is the compressor's name, also for a scheme that only carries a compressor's payloads (encoded tensors), else the
+    scheme's name.
+    """
     return str(way.compressor if isinstance(way, Compressed | Route) and way.compressor is not None else way)
 
 
 def sends_later(way: SchemeOrCompressor) -> bool:
-    """Whether later training steps send what one step leaves out of a gradient, as error feedback does.
+    """Whether a scheme or compressor sends in later steps what it leaves out of a gradient, as error feedback does.
 
-    Momentum correction counts, too: its residual is the velocity that it keeps.
+    Momentum correction counts, too: it keeps what it left out in its velocity.
     """
     way = way.compressor if isinstance(way, Compressed | Route) and way.compressor is not None else way
     return isinstance(way, Feedback | PowerSGD | CoarseGrained)
 
 
 def delay_of(error: float) -> float:
-    """Returns how many steps' worth of gradient a residual holds: error^2 / (1 - error^2), infinite from error 1 on.
+    """Returns how many steps' worth of gradient error feedback holds back: error^2 / (1 - error^2), infinite from 1 on.
 
-    This is the residual's squared norm over a gradient's, r^2 / g^2, for a relative `error` (of norms) per step, by a
-    model: a step sends the share 1 - error^2 of the squared norm of gradient plus residual, as it does of a gradient
-    alone, and gradients of different steps are uncorrelated. Then the residual settles where r^2 = error^2 (r^2 + g^2).
+    This is the squared norm of the residual (the tensor that error feedback keeps) over a gradient's, r^2 / g^2.
+    `error` is the relative error of one step, a ratio of norms. The model: a step sends the share 1 - error^2 of the
+    squared norm of gradient plus residual, as it does of a gradient alone, and gradients of different steps are
+    uncorrelated. Then the residual settles where r^2 = error^2 (r^2 + g^2).
+
     The result leaves out that a residual is flatter than a gradient, so that top-k sends less of it: for normally
     distributed numbers the residual is 2 % larger at a ratio of 0.2, half as large again at 0.01. A bound for any
     gradients, if no step's error is larger, is 4 (1 - d) / d^2 with d = 1 - error^2.
@@ -52,7 +58,10 @@ def delay_of(error: float) -> float:
 
 
 def alone(way: SchemeOrCompressor) -> Scheme[Any]:
-    """Returns a scheme that compresses with the same loss and state as `way` but runs on one rank alone."""
+    """Returns a scheme that changes a gradient as `way`, a compressor or scheme, does, but runs on one rank alone.
+
+    `relative_errors` uses it to measure the error on one rank's gradient.
+    """
     if isinstance(way, Route) and way.compressor is not None:
         return ways(way.compressor)[0]
     if isinstance(way, CoarseGrained):
@@ -62,12 +71,14 @@ def alone(way: SchemeOrCompressor) -> Scheme[Any]:
 
 @torch.no_grad()
 def relative_errors(candidates: Sequence[SchemeOrCompressor], name: str, gradient: Tensor) -> dict[str, float]:
-    """Returns, for each lossy candidate by `name_of`, the norm of its change to a gradient over the gradient's norm.
+    """Returns how much each lossy candidate changes a gradient in a step: norm of the change over the gradient's norm.
 
-    The error is that of one step after warm-up; with error feedback later steps send it. Exact candidates have no
-    entry.
+    The keys are those of `name_of`. The error is that of one step after warm-up; error feedback would send it in later
+    steps. Exact candidates have no entry, nor have errors above `MOST_ERROR`.
 
     Args:
+        candidates: schemes and compressors.
+        name: the parameter's name.
         gradient: this rank's gradient, of any shape; the result is empty if it is sparse, zero, not finite or not of a
             floating-point dtype.
     """
@@ -91,6 +102,9 @@ def relative_errors(candidates: Sequence[SchemeOrCompressor], name: str, gradien
 
 
 def highest(of_ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Returns the highest error over ranks for each name, a scheme's or compressor's."""
+    """Returns the highest relative error over all ranks, by name of the scheme or compressor.
+
+    `of_ranks`: the result of `relative_errors` of each rank.
+    """
     names = dict.fromkeys(name for errors in of_ranks for name in errors)
     return {name: max(errors.get(name, 0.0) for errors in of_ranks) for name in names}

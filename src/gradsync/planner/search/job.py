@@ -13,7 +13,10 @@ from ..default.network import Network
 
 @dataclass(frozen=True)
 class Slowdown:
-    """Factors by which backward, transfers and kernels take longer while another of the three runs."""
+    """Factors by which backward, transfers and kernels of the exchange take longer while another of the three runs.
+
+    `a_by_b` is the factor by which a takes longer while b runs; 1: no longer than alone.
+    """
 
     backward_by_transfer: float = 1.0  # of backward, while a transfer is in flight
     backward_by_kernel: float = 1.0  # of backward, while the communication thread computes
@@ -29,13 +32,13 @@ class Slowdown:
 
     @classmethod
     def of(cls, overlap: Overlap) -> Slowdown:
-        """Returns the measured factors; a factor below 1 is chance and counts as 1."""
+        """Returns the factors measured where work overlaps; ones below 1, which is chance, or not measured become 1."""
         measured = {field_.name: getattr(overlap, field_.name) for field_ in fields(cls)}
         return cls(**{name: max(factor.value, 1.0) for name, factor in measured.items() if factor is not None})
 
     @property
     def matters(self) -> bool:
-        """Whether any factor is above 1."""
+        """Whether any factor is above 1, so that work that runs at the same time slows each other down."""
         return self != NO_SLOWDOWN
 
 
@@ -44,7 +47,17 @@ NO_SLOWDOWN = Slowdown()
 
 @dataclass(frozen=True)
 class Job:
-    """A training job: gradients, when they become ready, and costs of kernels and links."""
+    """A training job as planners see it: its gradients, when they become ready, and the costs of kernels and links.
+
+    Attributes:
+        profiles: parameters in model order, with what was measured of each.
+        ready_s: seconds from the begin of backward until each gradient is ready, by parameter.
+        backward_s: seconds of backward alone.
+        network: costs of kernels and links, and the node of each rank.
+        slowdown: factors by which backward, transfers and kernels slow each other down.
+        beside_s: seconds of a step without backward and exchange: forward, optimiser, data.
+        errors: relative errors of lossy schemes and compressors in one step, by parameter, by `errors.name_of`.
+    """
 
     profiles: tuple[ParameterProfile, ...]
     ready_s: Mapping[str, float]  # by parameter, from the begin of backward
@@ -61,7 +74,9 @@ class Job:
 
     @classmethod
     def of(cls, profile: Profile, cluster: Cluster | None = None) -> Job:
-        """Returns the job of a measured profile; with `cluster`, its links replace the measured ones, kernels stay.
+        """Returns the job measured in `profile`; with `cluster`, its links and nodes replace the measured ones.
+
+        Costs of kernels stay those of the profile. All nodes get the latency and rate of the cluster's slowest link.
 
         Raises:
             ValueError: for a profile of one rank, which has no measured links, without a cluster.
@@ -90,9 +105,10 @@ class Job:
         )
 
     def with_hidden_latencies(self) -> Job:
-        """Returns the job with half of its links' latencies, as two transfers in flight hide each other's.
+        """Returns the job with half of its links' latencies, as two transfers in flight hide each other's latency.
 
-        The search takes transfers one after another; predictions let them overlap (`costs/forecast.py`).
+        The search, which simulates one transfer after another, uses it; predictions of a plan let transfers overlap
+        (`costs/forecast.py`).
         """
         cost = self.network.cost
         intra = cost.intra and replace(cost.intra, latency_s=cost.intra.latency_s / 2)

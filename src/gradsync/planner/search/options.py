@@ -35,7 +35,10 @@ LINKS = (Resource.INTRA.name.lower(), Resource.INTER.name.lower())  # streams in
 
 @dataclass(frozen=True)
 class Way:
-    """A scheme that a plan may use: for `members`, which share a bucket of their own, or for any dense gradients."""
+    """A scheme that a plan may use, and the gradients that may take it.
+
+    These are `members`, which share a bucket of their own; without `members`, any dense gradients or those in `among`.
+    """
 
     scheme: Scheme[Any]
     members: tuple[str, ...] | None = None  # names of parameters; None: the scheme is for dense gradients
@@ -44,7 +47,16 @@ class Way:
 
 @dataclass(frozen=True)
 class Formulation:
-    """A job as a planning problem, with the gradients of each item and the scheme of each option."""
+    """A job as a `Problem` of numbers, with the gradients and schemes that its items and options stand for.
+
+    Attributes:
+        problem: gradients as items with their times and bytes; ways to exchange them as options.
+        items: the segments (parameter, start, stop) of each item.
+        schemes: the scheme of each option.
+        specs: shape and dtype of each parameter.
+        world_size: the number of ranks.
+        whole: indices of items that must not be cut.
+    """
 
     problem: Problem
     items: tuple[tuple[tuple[str, int, int], ...], ...]  # segments of each item: (name, start, stop)
@@ -54,9 +66,12 @@ class Formulation:
     whole: frozenset[int] = frozenset()  # indices of items that a way with `members` takes, so not to be cut
 
     def in_pieces(self, largest_bytes: float) -> Formulation:
-        """Returns the formulation with large gradients cut into equal pieces of at most `largest_bytes`.
+        """Returns this problem with large gradients cut into equal pieces, which buckets may take one by one.
 
-        Schemes that depend on shapes take no pieces.
+        A scheme that depends on the shapes of parameters, such as PowerSGD, is not allowed for pieces. A gradient that
+        may take no other scheme stays whole.
+
+        `largest_bytes`: most bytes of a piece.
         """
         by_shape = frozenset(number for number, scheme in enumerate(self.schemes) if scheme.traits.depends_on_shapes)
         allowed = self.problem.allowed or (frozenset(range(len(self.schemes))),) * self.problem.size
@@ -76,7 +91,10 @@ class Formulation:
         return replace(self, problem=replace(pieces.problem, allowed=tuple(may)), items=tuple(items), whole=frozenset())
 
     def plan(self, parts: Sequence[Part]) -> Plan:
-        """Returns the plan with these parts as buckets, and turns in the order in which simulated transfers begin."""
+        """Returns the plan whose buckets are these parts, with collectives in the order in which simulated ones begin.
+
+        `parts`: consecutive items (gradients), and the option (scheme) of each bucket, as a search found them.
+        """
         buckets = [(list(self._segments(part)), self.schemes[part.option]) for part in parts]
         return Plan.make(self.specs, self.world_size, buckets, self._turns(parts))
 
@@ -112,9 +130,12 @@ class Formulation:
 
 
 def formulate(job: Job, ways: Sequence[Way]) -> Formulation:
-    """Returns the planning problem of a job, with these ways (schemes with their gradients) as options.
+    """Returns a job as a planning problem: gradients as items, and the schemes of `ways` as options to exchange them.
 
     All `members` of a way, such as tables, share a bucket: they are one item, which is ready with the last of them.
+
+    Args:
+        ways: schemes, each with the gradients that may take it.
 
     Raises:
         ValueError: for a gradient that no way takes.
@@ -181,7 +202,10 @@ def _by_dtype(
 
 
 def flat_of(profile: ParameterProfile) -> TensorSpec:
-    """Returns the spec of the parameter in a flat bucket of its own, with its shape for schemes that need it."""
+    """Returns the shape and dtype of the flat bucket that holds only this parameter.
+
+    The parameter's own shape is kept in it (`FlatSpec`), for schemes that depend on shapes.
+    """
     spec = profile.tensor
     return TensorSpec(
         (spec.numel,), spec.dtype, FlatSpec((Segment(profile.name, 0, spec.numel),), (spec.shape,), spec.dtype)
@@ -267,7 +291,12 @@ def _chain(steps: Iterable[Step], network: Network) -> list[tuple[Resource, floa
 
 
 def resource_of(step: Step, network: Network) -> Resource:
-    """Returns the machine model's resource that serves a step: backward's core, another core, or a kind of link."""
+    """Returns where a scheme's computation or transfer runs: on backward's core, another core, or a kind of link.
+
+    Args:
+        step: the computation or transfer.
+        network: tells which links stay inside a node, and whether kernels run on an accelerator.
+    """
     if isinstance(step, Compute):
         if network.cost.host is not None:  # backward's device does all that is not offloaded to the host
             return Resource.OFFLOAD if step.is_copied else Resource.COMPUTE

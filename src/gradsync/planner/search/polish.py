@@ -19,7 +19,10 @@ from .turns import with_best_turns
 
 
 def polished(plan: Plan, job: Job, ways: Sequence[Way]) -> Plan:
-    """Returns the plan with other schemes for single buckets where the predicted step gets clearly shorter."""
+    """Returns the plan with other schemes for single buckets where that clearly shortens the predicted training step.
+
+    `ways`: the schemes to choose from, each with the gradients that may take it.
+    """
     steps = {bucket.id: steps_of(bucket, bucket.scheme, job) for bucket in plan.buckets}
     seconds = predict_steps(plan, job, steps).seconds
     for place, bucket in enumerate(plan.buckets):
@@ -31,7 +34,11 @@ def polished(plan: Plan, job: Job, ways: Sequence[Way]) -> Plan:
 
 
 def merged(plan: Plan, job: Job, ways: Sequence[Way]) -> Plan:
-    """Returns the plan with neighbouring buckets merged, by either scheme, where the step gets clearly shorter."""
+    """Returns the plan with neighbouring buckets merged where that clearly shortens the predicted training step.
+
+    A merged bucket takes the scheme of one of the two. `ways`: the schemes allowed, each with the gradients that may
+    take it.
+    """
     seconds, place = predict(plan, job).seconds, 0
     while place + 1 < len(plan.buckets):
         found = [with_best_turns(each, job) for each in _with_neighbours_merged(plan, place, job, ways)]
@@ -45,7 +52,11 @@ def merged(plan: Plan, job: Job, ways: Sequence[Way]) -> Plan:
 
 
 def coarse(plan: Plan, job: Job, ways: Sequence[Way], most_s: float) -> Plan:
-    """Merges neighbouring buckets while the predicted step stays within `most_s` seconds; returns the new plan."""
+    """Returns the plan in fewer buckets: merges neighbours while the predicted step takes at most `most_s` seconds.
+
+    A merged bucket takes the scheme of one of the two. `ways`: the schemes allowed, each with the gradients that may
+    take it.
+    """
     place = 0
     while place + 1 < len(plan.buckets):
         found = [with_best_turns(each, job) for each in _with_neighbours_merged(plan, place, job, ways)]

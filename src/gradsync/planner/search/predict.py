@@ -28,10 +28,10 @@ ROUNDS = 4  # iterations until ready times and exchanges, which delay each other
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted timeline of a step, in seconds from the begin of backward.
+    """The predicted timeline of one training step's backward and exchange, in seconds from the begin of backward.
 
-    Streams are "compute" (backward, and work of the exchange that interrupts it), and "kernel", "offload" and "link"
-    (the rest of the exchange).
+    The `stream` of a task names what it keeps busy: "compute" is backward's thread (backward, and work of the exchange
+    that interrupts it). The rest of the exchange is on "kernel", "offload" and "link".
     """
 
     tasks: tuple[Task, ...]
@@ -44,17 +44,20 @@ class Prediction:
 
 
 def predict(plan: Plan, job: Job) -> Prediction:
-    """Returns the predicted step of a plan.
+    """Returns the predicted timeline of one training step's backward and exchange with this plan.
 
     Raises:
-        ValueError: for a plan that does not fit the job.
+        ValueError: for a plan that does not fit the job's parameters or number of ranks.
     """
     plan.check({p.name: p.tensor for p in job.profiles}, job.world_size)
     return predict_steps(plan, job, {bucket.id: steps_of(bucket, bucket.scheme, job) for bucket in plan.buckets})
 
 
 def predict_steps(plan: Plan, job: Job, steps: Mapping[str, Sequence[Step]]) -> Prediction:
-    """Returns the predicted step of a plan that fits the job; `steps` has the steps of the schemes, by bucket id."""
+    """Returns the predicted timeline of one training step with this plan, which must fit the job.
+
+    `steps`: the computations and transfers of each bucket's scheme (`steps_of`), by bucket id.
+    """
     exchange: list[Task] = []
     reached_s: dict[float, float] = {}
     own_s = {bucket.id: max(job.ready_s[name] for name in bucket.names) for bucket in plan.buckets}
@@ -181,10 +184,10 @@ def _lasting(
 
 
 def unmeasured(plan: Plan, job: Job) -> list[str]:
-    """Returns the names of the plan's kernels without a measured time, see `CostModel.unmeasured`.
+    """Returns the names of kernels that the plan's schemes run but whose time was not measured on this job.
 
     Raises:
-        ValueError: for a plan that does not fit the job.
+        ValueError: for a plan that does not fit the job's parameters or number of ranks.
     """
     plan.check({p.name: p.tensor for p in job.profiles}, job.world_size)
     steps = (step for bucket in plan.buckets for step in steps_of(bucket, bucket.scheme, job))
@@ -192,10 +195,10 @@ def unmeasured(plan: Plan, job: Job) -> list[str]:
 
 
 def steps_of(bucket: BucketPlan, scheme: Scheme[Any], job: Job) -> list[Step]:
-    """Returns the computations and transfers of the scheme for this bucket, given the job's densities.
+    """Returns the computations and transfers of `scheme` for this bucket, given the densities measured in the job.
 
     Raises:
-        ValueError: for tables whose density is not known.
+        ValueError: for a scheme of tables (sparse gradients), if the density of one is not known.
     """
     known = {p.name: p for p in job.profiles}
     segments = tuple(Segment(*segment) for segment in bucket.segments)

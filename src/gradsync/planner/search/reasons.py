@@ -29,7 +29,7 @@ BF16 = HalfPrecision(values="bfloat16")
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another scheme for one bucket, and the predicted seconds of the step with it, all else unchanged."""
+    """Another scheme for one bucket, and the predicted seconds of the step if only this bucket's scheme changes."""
 
     scheme: Scheme[Any]
     step_s: float
@@ -52,7 +52,15 @@ class BucketReasons:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The reasons for a plan, with predicted seconds of its step and of `rivals`, DDP's plans."""
+    """The reasons for a plan, bucket by bucket, with its predicted seconds and those of plain DDP (`rivals`).
+
+    Attributes:
+        step_s: predicted seconds from the begin of backward until all gradients are synchronised.
+        backward_s: predicted seconds of backward, slowed down by the exchange.
+        beside_s: seconds of the rest of a step: forward, optimiser, data.
+        rivals: `step_s` of plans as DDP's, by name.
+        buckets: the reasons for each bucket's scheme.
+    """
 
     step_s: float
     backward_s: float  # predicted seconds of backward, slowed down by the exchange
@@ -71,7 +79,9 @@ class Explanation:
 
 
 def explain(plan: Plan, job: Job, ways: Sequence[Way]) -> Explanation:
-    """Returns the reasons for a plan: for each bucket other schemes, among `ways`, and the step with DDP.
+    """Returns the reasons for a plan: the predicted step with other schemes for each bucket, and with plain DDP.
+
+    `ways`: the other schemes, each with the gradients that may take it.
 
     Raises:
         ValueError: for a plan that does not fit the job.
@@ -98,7 +108,10 @@ def explain(plan: Plan, job: Job, ways: Sequence[Way]) -> Explanation:
 
 
 def rivals(job: Job) -> dict[str, float]:
-    """Returns predicted seconds of DDP's steps by name: several bucket sizes, in 32 and 16 bits, all tables dense."""
+    """Returns the predicted seconds of a step with plans such as DDP would have, by name such as "ddp" or "ddp_bf16".
+
+    They have several bucket sizes, each in the gradients' dtype and in bfloat16; sparse gradients count as dense.
+    """
     profiles = [replace(p, sparse=False, density=None, elements=None) for p in job.profiles]
     dense = replace(job, profiles=tuple(profiles))
     found = {}
@@ -131,7 +144,9 @@ def alternatives(
 ) -> Iterator[Alternative]:
     """Yields other schemes for the bucket at index `place`, each with the predicted seconds of the training step.
 
-    `steps`: the computations and transfers of the present schemes, by the id of the bucket.
+    Args:
+        ways: the schemes to choose from, each with the gradients that may take it.
+        steps: the computations and transfers of the plan's schemes, by the id of the bucket.
     """
     bucket = plan.buckets[place]
     present = bucket.scheme
@@ -142,7 +157,7 @@ def alternatives(
 
 
 def may_take(bucket: BucketPlan, present: Scheme[Any], way: Way, job: Job) -> bool:
-    """Whether the scheme of `way` may replace `present` in this bucket: the way must be for the bucket's gradients."""
+    """Whether the scheme of `way` may replace `present` in this bucket, as it may take all the bucket's gradients."""
     if way.members is not None:
         return set(bucket.names) == set(way.members)
     sparse = {p.name for p in job.profiles if p.sparse}
@@ -162,7 +177,11 @@ def with_scheme(plan: Plan, places: Sequence[int], scheme: Scheme[Any]) -> Plan:
 
 
 def with_buckets(plan: Plan, buckets: Sequence[BucketPlan]) -> Plan:
-    """Returns the plan with these buckets; each takes the turns that the plan has for its id."""
+    """Returns the plan with these buckets instead of its own; a bucket takes the turns that the plan has for its id.
+
+    A turn is (bucket id, stage): the moment to issue one collective of one bucket. If the new bucket's scheme has more
+    stages, they follow its last turn.
+    """
     ids = {bucket.id for bucket in buckets}
     turns = [turn for turn in plan.order if turn[0] in ids]
     finishing = {bucket for bucket, stage in turns if stage == FINISH}

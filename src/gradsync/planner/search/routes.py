@@ -51,13 +51,14 @@ def routes_worth_it(
     dtype: torch.dtype,
     leaves: LeafConstraints,
 ) -> list[Route]:
-    """Returns routes of a compressor (sequences of collectives and coding tasks) that save time, the best first.
+    """Returns routes (sequences of collectives and coding tasks) for a compressor that may save time, the best first.
 
     Routes whose kernels were not measured are left out, as are routes that compress sums of sparsifiers, which would be
     made sparse twice.
 
     Args:
-        beside: the schemes that the search considers anyway.
+        beside: the schemes that the search considers anyway; a route must save time compared with them.
+        network: costs of kernels and links, and the node of each rank.
         most_bytes: size of the largest bucket, in bytes.
         dtype: dtype of the gradients.
         leaves: limits on routes: which collectives and devices they may use, and how often they may compress.

@@ -16,11 +16,14 @@ AS_LONG = 1.002  # a step up to so many times the shortest counts as equal: no m
 
 
 def simplified(problem: Problem, solution: Solution, ranks: Sequence[int]) -> Solution:
-    """Returns a plan with less lossy options and fewer buckets, whose step is at most `AS_LONG` times as long.
+    """Returns a solution with less lossy options and fewer buckets, whose step is at most `AS_LONG` times as long.
 
-    First, all parts with one option change together to a less lossy one, then each part alone; then neighbours merge.
+    An option is a way to exchange a bucket. First, all buckets with one option change together to a less lossy one,
+    then each bucket alone; then neighbours merge.
 
     Args:
+        problem: the planning problem in numbers.
+        solution: the solution that the search found.
         ranks: for each option a number that grows with its loss of accuracy (0: exact); lower ones are preferred.
     """
     play, most_s = player(problem), AS_LONG * solution.seconds

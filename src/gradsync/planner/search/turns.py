@@ -10,10 +10,11 @@ from .predict import predict_steps, steps_of
 
 
 def with_best_turns(plan: Plan, job: Job) -> Plan:
-    """Returns the plan with the best of a few orders of (bucket, stage) turns, which has the shortest predicted step.
+    """Returns the plan with its collectives in the order, of a few that are tried, with the shortest predicted step.
 
-    Ties go to the plan's own order. The search places turns by the begin of their transfers; as one thread issues
-    everything, a turn that waits for its transfer keeps work of other buckets waiting, too.
+    An entry of the order is (bucket id, stage): one collective of one bucket. Ties go to the plan's own order. The
+    search orders them by the begin of their transfers; but one thread issues them all, so a collective that waits for
+    its transfer keeps other buckets waiting, too.
     """
     schemes = {bucket.id: bucket.scheme for bucket in plan.buckets}
     steps = {bucket.id: steps_of(bucket, schemes[bucket.id], job) for bucket in plan.buckets}

@@ -88,17 +88,20 @@ class Constraints:
             WITH_SUMS.check_names(self.leaves)
 
     def require_names(self, names: Sequence[str]) -> None:
-        """Checks that every entry of `exact` matches one of the names.
+        """Checks that each entry of `exact`, a name or shell pattern, matches one of these names of parameters.
 
         Raises:
-            ValueError: for an entry without match.
+            ValueError: for an entry that matches none.
         """
         for pattern in self.exact:
             if not any(matches(name, [pattern]) for name in names):
                 raise ValueError(f"Constraints.exact names {pattern!r}, which no parameter to synchronise matches")
 
     def allow(self, way: SchemeOrCompressor, profile: ParameterProfile) -> bool:
-        """Whether the constraints allow the parameter to be sent by this lossy scheme or compressor."""
+        """Whether the constraints allow the gradient of this parameter to be sent by this lossy scheme or compressor.
+
+        Sparse gradients and integers are never allowed.
+        """
         tensor = profile.tensor
         if profile.sparse or not tensor.dtype.is_floating_point or matches(profile.name, self.exact):
             return False
@@ -115,11 +118,14 @@ class Constraints:
 
 
 def ways_of(job: Job, constraints: Constraints | None = None) -> list[Way]:
-    """Returns all ways (schemes with the gradients that may take them) of a job, exact ones first.
+    """Returns all schemes that a plan for the job may use, each with the gradients that may take it, exact ones first.
 
-    A compressor has a way for each scheme that can carry its payloads, and for the few routes (sequences of collectives
-    and coding tasks) that may save time, see `routes.py`. Where kernels were measured, a lossy way with an unmeasured
-    kernel is left out, with a warning once.
+    A compressor stands for each scheme that can carry its payloads (encoded tensors), and for the few routes (sequences
+    of collectives and coding tasks) that may save time, see `routes.py`. Where kernels were measured, a lossy scheme
+    with an unmeasured kernel is left out, with a warning once.
+
+    `constraints`: the lossy schemes and compressors allowed, and limits on their errors; None: all gradients stay
+    exact.
 
     Raises:
         ValueError: for an `exact` that no parameter matches, constraints `leaves` that leave a compressor neither
@@ -133,10 +139,12 @@ def ways_of(job: Job, constraints: Constraints | None = None) -> list[Way]:
 
 
 def exact_ways(job: Job, *, besides: frozenset[str] = frozenset()) -> list[Way]:
-    """Returns all exact schemes that a search may choose from, each with the gradients that may take it.
+    """Returns all exact schemes (ones that lose nothing) that a search may choose from, each with its gradients.
 
     Embedding tables that are ready together share a bucket. Dense gradients that were found to be mostly zero may go by
-    rows, as tables, or by elements. `besides`: names of gradients that no exact scheme may take, but one of tables.
+    rows, as tables, or by elements.
+
+    `besides`: names of gradients that must be compressed, so that only schemes of tables may take them.
     """
     placement, network = job.network.placement, job.network
     found_zero = found_schemes(job.profiles, job.world_size, network, placement)
@@ -162,7 +170,10 @@ def _runs_of_tables(profiles: Sequence[ParameterProfile]) -> Iterator[list[Param
 
 
 def by_rows(job: Job) -> frozenset[str]:
-    """Returns the names of dense gradients that are sparse by rows: they are sent as tables, which keep no residual."""
+    """Returns the names of dense gradients that are sent by rows, like tables, as most of their rows are zero.
+
+    They cannot be compressed: schemes that send rows have no error feedback.
+    """
     found = found_schemes(job.profiles, job.world_size, job.network, job.network.placement)
     return frozenset(name for name, scheme in found.items() if scheme.traits.layout is Layout.ROWS)
 

@@ -41,10 +41,13 @@ USUAL_SIZE = 314  # items; larger problems get budgets by the square of their si
 
 
 def search(problem: Problem, *, max_items: int | None = None, effort: float = 1.0) -> Solution:
-    """Returns the best plan found, within a few per mille of the optimum: 10 ms for 314 items, 0.2 s for 1000.
+    """Returns the best plan that the search finds, within a few per mille of the optimum.
+
+    It takes 10 ms for 314 items (gradients), 0.2 s for 1000.
 
     Args:
-        max_items: most items (gradients) of a part (bucket); 1 gives every item a part of its own.
+        problem: the gradients with their times and bytes, and the ways to exchange them.
+        max_items: most items of a part (bucket); 1 gives every item a part of its own.
         effort: factor on the amount of work, and so on time.
 
     Raises:
@@ -68,10 +71,13 @@ def search(problem: Problem, *, max_items: int | None = None, effort: float = 1.
 
 
 def best_of_all(problem: Problem, *, max_items: int | None = None) -> Solution:
-    """Returns the plan with the shortest step, simulating all possible ones: 5 million for 8 items and 6 options.
+    """Returns the plan with the shortest step by simulating all possible ones, so only for the smallest problems.
+
+    There are 5 million plans for 8 items (gradients) and 6 options (ways to exchange a bucket).
 
     Args:
-        max_items: most items (gradients) of a part (bucket); each part gets one of the options to exchange it.
+        problem: the gradients with their times and bytes, and the ways to exchange them.
+        max_items: most items of a part (bucket); each part gets one of the options.
 
     Raises:
         ValueError: if the constraints leave no plan.
@@ -126,7 +132,11 @@ def lower_bound(problem: Problem, upper_s: float, *, max_items: int | None = Non
 
 
 def player(problem: Problem) -> Callable[[Sequence[Part]], float]:
-    """Returns a function that simulates plans of this problem and returns their seconds: a fast `machine.step_s`."""
+    """Returns a function that simulates plans of this problem and returns the seconds of their training steps.
+
+    A plan is a sequence of `Part`, one for each bucket. The result is that of `machine.step_s`, but faster, as the
+    problem is converted once.
+    """
     if native is None:
         return functools.partial(step_s, problem)
     known = _native(problem)
@@ -135,7 +145,7 @@ def player(problem: Problem) -> Callable[[Sequence[Part]], float]:
 
 @dataclass(frozen=True)
 class Certificate:
-    """The seconds of a plan, and a lower bound of all plans' seconds."""
+    """The seconds of a plan's training step, and a lower bound of the seconds with any plan."""
 
     seconds: float
     bound_s: float
@@ -149,14 +159,23 @@ class Certificate:
 def certify(
     problem: Problem, solution: Solution, *, max_items: int | None = None, labels: int | None = None
 ) -> Certificate:
-    """Returns the solution's seconds together with a lower bound of all plans; arguments as in `lower_bound`."""
+    """Returns the seconds of the solution's plan together with a lower bound of the seconds of any plan.
+
+    Args:
+        problem: the problem that was solved.
+        max_items: most items (gradients) of a bucket in the plans that the bound is for; None: any number.
+        labels: effort of the bound, see `lower_bound`: a larger number gives a better bound in more time.
+    """
     bound_s = lower_bound(problem, solution.seconds, max_items=max_items, labels=labels)
     return Certificate(solution.seconds, bound_s)
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """A problem with large items cut into pieces, and the number of pieces of each original item."""
+    """A planning problem whose large items (gradients) were cut into pieces, each an item of `problem`.
+
+    `counts`: the number of pieces of each original item.
+    """
 
     problem: Problem
     counts: tuple[int, ...]  # number of pieces of each item
@@ -177,10 +196,12 @@ class Pieces:
 
 
 def split_items(problem: Problem, largest_bytes: float, whole: Collection[int] = ()) -> Pieces:
-    """Returns the problem with items cut into equal pieces of at most `largest_bytes`.
+    """Returns the planning problem with large items (gradients) cut into equal pieces of at most `largest_bytes`.
 
-    Pieces of an item become ready together and share its amounts (such as bytes) equally. Items that must be alone stay
-    whole, as do those in `whole`.
+    Pieces of an item become ready together and share its bytes, or other amounts, equally. Items that must be alone in
+    a bucket stay whole.
+
+    `whole`: indices of further items that stay whole.
 
     Raises:
         ValueError: if `largest_bytes` is not above 0.

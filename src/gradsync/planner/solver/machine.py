@@ -27,28 +27,36 @@ END = len(Resource)  # when the last part is done; in level DEFERRED, seconds of
 
 
 class Level(Enum):
-    """The treatment of followers (mostly decoding), which wait in no queue: charged at once, or after all transfers."""
+    """The ways in which approximate simulations treat decoding, and other tasks for which they have no queue.
+
+    CHARGED takes their resource's time at once, before they can begin; DEFERRED runs them after all transfers.
+    """
 
     CHARGED = "charged"
     DEFERRED = "deferred"
 
 
 def play(problem: Problem, parts: Sequence[Part]) -> list[Task]:
-    """Simulates a plan and returns its timeline; streams are the names of resources in lower case.
+    """Simulates a plan and returns its timeline: tasks with begin, end and stream, which is a resource in lower case.
 
-    Backward is in pieces, as demands interrupt it. Of demands that have waited equally long, the one of the earlier
-    part goes first, then the earlier one of its chain.
+    Backward is in pieces, as tasks of the exchange interrupt it. Of tasks that have waited equally long, the one of the
+    earlier bucket goes first, then the one that comes earlier in its bucket's chain.
+
+    `parts`: the buckets, each with consecutive items (gradients) and an option (way of exchange).
 
     Raises:
-        ValueError: if parts do not cover the items in order, join an item that must be alone, or take options
-            that their items may not.
+        ValueError: if the buckets do not cover the items in order, if an item that must be alone shares a bucket, or if
+            an item may not be exchanged by its bucket's option.
     """
     check_parts(problem, parts)
     return schedule(_activities(problem, parts))
 
 
 def step_s(problem: Problem, parts: Sequence[Part]) -> float:
-    """Simulates a plan; returns the seconds from backward's begin until it and all tasks of the parts have ended."""
+    """Simulates a plan; returns the seconds from backward's begin until it and all tasks of its buckets have ended.
+
+    `parts`: the buckets, each with consecutive items (gradients) and an option (way of exchange).
+    """
     return max((task.end_s for task in play(problem, parts)), default=0.0)
 
 
@@ -88,12 +96,21 @@ def _stream(resource: Resource) -> str:
 
 
 def deferred_s(problem: Problem, parts: Sequence[Part]) -> float:
-    """Returns the seconds of the step in MergeComp's model, where decoding waits for the last of all transfers."""
+    """Returns the seconds of a plan's step in MergeComp's model, where all decoding waits for the last transfer.
+
+    `parts`: the buckets, each with consecutive items (gradients) and an option (way of exchange).
+    """
     return recurrence_s(problem, parts, Level.DEFERRED)
 
 
 def recurrence_s(problem: Problem, parts: Sequence[Part], level: Level) -> float:
-    """Returns the approximate seconds of a plan's step; `level`: is decoding done at once, or after all transfers?"""
+    """Returns the approximate seconds of a plan's training step, by a recurrence that takes one bucket after another.
+
+    Args:
+        problem: the gradients with their times and bytes, and the ways to exchange them.
+        parts: the buckets, each with consecutive items (gradients) and an option (way of exchange).
+        level: whether decoding takes its resource's time at once (CHARGED) or follows all transfers (DEFERRED).
+    """
     check_parts(problem, parts)
     rows = [0.0] * ROWS
     for part in parts:
@@ -109,9 +126,15 @@ def recurrence_s(problem: Problem, parts: Sequence[Part], level: Level) -> float
 
 
 def matrix(problem: Problem, part: Part, level: Level) -> Matrix:
-    """Returns the (max,+) matrix that maps the times when resources are free before a part to those after it.
+    """Returns the (max,+) matrix that maps the times when resources are free before a bucket to those after it.
 
-    The matrix equals `advance`. `level`: whether decoding takes its resource's time at once, or after all transfers.
+    Resources are cores and kinds of links. `maxplus.apply` of the matrix and these times does what `advance` does for
+    this bucket, by additions and maxima.
+
+    Args:
+        problem: the gradients with their times and bytes, and the ways to exchange them.
+        part: the bucket: consecutive items (gradients) and an option (way of exchange).
+        level: whether decoding takes its resource's time at once (CHARGED) or follows all transfers (DEFERRED).
     """
     backward_s = sum(problem.gaps_s[part.start : part.stop])
     option, seconds = problem.options[part.option], problem.seconds(part.option, part.start, part.stop)
@@ -119,9 +142,10 @@ def matrix(problem: Problem, part: Part, level: Level) -> Matrix:
 
 
 def follows(option: Option) -> tuple[bool, ...]:
-    """Returns, for each demand of the option, whether it is a follower, for which recurrences simulate no queue.
+    """Returns, for each task of a way to exchange a bucket, whether approximate simulations have no queue for it.
 
-    Followers are demands on COMPUTE behind one elsewhere (decoding), and any but the first on each other resource.
+    These are tasks on backward's core (`COMPUTE`) behind a task elsewhere, mostly decoding, and all tasks but the first
+    on each other resource.
     """
     used: set[Resource] = set()
     found = []
@@ -142,10 +166,15 @@ def advance(
 ) -> list[Any]:
     """Returns when each resource (backward's core, another core, links) is free after one more bucket.
 
-    `backward_s` passes until the bucket is ready; then its scheme, `option`, takes `seconds` for each task in turn.
-    `rows`: the times before, by `Resource`, then the entry END, when all buckets are done; arrays of one element per
-    state if `larger` is numpy.maximum. In level CHARGED a follower (see `follows`, mostly decoding) takes its
-    resource's time at once; in DEFERRED its seconds are only added to END, which then is the sum of such seconds.
+    `backward_s` passes until the bucket is ready; then the way to exchange it, `option`, takes `seconds` for each of
+    its tasks in turn.
+
+    Args:
+        rows: the times before, by `Resource`, then the entry END, when all buckets are done; each entry may be an
+            array, of one element per state, if `larger` is numpy.maximum.
+        level: in CHARGED, a task that `follows` names (mostly decoding) takes its resource's time at once; in DEFERRED
+            its seconds are only added to END, which then is the sum of such seconds.
+        larger: the function that returns the larger of two entries of `rows`.
     """
     after = list(rows)
     ready = after[Resource.COMPUTE] = after[Resource.COMPUTE] + backward_s
@@ -167,10 +196,14 @@ def advance(
 
 
 def finish(rows: Sequence[Any], rest_s: float, level: Level, larger: Callable[[Any, Any], Any] = max) -> Any:
-    """Returns the seconds of the whole step, given when resources get free after the last part.
+    """Returns the seconds of the whole step, given when resources get free after the last bucket.
 
-    `rows`: these times by `Resource`, then the end of the last part, or in level DEFERRED the seconds of all followers
-    (decoding), which come after all else. `rest_s`: the seconds of backward after the last part is ready.
+    Args:
+        rows: the time when each resource (a core, or a kind of link) is free, by `Resource`; then the end of the last
+            bucket, or in level DEFERRED the seconds of all decoding, which then comes after all else.
+        rest_s: the seconds of backward after the last bucket is ready.
+        level: whether decoding takes its resource's time at once (CHARGED) or follows all transfers (DEFERRED).
+        larger: the function that returns the larger of two entries of `rows`.
     """
     if level is not Level.DEFERRED:
         return larger(rows[Resource.COMPUTE] + rest_s, rows[END])

@@ -16,7 +16,10 @@ NEVER = float("-inf")  # neutral element of max
 
 
 def identity(size: int) -> Matrix:
-    """Returns the (max,+) identity matrix: 0 on the diagonal, minus infinity elsewhere."""
+    """Returns the (max,+) identity matrix: 0 on the diagonal, minus infinity elsewhere.
+
+    In this algebra max stands for the sum of numbers, and + for their product.
+    """
     return tuple(tuple(0.0 if row == column else NEVER for column in range(size)) for row in range(size))
 
 
@@ -26,13 +29,20 @@ def apply(matrix: Matrix, rows: Sequence[float]) -> Vector:
 
 
 def multiply(later: Matrix, earlier: Matrix) -> Matrix:
-    """Returns the (max,+) product of two matrices, which applies `earlier` first and then `later`."""
+    """Returns the (max,+) product of two matrices: entry i, j is the largest of later[i][k] + earlier[k][j].
+
+    Applied to a vector, it does what `earlier` does and then what `later` does.
+    """
     columns = tuple(zip(*earlier, strict=True))
     return tuple([apply(columns, line) for line in later])
 
 
 def matrix_of(step: Callable[[list[float]], Sequence[float]], size: int) -> Matrix:
-    """Returns the matrix of a (max,+) linear function by applying it to unit vectors: one 0, else minus infinity."""
+    """Returns the matrix of a function of vectors that only adds constants and takes maxima, a recurrence's step.
+
+    Such a function is (max,+) linear, so it is applied to unit vectors: one 0, else minus infinity. `size`: the length
+    of vectors.
+    """
     columns = [step([0.0 if row == column else NEVER for row in range(size)]) for column in range(size)]
     return tuple(zip(*columns, strict=True))
 
@@ -40,8 +50,9 @@ def matrix_of(step: Callable[[list[float]], Sequence[float]], size: int) -> Matr
 class Product:
     """The (max,+) product of a sequence of matrices, the first applied first, updated when single ones change.
 
-    The matrices are steps of a recurrence. All operations take O(log n) matrix products: changing one step, merging
-    neighbouring steps into one, and applying the whole sequence, changed or not, to a state.
+    In this algebra max stands for the sum of numbers, and + for their product. The matrices are steps of a recurrence.
+    All operations take O(log n) matrix products: changing one step, merging neighbouring steps into one, and applying
+    the whole sequence, changed or not, to a state.
     """
 
     def __init__(self, steps: Sequence[Matrix]) -> None:
@@ -60,7 +71,10 @@ class Product:
         return self._count
 
     def after(self, rows: Sequence[float], start: int = 0, stop: int | None = None) -> Vector:
-        """Returns the vector that the matrices [start, stop) of the sequence make of `rows`."""
+        """Returns what the matrices [start, stop) of the sequence make of the vector `rows`, one after the other.
+
+        That is their (max,+) product with it: the state after these steps of a recurrence. `stop`: None for all.
+        """
         reached = tuple(rows)
         for node in self._cover(start, self._count if stop is None else stop):
             self._wake(node)
@@ -68,7 +82,10 @@ class Product:
         return reached
 
     def replace(self, start: int, stop: int, step: Matrix) -> None:
-        """Replaces the matrix at `start` by `step` and the others of [start, stop) by identities; so indices stay."""
+        """Replaces the matrices [start, stop) of the sequence by one, `step`, without changing other matrices' indices.
+
+        It stands at index `start`; the others of the range become identities.
+        """
         self._check(start, stop)
         changed = [self._leaves + start, *self._cover(start + 1, stop)]
         for node in changed:

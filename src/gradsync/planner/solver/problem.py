@@ -23,7 +23,7 @@ from math import inf, isfinite
 
 
 class Resource(IntEnum):
-    """A resource of the machine model, a core or a kind of link, which serves one demand (task) at a time."""
+    """A resource of the solver's machine model, a core or a kind of link, which serves one task (demand) at a time."""
 
     COMPUTE = 0  # where backward runs: its thread, or the GPU's stream
     OFFLOAD = 1
@@ -33,10 +33,9 @@ class Resource(IntEnum):
 
 @dataclass(frozen=True)
 class Curve:
-    """A function from an amount, such as bytes, to seconds, which never falls and is linear between knots.
+    """A function from an amount, such as bytes, to seconds: linear between its knots (amount, seconds), never falling.
 
-    Beyond the last knot it goes on as between the last two. Amount 0 takes the first knot's seconds, the cost of a
-    call.
+    Beyond the last knot it goes on as between the last two. The first knot has amount 0 and the cost of a call.
     """
 
     amounts: tuple[float, ...]
@@ -54,12 +53,15 @@ class Curve:
 
     @classmethod
     def linear(cls, call_s: float, unit_s: float) -> Curve:
-        """Returns a curve of `call_s` plus `unit_s` for every unit of the amount."""
+        """Returns a function from an amount, such as bytes, to seconds: `call_s` plus `unit_s` for every unit."""
         return cls((0.0, 1.0), (call_s, call_s + unit_s))
 
     @classmethod
     def knee(cls, call_s: float, unit_s: float, knee: float) -> Curve:
-        """Returns a curve of `call_s` up to the amount `knee`, then `unit_s` more for every further unit."""
+        """Returns a function from an amount, such as bytes, to seconds that rises only beyond the amount `knee`.
+
+        It is `call_s` up to there, then `unit_s` more for every further unit.
+        """
         return cls((0.0, knee, knee + 1.0), (call_s, call_s, call_s + unit_s))
 
     def __call__(self, amount: float) -> float:
@@ -70,9 +72,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class Demand:
-    """One task of a part (bucket) on one resource: takes `curve(x)` seconds, with x the sum of its items' `amounts`.
+    """One task of exchanging a bucket on one resource; it takes `curve(x)` seconds, x being the sum of `amounts`.
 
-    `amounts` has one entry per item of the problem; None stands for the items' bytes.
+    `amounts` has one entry for each item (gradient) of the problem, and those of the bucket's items are added; None
+    stands for the items' bytes.
     """
 
     resource: Resource
@@ -82,7 +85,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class Option:
-    """A way to exchange a part (a bucket): a chain of tasks (`Demand`), each of which waits for the one before it."""
+    """A way to exchange a bucket: a chain of tasks (`Demand`), each of which waits for the one before it."""
 
     name: str
     chain: tuple[Demand, ...]
@@ -90,13 +93,14 @@ class Option:
 
 @dataclass(frozen=True)
 class Problem:
-    """Items (gradients) in the order in which they become ready, and the options to exchange them.
+    """A planning problem in numbers: items (gradients) in the order in which they get ready, and ways to exchange them.
 
     Attributes:
         gaps_s: seconds of backward from the readiness of item i-1, or the begin, to that of item i.
         nbytes: dense bytes of each item.
-        allowed: indices of options that each item may take; a part may take what all of its items may. None: all.
-        alone: whether each item must be the only one of its part. None: none must.
+        options: ways to exchange a bucket.
+        allowed: indices of options that each item may take; a bucket may take what all of its items may. None: all.
+        alone: whether each item must be the only one of its bucket. None: none must.
         rest_s: seconds of backward after the last item is ready.
     """
 
@@ -127,17 +131,26 @@ class Problem:
         return len(self.gaps_s)
 
     def seconds(self, option: int, start: int, stop: int) -> list[float]:
-        """Returns the seconds of each demand (task) of the option for a bucket of the items [start, stop)."""
+        """Returns the seconds of each task of a way to exchange the bucket that consists of items [start, stop).
+
+        `option`: index of the way in `options`. Items are gradients.
+        """
         return [demand.curve(self.amount(demand, start, stop)) for demand in self.options[option].chain]
 
     def amount(self, demand: Demand, start: int, stop: int) -> float:
-        """Returns the argument of `demand.curve`: the bytes (or `demand.amounts` if given) of items [start, stop)."""
+        """Returns the amount that `demand.curve` turns into seconds for a bucket of items (gradients) [start, stop).
+
+        It is the sum of the items' bytes, or of `demand.amounts` if the task has its own.
+        """
         return sum((self.nbytes if demand.amounts is None else demand.amounts)[start:stop])
 
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive items [start, stop) that share a bucket, exchanged by the option with index `option`."""
+    """A bucket in a search: consecutive items (gradients) [start, stop), and the index of the option to exchange it.
+
+    An option is a way of exchange among those of the `Problem`.
+    """
 
     start: int
     stop: int
@@ -146,14 +159,17 @@ class Part:
 
 @dataclass(frozen=True)
 class Solution:
-    """Parts that cover all items in order, and the seconds from backward's begin until it and all tasks have ended."""
+    """A solution of a planning problem: buckets (`parts`) that cover all items (gradients) in order, and its seconds.
+
+    The seconds pass from the begin of backward until it and all tasks of the exchange have ended.
+    """
 
     parts: tuple[Part, ...]
     seconds: float
 
 
 def layerwise(problem: Problem, option: int) -> tuple[Part, ...]:
-    """Returns a plan with one part (bucket) for each item, all with the same option."""
+    """Returns the plan with a bucket for each item (gradient), all exchanged by the option with index `option`."""
     return tuple(Part(number, number + 1, option) for number in range(problem.size))
 
 

@@ -28,7 +28,14 @@ Weights = tuple[float, ...]  # one weight per resource
 
 @dataclass(frozen=True)
 class Settings:
-    """The limits of a search: how much work it may do, and which plans it may consider."""
+    """The limits of a search: how many plans it may weigh and simulate, and how many gradients a bucket may have.
+
+    Attributes:
+        max_items: most items (gradients) of a bucket.
+        positions: number of places between items at which the first phase of the search may cut.
+        transitions: most partial plans that the first phase may make.
+        demands: most tasks in all simulated plans together.
+    """
 
     max_items: int  # most items of a part
     positions: int  # number of positions between items at which label setting may cut
@@ -37,14 +44,14 @@ class Settings:
 
 
 def find(problem: Problem, settings: Settings) -> Solution:
-    """Returns the best plan found, or a solution without parts where the constraints allow no plan."""
+    """Returns the best plan found; a solution without buckets (`parts`) where the constraints allow no plan."""
     if problem.size == 0:
         return Solution((), problem.rest_s)
     return _Search(problem, settings).run()
 
 
 def exhaust(problem: Problem, max_items: int) -> Solution:
-    """Returns the best of all plans with at most `max_items` items in a part, by simulating each one."""
+    """Returns the best of all plans with at most `max_items` items (gradients) in a bucket, by simulating each one."""
     prices = _Prices(problem)
     best = Solution((), NEVER)
 
@@ -65,19 +72,25 @@ def exhaust(problem: Problem, max_items: int) -> Solution:
 
 
 def lead_of(option: Option) -> int:
-    """Returns how many demands on COMPUTE stand at the beginning of the option's chain."""
+    """Returns how many tasks on backward's core (`COMPUTE`) come first in a way to exchange a bucket.
+
+    They are mostly encoding; tasks elsewhere, such as transfers, follow them.
+    """
     links = [place for place, demand in enumerate(option.chain) if demand.resource is not Resource.COMPUTE]
     return links[0] if links else len(option.chain)
 
 
 def turns_of(option: Option) -> list[int]:
-    """Returns, for each demand of the chain, how many demands on the same resource stand before it."""
+    """Returns, for each task of a way to exchange a bucket, how many earlier ones are on the same resource."""
     resources = [demand.resource for demand in option.chain]
     return [resources[:place].count(resource) for place, resource in enumerate(resources)]
 
 
 def weights_of(problem: Problem) -> list[Weights]:
-    """Returns rows of weights, one weight per resource, with sum 1: by each row loads of resources are averaged."""
+    """Returns rows of weights, by which the search adds up how long each resource is busy.
+
+    A row has one weight for each resource, and its sum is 1.
+    """
     present = {demand.resource for option in problem.options for demand in option.chain}
     used = [resource for resource in Resource if resource is Resource.COMPUTE or resource in present]
     rows = [tuple(float(other is resource) for other in Resource) for resource in used]
@@ -578,9 +591,12 @@ def _parts(label: _Label, places: Sequence[int]) -> list[Part]:
 
 
 def lower_bound(problem: Problem, upper_s: float, max_items: int) -> float:
-    """Returns a lower bound, in seconds, of any plan's step, `upper_s` at most.
+    """Returns a lower bound, in seconds, of the training step with any plan; `upper_s` at most.
 
-    For each item, one list of lower bounds of times is kept, which holds for all plans of the items up to this one.
+    For each item (gradient), one list of lower bounds of times is kept, which holds for all plans of the items up to
+    it.
+
+    `max_items`: most items of a bucket.
     """
     if not problem.size:
         return problem.rest_s

@@ -1,0 +1,175 @@
+"""The other ranks, as an engine talks to them between its steps and beside the exchange of gradients.
+
+Whatever ranks tell each other besides gradients goes through `Peers`: one at a time, with errors that name what it was
+for and the step. Where one rank fails, all synchronisation stops, and the other ranks are told why.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, NoReturn, TypeVar
+
+import torch
+
+from ..comm import CallingThread, Group, GroupError, JobThread, gather_bytes, waiting_at
+from ..devices.streams import COMMUNICATION, Streams
+
+T = TypeVar("T")
+
+
+class Peers:
+    """The ranks of one group, which answer until one of them fails or this one closes the group.
+
+    Args:
+        group: the ranks.
+        device: where gradients are; the communication thread works on it.
+        streams: those of the device.
+        timeout_s: how long to wait for the others.
+        step: returns the number of the training step, which errors name.
+
+    Attributes:
+        turn: a lock, held by whoever uses the group.
+        thread: the communication thread, which issues the operations of steps.
+        failure: why all synchronisation has stopped; None: it has not.
+    """
+
+    thread: CallingThread | JobThread
+
+    def __init__(
+        self,
+        group: Group,
+        device: torch.device,
+        streams: Streams,
+        *,
+        timeout_s: float,
+        step: Callable[[], int],
+    ) -> None:
+        self.group = group
+        self.timeout_s = timeout_s
+        self.turn = threading.Lock()
+        self.failure: RuntimeError | None = None
+        self.is_closed = False
+        self._device = device
+        self._streams = streams
+        self._step = step
+        self._asides: list[Future[Any]] = []  # what the communication thread does before the exchange
+
+    def start(self) -> None:
+        """Starts the communication thread, unless the calling thread issues the group's operations."""
+        alone = self.group.on_calling_thread
+        self.thread = CallingThread() if alone else JobThread("gradsync", self._device, owner=self)
+
+    def close(self) -> None:
+        """Ends the communication thread and closes the group; nobody is talked to any more."""
+        self.is_closed = True
+        self.thread.stop()
+        self.group.close()
+
+    def call(self, what: str, function: Callable[[Group], Any]) -> Any:
+        """Returns `function(group)`, called while no other thread uses the group.
+
+        Raises:
+            GroupError: when another rank died, stopped answering or failed, naming `what` and the step.
+        """
+        self.require_working()
+        place = f"{what}, step {self._step()}"
+        try:
+            with self.turn, waiting_at(lambda: place):
+                return function(self.group)
+        except GroupError as error:
+            placed = error.at(place)
+            self.fail(placed)
+            raise placed from None
+        except BaseException as error:  # an interruption leaves the others in the middle of it, too
+            self.fail(f"{place}: {said(error)}")
+            raise
+
+    def aside(self, job: Callable[[Group], T]) -> Future[T]:
+        """Runs `job(group)` on the communication thread before the exchange of the step under way.
+
+        Nothing else uses the group meanwhile, so all ranks must give a job with the same collectives, before any
+        gradient of the step is loaded, or later where a step listener delays the exchange to the end of backward.
+        `Engine.finish` waits for the job, and raises its errors.
+        """
+        done: Future[T] = Future()
+        begun = self._streams.record()
+
+        def run() -> None:
+            try:
+                with self.turn, torch.no_grad(), self._streams.on(COMMUNICATION):
+                    begun.wait()
+                    done.set_result(job(self.group))
+            except BaseException as error:  # raised again where the result is asked for
+                done.set_exception(error)
+
+        self._asides.append(done)
+        self.thread.submit(run)
+        return done
+
+    def begin_step(self) -> None:
+        """Forgets the asides of the step before."""
+        self._asides = []
+
+    def end_asides(self) -> None:
+        """Waits for what was given to `aside` in the step under way, and raises its errors."""
+        for aside in self._asides:
+            aside.result()
+
+    def agree(self, what: str, problem: Exception | None, alike: str = "") -> None:
+        """Raises on every rank if some rank has a problem, or if `alike` differs between ranks. Collective.
+
+        It raises this rank's own problem, else that of the first rank with one. The engine can go on afterwards.
+        """
+        text = "" if problem is None else str(problem) or repr(problem)
+        message = f"{alike}\0{text}".encode()
+        told = self.call(what, lambda group: gather_bytes(group, message, self.timeout_s))
+        if problem is not None:
+            raise problem
+        parts = [theirs.decode().partition("\0") for theirs in told]
+        for rank, (_, _, theirs) in enumerate(parts):
+            if theirs:
+                raise RuntimeError(f"{what}: rank {rank} could not: {theirs}")
+        if len({theirs for theirs, _, _ in parts}) > 1:
+            by_rank = ", ".join(f"{theirs} on rank {rank}" for rank, (theirs, _, _) in enumerate(parts))
+            raise ValueError(f"{what}: the ranks differ: {by_rank}")
+
+    def tell(self, what: str, mine: Any) -> list[Any]:
+        """Sends a JSON value to all ranks; returns the values of all ranks, by rank."""
+        content = json.dumps(mine).encode()
+        parts = self.call(what, lambda group: gather_bytes(group, content, self.timeout_s))
+        return [json.loads(part) for part in parts]
+
+    def fail(self, why: str | BaseException) -> None:
+        """Stops all synchronisation from now on and tells the other ranks why; a GroupError names the cause itself."""
+        if self.failure is None:
+            text = why if isinstance(why, str) else said(why)
+            ranks = why.ranks if isinstance(why, GroupError) else None
+            self.failure = RuntimeError(text) if ranks is None else GroupError(text, ranks)
+            self.group.announce_failure(text, ranks)
+
+    def stop(self, why: str) -> NoReturn:
+        """Stops all synchronisation as `fail` does, and raises RuntimeError with the same text."""
+        self.fail(why)
+        raise RuntimeError(why)
+
+    def failed_alike(self, error: RuntimeError) -> None:
+        """Stops all synchronisation for an error that all ranks raise alike, so that none needs to be told."""
+        self.failure = self.failure or error
+
+    def require_working(self) -> None:
+        """Raises RuntimeError, or GroupError where ranks were lost, if synchronisation has stopped or was closed."""
+        if self.is_closed:
+            raise RuntimeError("gradsync was detached from this model; attach again on every rank")
+        if self.failure is not None:
+            why = f"gradient synchronisation stopped earlier: {self.failure}; detach() and attach again on every rank"
+            if isinstance(self.failure, GroupError):
+                raise GroupError(why, self.failure.ranks)
+            raise RuntimeError(why)
+
+
+def said(error: BaseException) -> str:
+    """Returns the error's text, or its class name where there is none, as for KeyboardInterrupt."""
+    return str(error) or type(error).__name__

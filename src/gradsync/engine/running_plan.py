@@ -1,0 +1,207 @@
+"""The plan that an engine runs, with its buckets: how the next plan replaces it, and what it has exchanged so far."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..comm import JobThread
+from ..comm.network_cost import network_cost
+from ..costs.forecast import forecast
+from ..costs.timeline import Task
+from ..devices.streams import OFFLOAD, Streams
+from ..plans.plan import Plan, describe
+from ..tensors.bucket import TensorSpec
+from .bucket_run import BucketRun, BucketRuns, BucketStatistics
+from .observation import Observer
+from .peers import Peers
+from .plan_control import PlanController
+from .step_times import TimedSteps
+from .totals import Totals
+
+logger = logging.getLogger(__name__)
+
+
+class RunningPlan:
+    """The plan in force and the runs of its buckets; between steps the next plan of the controller takes its place.
+
+    Args:
+        controller: chooses plans.
+        observer: knows the densities of gradients.
+        peers: the other ranks.
+        parameters: by name.
+        specs: their shapes and element types.
+        device: where gradients are.
+        streams: those of the device.
+
+    Attributes:
+        plan: the plan in force.
+        runs: its buckets.
+        times: of the steps so far.
+    """
+
+    def __init__(
+        self,
+        controller: PlanController,
+        observer: Observer,
+        peers: Peers,
+        parameters: Mapping[str, Tensor],
+        specs: Mapping[str, TensorSpec],
+        *,
+        device: torch.device,
+        streams: Streams,
+    ) -> None:
+        self._controller, self._observer, self._peers = controller, observer, peers
+        self._specs = specs
+        # The ranks agreed on these shapes and strides: a memory format that changes later changes no message.
+        self._templates = {name: torch.empty_like(p, device="meta") for name, p in parameters.items()}
+        self._device, self._streams = device, streams
+        self._other_core: JobThread | None = None  # for what a plan offloads
+        self._earlier = Totals()  # of the plans that were replaced
+        self._final: list[BucketStatistics] | None = None  # when the engine was closed
+        self.times = TimedSteps()
+        self.plan, self.runs = controller.plan, BucketRuns()
+        self._adopt(controller.plan)
+        self.announce()
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the next step begins with another plan; gradients must leave these buckets' memory before."""
+        return self._controller.plan is not self.plan
+
+    @property
+    def settled(self) -> bool:
+        """Whether trials of plans and measurements are over, so that the plan stays."""
+        return self._controller.settled and not self.is_outdated
+
+    @property
+    def offloads(self) -> bool:
+        """Whether there is a thread for another core, as a plan has needed one."""
+        return self._other_core is not None
+
+    def offload(self, job: Callable[[], None]) -> None:
+        """Runs a job on the thread for another core, on the stream for offloaded work."""
+        assert self._other_core is not None
+
+        def run() -> None:
+            with self._streams.on(OFFLOAD):
+                job()
+
+        self._other_core.submit(run)
+
+    # How one plan follows another.
+
+    def change(self) -> None:
+        """Replaces the buckets by those of the controller's plan and moves schemes' state into them. Collective.
+
+        Raises:
+            ValueError: for state that the plan's schemes cannot keep; state is then torn.
+        """
+        kept, state = self.runs.have_state, list(self.runs.state_slices())
+        self._adopt(self._controller.plan)
+        if kept:
+            self.runs.inherit(state)
+            self.agree_on_carried()
+
+    def replace(self, runs: BucketRuns) -> None:
+        """Makes the controller's plan the one in force, with these runs of its buckets, which have no state yet."""
+        self._leave()
+        self.plan, self.runs = self._controller.plan, runs
+        self.announce()
+
+    def runs_of(self, plan: Plan) -> BucketRuns:
+        """Allocates and returns the plan's buckets; called on all ranks at once, as schemes may make process groups."""
+        runs = BucketRuns(
+            BucketRun.make(bucket.bucket(self._specs), bucket.scheme, self._templates, self._device, self._peers.group)
+            for bucket in plan.buckets
+        )
+        if self._other_core is None and runs.offload:
+            self._other_core = JobThread("gradsync offload", self._device, torch_threads=1, owner=self)
+        return runs
+
+    def agree_on_carried(self) -> None:
+        """Lets all ranks know which buckets send residuals of a former plan on some rank. Collective."""
+        timeout_s = self._peers.timeout_s
+
+        def gather(mine: Tensor) -> list[Tensor]:
+            mine = mine.to(self._device)
+            found: list[Tensor] = self._peers.call(
+                "carried residuals", lambda group: group.all_gather(mine).wait(timeout_s)
+            )
+            return found
+
+        self.runs.agree_on_carried(gather)
+
+    def _adopt(self, plan: Plan) -> None:
+        self._leave()
+        self.plan = plan
+        self.runs = BucketRuns()  # the old buckets' memory is free before the new ones take theirs
+        self.runs = self.runs_of(plan)
+
+    def _leave(self) -> None:
+        """Adds the statistics of the plan in force to the sums over all plans, as its buckets are replaced."""
+        self.times.read()  # of steps that keep the old buckets
+        if len(self.runs):
+            sums = self._earlier.plus(self._statistics())
+            self._earlier = replace(sums, plan_changes=sums.plan_changes + 1)
+
+    def close(self) -> None:
+        """Lets the buckets' memory go; gradients keep what they live in. Statistics stay as they are now."""
+        self.times.read_ended()
+        self._final = self._statistics()  # without what a device that hangs has not ended
+        if self._other_core is not None:
+            self._other_core.stop()
+        self.runs = BucketRuns()
+
+    # What is told of it.
+
+    def statistics(self) -> list[BucketStatistics]:
+        """Returns each bucket's bytes and times so far, or until the engine was closed."""
+        if self._final is not None:
+            return self._final
+        self.times.read()
+        return self._statistics()
+
+    def _statistics(self) -> list[BucketStatistics]:
+        return [run.statistics(self._observer.profiles) for run in self.runs]
+
+    def totals(self) -> Totals:
+        """Returns the sums of bytes and times so far, over all plans; comparisons of parameters are not counted."""
+        return self._earlier.plus(self.statistics())
+
+    def timeline(self) -> list[Task]:
+        """Returns the tasks of the last step, each on one of five streams.
+
+        Streams are "compute" (backward, and schemes' work on the thread of backward), "offload" (work on another core
+        or the host), "kernel" (other work), "link" (operations in flight) and "wait".
+        """
+        self.times.read()
+        return list(self.times.timeline)
+
+    def predicted_timeline(self, step: int) -> list[Task]:
+        """Returns a forecast of training step `step` from the plan, the last ready times and the measured network.
+
+        Empty before the first step, while densities are unknown, and where the network was not measured.
+        """
+        known = self.runs.expected_steps(self._observer.profiles, step)
+        group = self._peers.group
+        link_cost = network_cost(group)
+        self.times.read()
+        if self.times.ready_s.keys() != known.keys() or link_cost is None:
+            return []
+        cost = self._controller.measured_cost or link_cost
+        return forecast(self.plan.order, known, self.times.ready_s, cost, group.placement)
+
+    def words(self) -> list[str]:
+        """Returns a description of the plan in words, one line per bucket."""
+        known = {p.name: p.density.density for p in self._observer.profiles.values() if p.density}
+        return describe(self.plan, self._specs, known)
+
+    def announce(self) -> None:
+        """Logs the plan in words."""
+        for line in self.words():
+            logger.info("%s", line)
