@@ -143,7 +143,7 @@ def is_gone() -> bool:
     known = weakref.ref(net)
     del net
     gc.collect()
-    return known() is None and engine._closed
+    return known() is None and engine.peers.is_closed
 
 
 def test_a_model_is_not_kept_alive(world: World) -> None:

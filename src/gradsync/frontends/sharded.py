@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..devices.streams import Event, streams_of
-from ..engine.engine import LOADING, Engine
+from ..engine.engine import Engine
+from ..engine.engine_state import LOADING
 from ..engine.guard import ParameterGuard, Verification
 from ..engine.step_listener import active
 from ..optim.momentum import MomentumCheck
@@ -171,12 +172,14 @@ class ShardedGradients:
             self._any_shard(True)
             raise
         if self._any_shard(False):
-            self._fail("ranks with another shard could not load their state, so that this one goes no further")
+            self._engine.peers.stop(
+                "ranks with another shard could not load their state, so that this one goes no further"
+            )
 
     def _is_anywhere(self, here: bool) -> bool:
         """Returns whether `here` is True on some rank of the model. Collective, between steps."""
         engine, mine = self._engine, torch.tensor([int(here)], device=self._engine.device)
-        told = engine.call(LOADING, lambda group: group.all_gather(mine).wait(engine.timeout_s))
+        told = engine.peers.call(LOADING, lambda group: group.all_gather(mine).wait(engine.timeout_s))
         return self._any_shard(any(bool(each.item()) for each in told))
 
     def _any_shard(self, here: bool) -> bool:
@@ -217,7 +220,7 @@ class ShardedGradients:
         if not self._engine.in_step or torch._C._current_graph_task_id() != self._task:
             self._begin()
         if number in self._stages:
-            self._fail(
+            self._engine.peers.stop(
                 f"{group.name!r} got gradients twice in one backward, as its forward ran twice before it and unused "
                 "parameters get zeros, which is not supported yet: leave out "
                 "set_reduce_scatter_unused_params(True), or put both calls into one forward of an FSDP module around it"
@@ -240,7 +243,7 @@ class ShardedGradients:
         reduced, self._reduced = self._reduced, []
         lengths = [parameter.padded_numel for parameter in reduced]
         if sum(lengths) != flat.numel():
-            self._fail(
+            self._engine.peers.stop(
                 f"FSDP reduced {flat.numel()} elements for {group.name!r}, and {sum(lengths)} were expected: torch "
                 f"{torch.__version__} lays gradients out in another way than gradsync knows"
             )
@@ -248,12 +251,12 @@ class ShardedGradients:
         for parameter, part in zip(reduced, flat.split(lengths), strict=True):
             name, local = self._names.get(id(parameter)), parameter.local
             if name is None and id(parameter) in self._frozen:
-                self._fail(
+                self._engine.peers.stop(
                     f"a parameter of {group.name!r} was frozen when gradsync was attached, and is not averaged between "
                     "replicas; detach() first, then attach again"
                 )
             if name is not None and parameter.parameter._post_accumulate_grad_hooks:
-                self._fail(AFTER_ACCUMULATION.format(name=name))
+                self._engine.peers.stop(AFTER_ACCUMULATION.format(name=name))
             found.append(_Slice(name, parameter, part[: local.numel()].view(local.shape)))
         return found
 
@@ -267,17 +270,19 @@ class ShardedGradients:
 
     def _begin(self) -> None:
         if is_nested_backward():
-            self._fail(REENTRANT)
+            self._engine.peers.stop(REENTRANT)
         model = self._model()
         if self._plan is None and model is not None and len(groups_of(model)) != len(self._groups):
-            self._fail("fully_shard() was applied to a further module after attach(): attach when all modules have it")
+            self._engine.peers.stop(
+                "fully_shard() was applied to a further module after attach(): attach when all modules have it"
+            )
         self._look_at_parameters()
         self._task = torch._C._current_graph_task_id()
         self._engine.begin(rounds=self._rounds.number)
         if self._plan is not self._engine.plan:
             self._plan = self._engine.plan
             if why := why_not_plan(self._plan):
-                self._fail(why)
+                self._engine.peers.stop(why)
         self._fresh.clear()
         self._stages.clear()
         at_end_of_backward(self._end, self._engine)  # behind FSDP's own callback, which reduces what is left
@@ -318,14 +323,14 @@ class ShardedGradients:
         if not step.concerns(self._ids):
             return
         if is_backward() and self._engine.in_step:
-            self._fail(
+            self._engine.peers.stop(
                 "an optimiser stepped inside backward (in a hook?), by gradients that were not averaged yet: let it "
                 "step when backward has ended"
             )
         try:
             self.check_momentum(step.optimizer)
         except ValueError as error:
-            self._engine.fail(error)  # settings may differ by rank: the other ranks would wait for this one
+            self._engine.peers.fail(error)  # settings may differ by rank: the other ranks would wait for this one
             raise
         if not step.has_closure:  # whose backward is yet to come
             self._count_round(step)
@@ -349,13 +354,11 @@ class ShardedGradients:
         for name, shard in self._shards.items():
             local = shard.local
             if local.shape != self._engine.specs[name].shape:
-                self._fail(f"the shard of {name!r} has another shape than when gradsync was attached: attach again")
+                self._engine.peers.stop(
+                    f"the shard of {name!r} has another shape than when gradsync was attached: attach again"
+                )
             if local.data_ptr() != self._engine.parameters[name].data_ptr():
                 self._engine.parameters[name] = _alias(local)
-
-    def _fail(self, why: str) -> NoReturn:
-        self._engine.fail(why)
-        raise RuntimeError(why)
 
 
 def stand_ins(shards: Mapping[str, ShardedParameter], groups: Sequence[ParameterGroup]) -> dict[str, nn.Parameter]:
@@ -379,7 +382,7 @@ def watch_shards(engine: Engine, shards: Mapping[str, ShardedParameter], verific
         engine.parameters[name] = _alias(shard.local)
     verification = verification if engine.group.size > 1 else Verification(every=0)
     # The engine has one set of tensors for specs and guard; only with mixed precision do these differ.
-    engine._guard = ParameterGuard(engine.parameters, verification, engine.call, timeout_s=engine.timeout_s)
+    engine._guard = ParameterGuard(engine.parameters, verification, engine.peers.call, timeout_s=engine.timeout_s)
 
 
 def why_not_plan(plan: Plan) -> str:
