@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradsync
 from gradsync import Plan
 from gradsync.devices import streams
+from gradsync.frontends.agreement import FSDP, PART_IN_SHARDS
 from gradsync.schemes import AllReduce
 from gradsync.tensors.bucket import TensorSpec, trainable_parameters
 from tests.frontends.models import Checkpointed, HiddenTable, Perceptron, Tables
@@ -196,8 +197,8 @@ def attach_wrongly(kind: str) -> str:
         ("incomplete", "ValueError: the plan leaves elements [0, 1) of 'scale' out; every parameter needs a bucket"),
         ("complex", "ValueError: 'wave' is complex (torch.complex64), which is not supported; exclude it"),
         ("exclude", "ValueError: exclude names 'layer.*', which no parameter or buffer of the model matches"),
-        ("fsdp", "RuntimeError: FSDP models are not supported yet: FSDP synchronises its gradients itself"),
-        ("fully_shard", "RuntimeError: FSDP models are not supported yet: FSDP synchronises its gradients itself"),
+        ("fsdp", f"RuntimeError: {FSDP}"),
+        ("fully_shard", f"RuntimeError: {PART_IN_SHARDS}"),
         ("dtensor", "RuntimeError: 'sharded' is a DTensor (FSDP2 or tensor parallel), which is not supported yet"),
     ],
 )

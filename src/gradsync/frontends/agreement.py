@@ -41,6 +41,15 @@ PARAMETERS = "attach() with a plan of parameters"
 PLANNING = "attach() with an AveragingPlanner"
 HOOK = "attach() behind a DDP model"
 
+FSDP = (
+    "FSDP models are not supported yet: FSDP synchronises its gradients itself (a model whose root fully_shard() was "
+    "applied to is supported, by gradsync.attach)"
+)
+PART_IN_SHARDS = (
+    "FSDP models are not supported yet in this place: a part of the model is in shards; apply fully_shard() to the "
+    "whole model at the end, and give that to gradsync.attach, with a plan of gradients"
+)
+
 _attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _attached_parameters = WeakIdKeyDictionary()  # keys only; two engines that write one gradient would race
 
@@ -61,6 +70,7 @@ def agreed_engine(
     in_backward: bool = False,
     verification: Verification,
     communicator: Communicator = "own",
+    parameters: Mapping[str, nn.Parameter] | None = None,
 ) -> Iterator[tuple[Engine, dict[str, nn.Parameter]]]:
     """Yields a new engine, which exchanges tensors, and the parameters that it synchronises, by name. Collective.
 
@@ -81,27 +91,29 @@ def agreed_engine(
         in_backward: all ranks call this inside a backward, as DDP's hook does.
         verification: how ranks compare parameters during training.
         communicator: as in `gradsync.attach`, the same on all ranks.
+        parameters: tensors in place of the model's own, by name, which the caller has examined (those of a model in
+            shards); None: the parameters that `parameters_of` finds.
 
     Raises:
         RuntimeError, ValueError, GroupError: as `gradsync.attach`.
     """
     settings = f"{settings}, timeout={timeout_s:g}, {verification}"
-    parameters: dict[str, nn.Parameter] = {}
+    found: dict[str, nn.Parameter] = {}
     engines: list[Engine] = []
 
     def build() -> Engine:
         engines.append(
             Engine(
-                {**parameters, **(also or {})},
+                {**found, **(also or {})},
                 group,
                 plan,
                 timeout_s=timeout_s,
-                sparse_names=_sparse_tables(unwrapped(model)),
+                sparse_names=sparse_tables(unwrapped(model)),
                 verification=verification,
             )
         )
         if optimizer is not None:
-            MomentumCheck(parameters).check(engines[0].plan, optimizer)
+            MomentumCheck(found).check(engines[0].plan, optimizer)
         return engines[0]
 
     def close() -> None:
@@ -110,16 +122,17 @@ def agreed_engine(
     with ExitStack() as undo:
         group = group_of(process_group, timeout_s, what, device_of(model), communicator)
         undo.callback(close)
-        warn_if_alone(process_group)
+        if parameters is None:  # the caller knows better who should be there
+            warn_if_alone(process_group)
         with announcing(group, what):
-            examine = partial(_examine, model, plan, exclude, group.size, refusal, also or {}, in_backward)
-            parameters = _agree(group, examine, partial(_texts, model, plan, exclude, settings), timeout_s)
+            examine = partial(_examine, model, plan, exclude, group.size, refusal, also or {}, in_backward, parameters)
+            found = _agree(group, examine, partial(_texts, model, plan, exclude, settings), timeout_s)
             engine = _agree(group, build, lambda engine: {"plans": engine.plan.to_json()}, timeout_s)
         engine.follow()
-        undo.callback(forget, list(model.modules()), list(parameters.values()))
+        undo.callback(forget, list(model.modules()), list(found.values()))
         _attached.update(model.modules())
-        _attached_parameters.update({p: True for p in parameters.values()})
-        yield engine, parameters
+        _attached_parameters.update({p: True for p in found.values()})
+        yield engine, found
         undo.pop_all()
 
 
@@ -207,6 +220,7 @@ def _examine(
     refusal: str,
     also: Mapping[str, Tensor],
     in_backward: bool,
+    given: Mapping[str, nn.Parameter] | None,
 ) -> dict[str, nn.Parameter]:
     """Returns the parameters to synchronise, by name; raises if model, plan or settings are wrong on this rank."""
     if refusal:
@@ -217,7 +231,7 @@ def _examine(
         )
     if not in_backward and torch._C._current_graph_task_id() != -1:
         raise RuntimeError("attach() was called during backward; call it before the forward of a step")
-    parameters = parameters_of(model, exclude)
+    parameters = parameters_of(model, exclude) if given is None else dict(given)
     if isinstance(plan, Plan):
         specs = {name: TensorSpec.of(p) for name, p in {**parameters, **also}.items()}
         plan.check(specs, world_size, next((p.device.type for p in parameters.values()), None))
@@ -232,13 +246,11 @@ def parameters_of(model: nn.Module, exclude: Sequence[str]) -> dict[str, nn.Para
             shards (FSDP), or parameters have no values.
         ValueError: for complex parameters and those on several devices, and for a pattern in `exclude` without a match.
     """
-    if any(module in _attached for module in model.modules()):
-        raise RuntimeError(
-            "gradsync is attached to this model, or to a part of it, already; call detach() on it first "
-            "(gradsync.attachment_of(model) returns it)"
-        )
-    if any("FullyShardedDataParallel" in c.__name__ or c.__name__ == "FSDPModule" for c in _classes(model)):
-        raise RuntimeError("FSDP models are not supported yet: FSDP synchronises its gradients itself")
+    require_unattached(model)
+    if any("FullyShardedDataParallel" in c.__name__ for c in _classes(model)):
+        raise RuntimeError(FSDP)
+    if any(c.__name__ == "FSDPModule" for c in _classes(model)):
+        raise RuntimeError(PART_IN_SHARDS)
     if isinstance(model, DistributedDataParallel) and getattr(model, "skip_all_reduce_unused_params", False):
         raise ValueError(  # and so does the end of the step, behind the last bucket
             "the model is in DistributedDataParallel(skip_all_reduce_unused_params=True), which keeps buckets of "
@@ -249,7 +261,7 @@ def parameters_of(model: nn.Module, exclude: Sequence[str]) -> dict[str, nn.Para
     for pattern in exclude:
         if not any(matches(name, [pattern]) for name in names):
             raise ValueError(f"exclude names {pattern!r}, which no parameter or buffer of the model matches")
-    _require_values(inner, exclude)
+    require_values(inner, exclude)
     parameters = {n: p for n, p in trainable_parameters(inner).items() if not matches(n, exclude)}
     for name, parameter in parameters.items():
         if parameter in _attached_parameters:
@@ -269,7 +281,16 @@ def parameters_of(model: nn.Module, exclude: Sequence[str]) -> dict[str, nn.Para
     return parameters
 
 
-def _require_values(model: nn.Module, exclude: Sequence[str]) -> None:
+def require_unattached(model: nn.Module) -> None:
+    """Raises RuntimeError where gradsync is attached to the model, or to a part of it, already."""
+    if any(module in _attached for module in model.modules()):
+        raise RuntimeError(
+            "gradsync is attached to this model, or to a part of it, already; call detach() on it first "
+            "(gradsync.attachment_of(model) returns it)"
+        )
+
+
+def require_values(model: nn.Module, exclude: Sequence[str]) -> None:
     """Raises if a parameter, frozen or not, has no values (lazy, or on meta) or is sparse; excluded ones may be so."""
     for name, parameter in model.named_parameters():
         if matches(name, exclude):
@@ -332,7 +353,7 @@ def _texts(
     # Gradients are summed as they lie in memory, so channels-last on one rank only would add up the wrong elements.
     lines += [f"{name}: strides {p.stride()}" for name, p in parameters.items() if not p.is_contiguous()]
     lines += [f"{line} (frozen)" for line in describe_specs({n: TensorSpec.of(p) for n, p in others.items()})]
-    lines += [f"{name}: sparse gradients" for name in sorted(_sparse_tables(inner) & parameters.keys())]
+    lines += [f"{name}: sparse gradients" for name in sorted(sparse_tables(inner) & parameters.keys())]
     lines += [f"{line} (buffer)" for line in describe_buffers(buffers_of(model, exclude))]
     plan_text = plan.to_json() if isinstance(plan, Plan) else f"made by {_planner_name(plan)}"
     return {"models": "\n".join(lines), "plans": plan_text, "settings of attach": settings}
@@ -389,7 +410,7 @@ def _classes(model: nn.Module) -> set[type]:
     return {c for module in model.modules() for c in type(module).__mro__}
 
 
-def _sparse_tables(model: nn.Module) -> frozenset[str]:
+def sparse_tables(model: nn.Module) -> frozenset[str]:
     """Returns the names of embedding weights with sparse gradients, as all modules that have them say."""
     sparse: dict[int, bool] = {}
     for module in model.modules():

@@ -24,7 +24,7 @@ from ..engine.guard import VERIFY_EVERY
 from ..engine.plan_control import Planner
 from ..engine.totals import Totals
 from ..inputs.settings import shown
-from ..planner import AveragingPlanner
+from ..planner import AveragingPlanner, default_plan
 from ..plans.plan import Plan, What
 from ..plans.profile import Profile
 from ..tensors.arrivals import Sections
@@ -32,11 +32,13 @@ from ..tensors.bucket import matches
 from ..tuning.default import default_planner, planner_of
 from .agreement import agreed_engine, buffers_of, exclusions, forget
 from .arguments import DEFAULT_TIMEOUT_S, Arguments, require_module
+from .attach_sharded import sharded_switch
 from .autograd import AutogradHooks
 from .averaging import Averaging, check_saved
 from .checkpoint import Checkpoint
 from .choosing import GradientsOrParameters
 from .ddp import DDPState, ddp_hook, has_reducer
+from .fsdp_internals import is_root_in_shards
 from .regrouping import Regrouping
 from .switching import (
     Attached,
@@ -55,6 +57,15 @@ DROP_IN = (
     "model.attachment.detach(), attach to model.module"
 )
 NO_JOIN = "join() needs averaged gradients, but this plan averages parameters after optimizer.step(): use another plan"
+
+NOT_IN_SHARDS = (
+    "replicate_group is for models that fully_shard() was applied to, up to the root; for this model process_group "
+    "names the ranks that share it"
+)
+NO_CHECKPOINT = (
+    "checkpoint() is not supported yet for a model in shards: save state_dict() on each rank, in a file of its own, "
+    "and load it on the same rank of the same mesh"
+)
 
 # A caller need not keep the Attachment: it lives as long as any module of the model, as a wrapper (of
 # torch.compile, say) may be dropped while the model inside goes on.
@@ -154,6 +165,8 @@ class Attachment:
         """
         self.wait()
         state = self._engine.state_dict()
+        if (sharded := self._switch.present.sharded) is not None:
+            state["shard"] = sharded.coordinate
         if self._regrouping is not None:
             state["groups"] = self._regrouping.state_dict()
         return state if self._averaging is None else {**state, **self._averaging.state_dict()}
@@ -169,10 +182,15 @@ class Attachment:
                 writes (Accelerate, Lightning); it is collective, and takes that much more memory. False: each rank has
                 its own part, for `torch.distributed.checkpoint`, where all ranks write.
 
+        Raises:
+            NotImplementedError: for a model in shards, whose ranks save `state_dict()` each.
+
         Example:
             >>> dcp.save({"model": model.state_dict(), "gradsync": handle.checkpoint()}, ...)  # doctest: +SKIP
             >>> dcp.load({"model": model.state_dict(), "gradsync": handle.checkpoint()}, ...)  # doctest: +SKIP
         """
+        if self._switch.present.sharded is not None:
+            raise NotImplementedError(NO_CHECKPOINT)
         return Checkpoint(lambda: self._engine, self.state_dict, self._load, gather=gather)
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
@@ -201,7 +219,11 @@ class Attachment:
             RuntimeError: if another rank raises, inside a step, and after `detach`.
             GroupError: on all ranks, if only some load and the others train, gather, or have left.
         """
-        self._load(lambda: state, strict=strict)
+        sharded = self._switch.present.sharded
+        if sharded is None:
+            self._load(lambda: state, strict=strict)
+            return
+        sharded.load(lambda: self._load(lambda: state, strict=strict), state)
 
     @torch.inference_mode(False)  # tensors made here take part in training
     def _load(self, find: Callable[[], object], *, strict: bool = True, what: str = LOADING) -> None:
@@ -225,10 +247,11 @@ class Attachment:
         Returns:
             Sections [start, stop) of indices into `parameter.reshape(-1)`, ascending. The gradient is 0 elsewhere, as a
             scheme such as `CoarseGrained` sent other chunks in that step. None also for parameters that are not
-            synchronised here.
+            synchronised here. For a parameter in shards: indices into this rank's shard.
         """
+        sharded = self._switch.present.sharded
         for name, ours in self._engine.parameters.items():
-            if ours is parameter:
+            if ours is parameter or (sharded is not None and sharded.name_of(parameter) == name):
                 return self._engine.arrivals.of(name)
         return None
 
@@ -316,6 +339,7 @@ def attach(
     verify_every: int = VERIFY_EVERY,
     verify_tolerance: float | None = None,
     communicator: Literal["own", "shared"] = "own",
+    replicate_group: dist.ProcessGroup | None = None,
 ) -> Attachment:
     """Makes `loss.backward()` return with gradients averaged over the ranks; nothing else of the loop changes.
 
@@ -362,14 +386,17 @@ def attach(
             that call collectives of their own inside forward or backward on NCCL (SyncBatchNorm, tensor parallelism),
             which wants one order on all ranks: so all ranks must use the same parameters, and
             `find_unused_parameters` be False. With gloo backward then waits for exchanges of several stages.
+        replicate_group: for a model in shards on a mesh of the shards alone: the ranks with the same shard, one of each
+            replica. A mesh of (replicas, shards), and that of `replicate`, name them. See docs/fsdp.md, also for which
+            arguments are not for models in shards.
 
     Returns:
         The attachment: plan, statistics, state for checkpoints, `no_sync`, `detach`. It need not be kept.
 
     Raises:
         TypeError: for a model or process group that is none.
-        RuntimeError: without a process group, if attached already, inside a backward, for FSDP, or if another rank
-            failed to attach.
+        RuntimeError: without a process group, if attached already, inside a backward, for FSDP's first version, or if
+            another rank failed to attach.
         ValueError: for another argument of a wrong type or out of its range, a plan that does not fit the model or the
             optimiser, complex parameters, or models or plans that differ between ranks; on every rank, naming digests
             of both and the first difference.
@@ -405,6 +432,11 @@ def attach(
         given.refusal,
         given.communicator,
     )
+    if is_root_in_shards(model):
+        chosen = default_plan if plan is None else plan if isinstance(plan, AveragingPlanner) else planner_of(plan)
+        return Attachment(sharded_switch(attached, chosen, replicate_group, given), model)
+    if replicate_group is not None:
+        given = replace(given, refusal=given.refusal or NOT_IN_SHARDS)
     if isinstance(plan, AveragingPlanner) or (isinstance(plan, Plan) and plan.what is not What.GRADIENT):
         return Attachment(_averaging_switch(attached, plan, given.grad_scaler), model)
     return Attachment(_gradient_switch(attached, default_planner() if plan is None else planner_of(plan), given), model)

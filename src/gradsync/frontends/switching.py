@@ -44,6 +44,7 @@ from .autograd import AutogradHooks
 from .averaging import SCALED, Averaging, tensors_beside_parameters
 from .choosing import GradientsOrParameters
 from .regrouping import Regrouping
+from .sharded import ShardedGradients
 from .torch_hooks import Hook
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,7 @@ class Frontend:
     averaging: Averaging | None = None
     regrouping: Regrouping | None = None
     joinable: Callable[[], Joinable | None] = lambda: None  # stands for the model in torch's `Join`
+    sharded: ShardedGradients | None = None  # of a model in shards
 
     def consensus(self) -> None:
         """Sets all ranks' parameters to their mean, and may change which ranks average together. Collective.

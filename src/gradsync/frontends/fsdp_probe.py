@@ -1,0 +1,114 @@
+"""A self-test of what gradsync replaces in torch: a small model in shards must train as torch's own does.
+
+It runs at `attach`, on the mesh of the user's model, where torch would average gradients between replicas itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .fsdp_internals import ParameterGroup, ShardedParameter, groups_of
+
+Gradients = dict[str, list[Tensor]]  # local ones, by layer
+Wrap = Callable[[nn.Module], Any]  # applies `fully_shard` or `replicate`, on the mesh of the model
+
+
+def probe(wrap: Wrap, replicate_group: dist.ProcessGroup, device: torch.device) -> None:
+    """Trains a small model twice: as torch does, and with torch's exchange between replicas replaced. Collective.
+
+    Raises:
+        RuntimeError: if gradients differ in any bit or lie elsewhere than expected, torch still averages them itself,
+            or another number of bytes is held after forward.
+    """
+    expected, held = _trained(wrap, replicate_group, device)
+    seen: list[bool] = []
+    reduced: Gradients = {}
+    found, holds = _trained(
+        wrap, replicate_group, device, lambda group: _replace(group, replicate_group, seen, reduced)
+    )
+    if holds != held:
+        raise RuntimeError(_changed(f"a forward leaves {holds} bytes of whole parameters, and {held} were expected"))
+    if replicate_group.size() > 1 and not any(seen):
+        raise RuntimeError(_changed("gradients are averaged over replicas already when a hook sees them"))
+    for where, gradients in (("in a small model", found), ("where a hook finds it", reduced)):
+        for name, each in expected.items():
+            for one, other in zip(each, gradients[name], strict=True):
+                if not torch.equal(one, other):
+                    apart = (one - other).abs().max().item()
+                    raise RuntimeError(_changed(f"a gradient of layer {name!r} {where} differs by {apart:.3g}"))
+
+
+def _changed(what: str) -> str:
+    return (
+        f"torch {torch.__version__} keeps its exchange between replicas in another way than gradsync knows: {what}. "
+        "Shard on a mesh of the shards alone, and give attach() the replicate_group"
+    )
+
+
+def _trained(
+    wrap: Wrap,
+    replicate_group: dist.ProcessGroup,
+    device: torch.device,
+    replace: Callable[[ParameterGroup], None] | None = None,
+) -> tuple[Gradients, list[int]]:
+    """Returns a small model's local gradients, and the bytes that each parameter has in whole after a forward.
+
+    `replace` is called with each group of parameters before the training.
+    """
+    model = _model(device)
+    for part in (model[0], model[1], model):
+        wrap(part)
+    groups = groups_of(model)
+    if replace is not None:
+        for group in groups:
+            replace(group)
+    # Replicas differ, and gradients are whole numbers after division, too, so that any order of sums will do.
+    factor, size = 1 + replicate_group.rank() % 2, groups[0].mesh.shards * replicate_group.size()
+    inputs = (torch.arange(12.0, device=device) % 3 - 1).view(4, 3) * factor
+    held: list[int] = []
+    for _ in range(2):  # in the first forward FSDP finds its root
+        model.zero_grad()
+        output = model(inputs)
+        held = [shard.held_bytes for group in groups for shard in group.parameters]
+        (output.sum() * size * factor).backward()
+    return {g.name: [shard.parameter.grad._local_tensor for shard in g.parameters] for g in groups}, held
+
+
+def _replace(group: ParameterGroup, replicate_group: dist.ProcessGroup, seen: list[bool], reduced: Gradients) -> None:
+    """Takes out torch's exchange between replicas, and averages the group's gradients in a hook, as torch would.
+
+    Appends to `seen` whether they differed between replicas before; `reduced` gets the gradients where gradsync finds
+    them.
+    """
+    ready: list[ShardedParameter] = []
+
+    def average(flat: Tensor) -> None:
+        own = flat.clone()
+        dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=replicate_group)
+        seen.append(not torch.equal(own, flat))
+        parts = flat.split([shard.padded_numel for shard in ready])
+        locals_ = [shard.local for shard in ready]
+        reduced[group.name] = [
+            part[: each.numel()].view(each.shape).clone() for part, each in zip(parts, locals_, strict=True)
+        ]
+
+    def before() -> None:
+        ready[:] = group.reduced()
+
+    group.take_out_all_reduce()
+    group.connect(before, average)
+
+
+def _model(device: torch.device) -> nn.Sequential:
+    """Returns a model of ones, made without a draw from the user's random generators."""
+    sizes = ((3, 5), (5, 3), (3, 2))
+    model = nn.Sequential(*(nn.utils.skip_init(nn.Linear, *size, device=device) for size in sizes))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1)
+    return model

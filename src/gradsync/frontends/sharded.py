@@ -1,0 +1,394 @@
+"""The frontend for models in shards: gradients, reduced within each replica by FSDP, are averaged between replicas.
+
+FSDP calls a hook with the reduced gradients of each module, laid end to end. The engine gets them parameter by
+parameter, over the ranks that have the same shard, and exchanges complete buckets while backward goes on. At the end of
+backward, behind FSDP's own callback, the means are put into `.grad`, which FSDP has made from its own values meanwhile.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..devices.streams import Event, streams_of
+from ..engine.engine import Engine
+from ..engine.engine_state import LOADING
+from ..engine.guard import ParameterGuard, Verification
+from ..engine.step_listener import active
+from ..optim.momentum import MomentumCheck
+from ..plans.plan import Plan
+from ..tensors.bucket import Layout, matches
+from .fsdp_internals import ParameterGroup, ShardedParameter, groups_of, names_of
+from .torch_hooks import (
+    REENTRANT,
+    Hook,
+    ModelHook,
+    OptimizerRounds,
+    OptimizerStep,
+    after_optimizer_steps,
+    at_end_of_backward,
+    before_optimizer_steps,
+    is_backward,
+    is_inside_forward,
+    is_nested_backward,
+    uncompiled,
+)
+
+FREEZES = (
+    "a plan with a scheme that freezes what did not arrive (CoarseGrained(freeze=True)) is not supported yet for a "
+    "model in shards: leave freeze=False"
+)
+AFTER_ACCUMULATION = (
+    "{name!r} has a hook by register_post_accumulate_grad_hook, which FSDP calls before gradients are averaged between "
+    "replicas (an optimiser in backward?): remove it, and let the optimiser step when backward has ended"
+)
+
+
+class _Slice(NamedTuple):
+    """The reduced gradient of one parameter, in FSDP's memory; without a name: gradsync leaves it alone."""
+
+    name: str | None
+    parameter: ShardedParameter
+    values: Tensor
+
+
+class ShardedGradients:
+    """The hooks that connect an engine with the gradients of one model in shards, until `remove`.
+
+    Args:
+        groups: all groups of the model's parameters in shards.
+        shards: the parameters to average between replicas, by name; none has an empty shard here.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Sequence[ParameterGroup],
+        shards: Mapping[str, ShardedParameter],
+        engine: Engine,
+        *,
+        optimizer: Optimizer | None = None,
+        exclude: Sequence[str] = (),
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._groups, self._shards, self._engine = groups, dict(shards), engine
+        self._names = {id(parameter): name for name, parameter in self._shards.items()}
+        named = names_of(model, groups)
+        self._frozen = {id(p) for n, (_, p) in named.items() if not (p.parameter.requires_grad or matches(n, exclude))}
+        self._group_of = {name: named[name][0] for name in self._shards}
+        dtypes = {name: spec.dtype for name, spec in engine.specs.items()}
+        self._factors = {name: group.post_divide_factor(dtypes[name]) for name, group in self._group_of.items()}
+        self._reduced: list[ShardedParameter] = []  # whose gradients the next call of a hook brings
+        self._partial: dict[str, Tensor] = {}  # sums of backwards that were not to be exchanged yet
+        self._fresh: set[str] = set()  # parameters whose `.grad` is this backward's alone
+        self._stages: set[int] = set()  # groups that had their turn in this backward
+        self._task = -1  # autograd's id of the backward under way
+        self._streams = streams_of(engine.device)
+        self._loaded: Event | None = None  # behind all that FSDP's hooks have done, on a stream of FSDP's
+        self._has_local = False  # whether a backward without synchronisation came after the synchronised one
+        self._rounds = OptimizerRounds()
+        self._plan: Plan | None = None
+        self._ids: set[int] = set()
+        self._momentum = MomentumCheck({})
+        self._look_at_parameters()
+        for number, group in enumerate(groups):
+            before = Hook(self, lambda owner, number=number: owner._on_post_backward(number))
+            reduced = Hook(self, lambda owner, flat, number=number: owner._on_reduced(number, flat))
+            group.connect(before, reduced)
+        self._handles = [
+            nn.Module.register_forward_pre_hook(model, uncompiled(ModelHook)(self, ShardedGradients._before_forward)),
+            before_optimizer_steps(self, ShardedGradients._before_optimizer_step, optimizer),
+            after_optimizer_steps(self, ShardedGradients._after_optimizer_step, optimizer),
+        ]
+
+    def remove(self) -> None:
+        """Removes the hooks, and lets torch reduce as before; gradients stay where they are."""
+        for handle in self._handles:
+            handle.remove()
+        for group in self._groups:
+            group.disconnect()
+        self._handles.clear()
+        self._partial.clear()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Lets whole gradients accumulate in the block, as `set_requires_gradient_sync(False)` does."""
+        before = [group.reduces for group in self._groups]
+        for group in self._groups:
+            group.reduces = False
+        try:
+            yield
+        finally:
+            for group, value in zip(self._groups, before, strict=True):
+                group.reduces = value
+
+    def check_momentum(self, optimizer: Optimizer) -> None:
+        """Raises ValueError where both the optimiser and a compressor of the plan have momentum."""
+        self._momentum.check(self._engine.plan, optimizer)
+
+    def name_of(self, parameter: Tensor) -> str | None:
+        """Returns the name of one of the model's parameters, a DTensor of any shape and dtype; None for others."""
+        return next((name for name, shard in self._shards.items() if shard.parameter is parameter), None)
+
+    @property
+    def coordinate(self) -> dict[str, int]:
+        """This rank's shard and the number of shards, as entries of a `state_dict`."""
+        mesh = self._groups[0].mesh
+        return {"index": mesh.shard, "count": mesh.shards}
+
+    def load(self, load: Callable[[], None], state: object) -> None:
+        """Calls `load`, which loads this rank's state; raises on all ranks, if it cannot on some. Collective.
+
+        Raises:
+            ValueError: before anything has changed, for the state of another shard or number of ranks.
+            RuntimeError: where another rank raised.
+        """
+        group, mine = self._engine.group, self.coordinate
+        problem: Exception | None = None
+        if isinstance(state, Mapping):
+            saved = {name: state.get(name) for name in ("rank", "world", "shard")}
+            here = {"rank": group.rank, "world": group.size, "shard": mine}
+            if saved != here:
+                problem = ValueError(
+                    f"the state was saved by {saved}, this is {here}: each rank loads its own state, on the same mesh; "
+                    "other numbers of replicas or shards are not supported yet"
+                )
+        with self._engine.at_barrier(LOADING):
+            is_refused = self._is_anywhere(problem is not None)
+        if is_refused:
+            raise problem or RuntimeError(
+                "another rank was given the state of another shard or mesh; nothing was loaded"
+            )
+        try:
+            load()
+        except Exception:
+            self._any_shard(True)
+            raise
+        if self._any_shard(False):
+            self._engine.peers.stop(
+                "ranks with another shard could not load their state, so that this one goes no further"
+            )
+
+    def _is_anywhere(self, here: bool) -> bool:
+        """Returns whether `here` is True on some rank of the model. Collective, between steps."""
+        engine, mine = self._engine, torch.tensor([int(here)], device=self._engine.device)
+        told = engine.peers.call(LOADING, lambda group: group.all_gather(mine).wait(engine.timeout_s))
+        return self._any_shard(any(bool(each.item()) for each in told))
+
+    def _any_shard(self, here: bool) -> bool:
+        """Returns whether `here` is True on some rank of this replica. Collective over the replica, between steps."""
+        group = self._groups[0].mesh.shard_group
+        if group is None:
+            return here
+        flag = torch.tensor([int(here)], device=self._engine.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+        return bool(flag.item())
+
+    # Callbacks of FSDP, autograd, the model and optimisers.
+
+    def _before_forward(self, model: nn.Module) -> None:
+        if not torch.is_grad_enabled() or is_backward() or is_inside_forward(model):
+            return
+        self._engine.forward_begins()
+        if (listener := active()) is not None:
+            listener.forward_began(self._engine)
+
+    def _on_post_backward(self, number: int) -> None:
+        group = self._groups[number]
+        self._reduced = group.reduced()
+        self._has_local |= not group.reduces
+
+    @torch.no_grad()
+    def _on_reduced(self, number: int, flat: Tensor) -> None:
+        """Loads the gradients of one group, which FSDP has reduced within the replica, into the engine.
+
+        FSDP makes `.grad` of `flat`, or adds it to `.grad`, when the hook has returned: the latter must add nothing,
+        so there the values are set to zero once the engine has copied them.
+        """
+        group = self._groups[number]
+        slices = self._slices(group, flat)
+        if not group.exchanges:
+            self._keep(slices)
+            return
+        if not self._engine.in_step or torch._C._current_graph_task_id() != self._task:
+            self._begin()
+        if number in self._stages:
+            self._engine.peers.stop(
+                f"{group.name!r} got gradients twice in one backward, as its forward ran twice before it and unused "
+                "parameters get zeros, which is not supported yet: leave out "
+                "set_reduce_scatter_unused_params(True), or put both calls into one forward of an FSDP module around it"
+            )
+        self._stages.add(number)
+        for name, parameter, values in slices:
+            if name is None:
+                continue
+            if (kept := self._partial.pop(name, None)) is not None:
+                values.add_(kept)
+            self._engine.load(name, values.clone() if self._by_rows(name) else values)
+            if parameter.parameter.grad is None:
+                self._fresh.add(name)
+            else:
+                values.zero_()
+        self._loaded = self._streams.record()
+
+    def _slices(self, group: ParameterGroup, flat: Tensor) -> list[_Slice]:
+        """Returns the gradients that lie in `flat`, (elements,), one after the other, each padded by FSDP."""
+        reduced, self._reduced = self._reduced, []
+        lengths = [parameter.padded_numel for parameter in reduced]
+        if sum(lengths) != flat.numel():
+            self._engine.peers.stop(
+                f"FSDP reduced {flat.numel()} elements for {group.name!r}, and {sum(lengths)} were expected: torch "
+                f"{torch.__version__} lays gradients out in another way than gradsync knows"
+            )
+        found = []
+        for parameter, part in zip(reduced, flat.split(lengths), strict=True):
+            name, local = self._names.get(id(parameter)), parameter.local
+            if name is None and id(parameter) in self._frozen:
+                self._engine.peers.stop(
+                    f"a parameter of {group.name!r} was frozen when gradsync was attached, and is not averaged between "
+                    "replicas; detach() first, then attach again"
+                )
+            if name is not None and parameter.parameter._post_accumulate_grad_hooks:
+                self._engine.peers.stop(AFTER_ACCUMULATION.format(name=name))
+            found.append(_Slice(name, parameter, part[: local.numel()].view(local.shape)))
+        return found
+
+    def _keep(self, slices: Sequence[_Slice]) -> None:
+        """Adds gradients up for the backward that will exchange them (`set_requires_all_reduce(False)`)."""
+        for name, _, values in slices:
+            if name is not None:
+                kept = self._partial.get(name)
+                self._partial[name] = values.clone() if kept is None else kept.add_(values)
+                values.zero_()
+
+    def _begin(self) -> None:
+        if is_nested_backward():
+            self._engine.peers.stop(REENTRANT)
+        model = self._model()
+        if self._plan is None and model is not None and len(groups_of(model)) != len(self._groups):
+            self._engine.peers.stop(
+                "fully_shard() was applied to a further module after attach(): attach when all modules have it"
+            )
+        self._look_at_parameters()
+        self._task = torch._C._current_graph_task_id()
+        self._engine.begin(rounds=self._rounds.number)
+        if self._plan is not self._engine.plan:
+            self._plan = self._engine.plan
+            if why := why_not_plan(self._plan):
+                self._engine.peers.stop(why)
+        self._fresh.clear()
+        self._stages.clear()
+        at_end_of_backward(self._end, self._engine)  # behind FSDP's own callback, which reduces what is left
+
+    @torch.no_grad()
+    def _end(self) -> None:
+        engine = self._engine
+        if self._loaded is not None:  # FSDP's callback waits only in the last backward (set_is_last_backward)
+            self._loaded.wait()
+        for name in engine.missing():
+            kept = self._partial.pop(name, None) if self._group_of[name].exchanges else None
+            engine.load(name, kept, used=kept is not None)
+        engine.finish()
+        self._rounds.synchronized()
+        self._has_local = False
+        for name, shard in self._shards.items():
+            if engine.used(name):
+                self._deliver(name, shard)
+
+    def _deliver(self, name: str, shard: ShardedParameter) -> None:
+        """Puts the mean over replicas into the parameter's `.grad`, or adds it to what was there before backward."""
+        mean = self._engine.unload(name, None, sparse=False)
+        if self._factors[name] != 1:
+            mean = mean / self._factors[name]
+        parameter = shard.parameter
+        if parameter.grad is None:
+            parameter.grad = shard.as_gradient(mean.to(parameter.dtype, copy=True))
+        elif name in self._fresh:
+            parameter.grad._local_tensor.copy_(mean)
+        else:
+            parameter.grad._local_tensor.add_(mean.to(parameter.dtype))
+
+    def _by_rows(self, name: str) -> bool:
+        """Whether the parameter's bucket keeps the tensors that it is given until they are exchanged."""
+        return any(run.bucket.layout is Layout.ROWS for run in self._engine.bucket_runs.of(name))
+
+    def _before_optimizer_step(self, step: OptimizerStep) -> None:
+        if not step.concerns(self._ids):
+            return
+        if is_backward() and self._engine.in_step:
+            self._engine.peers.stop(
+                "an optimiser stepped inside backward (in a hook?), by gradients that were not averaged yet: let it "
+                "step when backward has ended"
+            )
+        try:
+            self.check_momentum(step.optimizer)
+        except ValueError as error:
+            self._engine.peers.fail(error)  # settings may differ by rank: the other ranks would wait for this one
+            raise
+        if not step.has_closure:  # whose backward is yet to come
+            self._count_round(step)
+
+    def _after_optimizer_step(self, step: OptimizerStep) -> None:
+        if step.concerns(self._ids):
+            if step.has_closure:
+                self._count_round(step)
+            self._engine.stepped()
+
+    def _count_round(self, step: OptimizerStep) -> None:
+        self._rounds.stepped(step, has_local_gradients=self._has_local)
+        self._engine.stepped_alone |= self._rounds.alone
+
+    def _look_at_parameters(self) -> None:
+        """Follows parameters and memory that torch has replaced, as `load_state_dict(assign=True)` and `to` make it."""
+        parameters = {name: shard.parameter for name, shard in self._shards.items()}
+        ids = {id(p) for p in parameters.values()}
+        if ids != self._ids:
+            self._ids, self._momentum = ids, MomentumCheck(parameters)
+        for name, shard in self._shards.items():
+            local = shard.local
+            if local.shape != self._engine.specs[name].shape:
+                self._engine.peers.stop(
+                    f"the shard of {name!r} has another shape than when gradsync was attached: attach again"
+                )
+            if local.data_ptr() != self._engine.parameters[name].data_ptr():
+                self._engine.parameters[name] = _alias(local)
+
+
+def stand_ins(shards: Mapping[str, ShardedParameter], groups: Sequence[ParameterGroup]) -> dict[str, nn.Parameter]:
+    """Returns tensors for an engine: shapes of shards, in the element types in which FSDP reduces their gradients.
+
+    They are the shards themselves where the types are the same, else they have no memory of their own.
+    """
+    group_of = {id(p): group for group in groups for p in group.parameters}
+    found = {}
+    for name, shard in shards.items():
+        local = shard.local
+        dtype = group_of[id(shard)].wire_dtype or local.dtype
+        alike = dtype == local.dtype
+        found[name] = _alias(local if alike else local.new_empty((), dtype=dtype).expand(local.shape))
+    return found
+
+
+def watch_shards(engine: Engine, shards: Mapping[str, ShardedParameter], verification: Verification) -> None:
+    """Lets the engine's guard compare the shards, in their own element types, instead of `stand_ins`."""
+    for name, shard in shards.items():
+        engine.parameters[name] = _alias(shard.local)
+    verification = verification if engine.group.size > 1 else Verification(every=0)
+    # The engine has one set of tensors for specs and guard; only with mixed precision do these differ.
+    engine._guard = ParameterGuard(engine.parameters, verification, engine.peers.call, timeout_s=engine.timeout_s)
+
+
+def why_not_plan(plan: Plan) -> str:
+    """Returns why the plan cannot be followed for a model in shards, or ""."""
+    return FREEZES if any(bucket.scheme.traits.freezes for bucket in plan.buckets) else ""
+
+
+def _alias(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)
