@@ -52,6 +52,8 @@ class Monitor:
     def watch(self, work: Any, whereabouts: Whereabouts, number: int, place: str) -> None:
         """Watches an operation until it has ended; call it when a stream was made to wait for the operation.
 
+        If the operation cannot end, or does not end in time, the monitor's `error` says so; nothing is raised here.
+
         Args:
             work: torch's handle of the operation.
             whereabouts: says which ranks are missing if the operation does not end.

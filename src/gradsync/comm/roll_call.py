@@ -103,7 +103,7 @@ class RollCall:
         return self._store.ask(call, urgent=True) is not None
 
     def close(self, *, clear: bool) -> None:
-        """Ends the thread that answers; `clear` also deletes all calls and answers from the store."""
+        """Ends this rank's thread that answers calls; `clear` also deletes all calls and answers from the store."""
         self._end()
         if clear:
             numbers = range(self._state.calls + 1)

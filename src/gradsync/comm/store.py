@@ -141,7 +141,7 @@ def by_rank(key: str, text: str | None, read: Callable[..., T]) -> dict[int, T]:
 
     Args:
         key: the key, for errors.
-        text: its value, made of entries `"rank:field:field "`.
+        text: its value, made of entries `"rank:field:field "`; None, if the store did not answer, has no entries.
         read: makes a result of the texts of an entry's fields; raises ValueError or TypeError where it cannot.
 
     Raises:

@@ -92,10 +92,11 @@ class THC(Compressor[Summand]):
 
     @torch.no_grad()
     def observe(self, x: Tensor, state: CompressorState) -> Tensor:
-        """Returns the range T to which this rank would round each chunk of the rotated tensor `x`, (chunks,) float32.
+        """Returns, for each chunk of the tensor `x`, the range T to which this rank would round it, (chunks,) float32.
 
-        T is the largest magnitude or, with `clip`, `clip` standard deviations; infinity for a chunk with NaN or
-        infinity. `x` is (numel,); a scheme makes the maximum over the ranks the T of all.
+        `x`, (numel,), is not rotated yet. T is the largest magnitude in the chunk after the rotation or, with `clip`,
+        `clip` standard deviations; infinity for a chunk with NaN or infinity. A scheme makes the maximum over the ranks
+        the T of all.
         """
         check_tensor(x, state)
         chunks, _ = self._chunks(state.spec)

@@ -29,8 +29,8 @@ def parse_rate_bytes_per_s(text: str) -> float:
     """Returns a link rate such as `200mbit`, `1gbit`, `25Gbps` or `2.5 Gbit/s` in bytes per second (decimal prefixes).
 
     Raises:
-        ValueError: when `text` is not a number of bits with such a unit, or not in `RATES_BITS_PER_S`; bytes (`GB/s`,
-            `GBps`) are refused.
+        ValueError: when `text` is not a number of bits with such a unit, or below the least or above the highest rate
+            in `RATES_BITS_PER_S`; bytes (`GB/s`, `GBps`) are refused.
     """
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgtKMGT]?)(?:[bB]it(?:/s)?|bps)\s*", text)
     bits_per_s = 0.0 if match is None else float(match[1]) * _BITS_PER_UNIT[match[2].lower()]

@@ -66,6 +66,7 @@ class Engine:
         timeout_s: float,
         sparse_names: frozenset[str] = frozenset(),
         verification: Verification | None = None,
+        guarded: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.parameters = dict(parameters)
         self.specs = {name: TensorSpec.of(p) for name, p in self.parameters.items()}
@@ -87,7 +88,9 @@ class Engine:
         )
         if verification is None or group.size == 1:
             verification = Verification(every=0)
-        self._guard = ParameterGuard(self.parameters, verification, self.peers.call, timeout_s=timeout_s)
+        self._guard = ParameterGuard(
+            self.parameters if guarded is None else guarded, verification, self.peers.call, timeout_s=timeout_s
+        )
         self._sees_steps = False  # of optimisers
         self.running_plan = RunningPlan(
             self._controller,

@@ -71,6 +71,7 @@ def agreed_engine(
     verification: Verification,
     communicator: Communicator = "own",
     parameters: Mapping[str, nn.Parameter] | None = None,
+    guarded: Mapping[str, Tensor] | None = None,
 ) -> Iterator[tuple[Engine, dict[str, nn.Parameter]]]:
     """Yields a new engine, which exchanges tensors, and the parameters that it synchronises, by name. Collective.
 
@@ -93,6 +94,7 @@ def agreed_engine(
         communicator: as in `gradsync.attach`, the same on all ranks.
         parameters: tensors in place of the model's own, by name, which the caller has examined (those of a model in
             shards); None: the parameters that `parameters_of` finds.
+        guarded: the tensors that ranks compare during training, by name; None: the engine's.
 
     Raises:
         RuntimeError, ValueError, GroupError: as `gradsync.attach`.
@@ -110,6 +112,7 @@ def agreed_engine(
                 timeout_s=timeout_s,
                 sparse_names=sparse_tables(unwrapped(model)),
                 verification=verification,
+                guarded=guarded,
             )
         )
         if optimizer is not None:

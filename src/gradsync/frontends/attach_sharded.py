@@ -42,7 +42,7 @@ from .fsdp_internals import (
     reshard,
 )
 from .fsdp_probe import probe
-from .sharded import AFTER_ACCUMULATION, ShardedGradients, stand_ins, watch_shards, why_not_plan
+from .sharded import AFTER_ACCUMULATION, ShardedGradients, stand_ins, why_not_plan
 from .switching import Attached, Frontend, FrontendSwitch, level
 from .torch_hooks import is_backward
 
@@ -296,6 +296,7 @@ def _installed(
 ) -> Iterator[FrontendSwitch]:
     """Installs the hooks, over the ranks with this rank's shard; removes them if the block raises. Collective."""
     model, optimizer, mesh = attached.model, given.optimizer, sharding.mesh
+    guarded = {name: shard.local for name, shard in sharding.shards.items()}  # in the parameters' own element types
     if sharding.replicate_group.size() == 1:
         logger.warning("the model has one replica, so gradsync exchanges nothing")
     with (
@@ -311,12 +312,12 @@ def _installed(
             # FSDP issues collectives of its own, which an accelerator's backend wants in one order on all ranks.
             communicator="own" if device_of(model).type == "cpu" else "shared",
             parameters=stand_ins(sharding.shards, sharding.groups),
+            guarded=guarded,
         ) as (engine, _),
         ExitStack() as undo,
     ):
         if why := why_not_plan(engine.plan):
             raise ValueError(why)
-        watch_shards(engine, sharding.shards, attached.verification)
         if given.init_sync:
             _level(model, attached.exclude, sharding, engine)
         for group in sharding.groups:
@@ -324,7 +325,7 @@ def _installed(
             if sharding.replaces_torchs:
                 group.take_out_all_reduce()
         hooks = ShardedGradients(
-            model, sharding.groups, sharding.shards, engine, optimizer=optimizer, exclude=attached.exclude
+            model, sharding.groups, sharding.shards, engine, guarded, optimizer=optimizer, exclude=attached.exclude
         )
         undo.callback(hooks.remove)
         if optimizer is not None:

@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from ..devices.streams import Event, streams_of
 from ..engine.engine import Engine
 from ..engine.engine_state import LOADING
-from ..engine.guard import ParameterGuard, Verification
 from ..engine.step_listener import active
 from ..optim.momentum import MomentumCheck
 from ..plans.plan import Plan
@@ -65,6 +64,7 @@ class ShardedGradients:
     Args:
         groups: all groups of the model's parameters in shards.
         shards: the parameters to average between replicas, by name; none has an empty shard here.
+        guarded: the shards' tensors as the engine's guard compares them, by name; follows memory that torch replaces.
     """
 
     def __init__(
@@ -73,12 +73,13 @@ class ShardedGradients:
         groups: Sequence[ParameterGroup],
         shards: Mapping[str, ShardedParameter],
         engine: Engine,
+        guarded: dict[str, Tensor],
         *,
         optimizer: Optimizer | None = None,
         exclude: Sequence[str] = (),
     ) -> None:
         self._model = weakref.ref(model)
-        self._groups, self._shards, self._engine = groups, dict(shards), engine
+        self._groups, self._shards, self._engine, self._guarded = groups, dict(shards), engine, guarded
         self._names = {id(parameter): name for name, parameter in self._shards.items()}
         named = names_of(model, groups)
         self._frozen = {id(p) for n, (_, p) in named.items() if not (p.parameter.requires_grad or matches(n, exclude))}
@@ -357,38 +358,24 @@ class ShardedGradients:
                 self._engine.peers.stop(
                     f"the shard of {name!r} has another shape than when gradsync was attached: attach again"
                 )
-            if local.data_ptr() != self._engine.parameters[name].data_ptr():
-                self._engine.parameters[name] = _alias(local)
+            if local.data_ptr() != self._guarded[name].data_ptr():
+                self._guarded[name] = local
 
 
 def stand_ins(shards: Mapping[str, ShardedParameter], groups: Sequence[ParameterGroup]) -> dict[str, nn.Parameter]:
     """Returns tensors for an engine: shapes of shards, in the element types in which FSDP reduces their gradients.
 
-    They are the shards themselves where the types are the same, else they have no memory of their own.
+    They have one element of memory each.
     """
     group_of = {id(p): group for group in groups for p in group.parameters}
     found = {}
     for name, shard in shards.items():
         local = shard.local
-        dtype = group_of[id(shard)].wire_dtype or local.dtype
-        alike = dtype == local.dtype
-        found[name] = _alias(local if alike else local.new_empty((), dtype=dtype).expand(local.shape))
+        one = local.new_empty((), dtype=group_of[id(shard)].wire_dtype or local.dtype)
+        found[name] = nn.Parameter(one.expand(local.shape), requires_grad=False)
     return found
-
-
-def watch_shards(engine: Engine, shards: Mapping[str, ShardedParameter], verification: Verification) -> None:
-    """Lets the engine's guard compare the shards, in their own element types, instead of `stand_ins`."""
-    for name, shard in shards.items():
-        engine.parameters[name] = _alias(shard.local)
-    verification = verification if engine.group.size > 1 else Verification(every=0)
-    # The engine has one set of tensors for specs and guard; only with mixed precision do these differ.
-    engine._guard = ParameterGuard(engine.parameters, verification, engine.peers.call, timeout_s=engine.timeout_s)
 
 
 def why_not_plan(plan: Plan) -> str:
     """Returns why the plan cannot be followed for a model in shards, or ""."""
     return FREEZES if any(bucket.scheme.traits.freezes for bucket in plan.buckets) else ""
-
-
-def _alias(tensor: Tensor) -> nn.Parameter:
-    return nn.Parameter(tensor, requires_grad=False)

@@ -25,14 +25,15 @@ from .tables import AgreedRows, OwnRows, Tables, common_groups, expected_groups,
 @register
 @dataclass(frozen=True)
 class AGSparse(RowCapacity, Scheme[Tables]):
-    """An all-gather of rows, summed on every rank, as DDP does with sparse gradients (Zen, section 3). Exact.
+    """Gathers all rows on every rank, which sums them, as DDP does with sparse gradients (Zen, section 3). Exact.
 
     Unlike DDP, AGSparse merges repeated rows first, sends 4-byte indices and values in one message, and sends the
     indices of tables with the same rows once.
     Wire: each rank sends its rows, indices and values, to n-1 others; the volume grows with n.
 
-    With `capacity`, planned room for rows, no sizes are exchanged beforehand: a header travels in front of the rows. If
-    rows of any rank do not fit, all ranks gather once more, by the sizes in the headers.
+    With `capacity`, for each table the most distinct rows that a rank is expected to have, no sizes are exchanged
+    beforehand: a header travels in front of the rows. If rows of any rank do not fit, all ranks gather once more, by
+    the sizes in the headers.
     """
 
     traits = Traits(Layout.ROWS, waits_for_device=True)

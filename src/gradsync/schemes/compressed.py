@@ -495,7 +495,9 @@ def payload_of(message: Tensor, template: Payload) -> Payload:
 def any_flags(messages: Sequence[Tensor], payload: Payload, count: int) -> Tensor:
     """Returns for each flag whether any of the messages has it set, (count,) uint8 of 0 and 1.
 
-    Flags are the `count` bytes behind the compressed tensor in each message, (bytes,) uint8; `payload` is one like
-    these.
+    Args:
+        messages: (bytes,) uint8 each: a compressed tensor and, behind it, `count` flags, a byte each.
+        payload: a compressed tensor of as many bytes as each of those in the messages; it says where flags begin.
+        count: the number of flags in a message.
     """
     return torch.stack([message[payload.nbytes : payload.nbytes + count] for message in messages]).amax(dim=0)

@@ -58,8 +58,9 @@ class AutoPlanner:
     that an earlier job on this machine has measured take none. If the search finds no plan, the present plan stays, and
     a warning says why.
 
-    It keeps the default plan, and measures nothing, in a group of one rank, and while some rank runs `measure` or a
-    recorder. It also does so under `torch.use_deterministic_algorithms`, since timing decides on plans.
+    It keeps the default plan, and measures nothing, in a group of one rank, and where some rank already runs
+    `gradsync.measure` or a `Recorder` of gradients. It also does so under `torch.use_deterministic_algorithms`,
+    since timing decides on plans.
 
     Args:
         constraints: the lossy compressors and schemes that plans may use; None: none, plans are exact.

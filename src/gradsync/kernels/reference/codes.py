@@ -181,7 +181,14 @@ def _scales(p: Tensor, grid: AnyGrid) -> Tensor:
 
 
 def stored_scales(found: Tensor, grid: AnyGrid) -> Tensor:
-    """Returns scales, (blocks,), as stored: float32, infinity if they overflow, 0 if `grid.top` / scale overflows."""
+    """Returns scales of blocks as they are stored, (blocks,) float32.
+
+    A scale that overflows or is NaN becomes infinity, one so small that `grid.top` / scale overflows becomes 0.
+
+    Args:
+        found: (blocks,) floating: the largest magnitude, or the norm, of each block.
+        grid: the grid to which elements are rounded; `grid.top` is its largest level.
+    """
     scales = found.float()
     scales = torch.where(scales.isfinite(), scales, float("inf"))
     return torch.where(_in_levels(scales, grid).isfinite(), scales, 0.0)

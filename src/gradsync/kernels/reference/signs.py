@@ -117,13 +117,13 @@ def unpack_signs(
 ) -> None:
     """Overwrites `out` by `factor` times the sum of several tensors, decoded from signs and scales of `pack_signs`.
 
-    Sums run in the order of the parts, in float32 (float64 for float64), and are rounded once. With "one", a sum is the
-    number of positive signs less the number of negative ones.
+    Sums run in the order of the parts, in float32 (float64 for float64), and are rounded once. With `scale="one"`, a
+    sum is the number of positive signs less the number of negative ones.
 
     Args:
         parts: (words, scales) of each part, packed with the same sections.
         out: (numel,) floating; overwritten.
-        block, scale: as in `pack_signs`.
+        sections, block, scale: those that were given to `pack_signs` for the parts.
 
     Raises:
         ValueError: no part, shapes that do not fit, an unknown scale.

@@ -85,8 +85,9 @@ def widened(bits: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def narrowed(number: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
-    """Returns the bits of numbers, float32 or float64, rounded to the dtype KIND: to nearest, ties to even.
+    """Returns the bits of numbers, as integers, rounded to the dtype KIND: to nearest, ties to even.
 
+    KIND is "f32", "f64", "bf16" or "f16", as `kind_of` returns it. Numbers are float64 for "f64", else float32.
     bfloat16 is rounded by integer arithmetic, as Triton's interpreter truncates it.
     """
     if KIND == "f32":

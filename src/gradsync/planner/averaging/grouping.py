@@ -123,8 +123,8 @@ def groupings(
 def judge(name: str, schedule: GroupSchedule, cluster: Cluster, nbytes: float, compute_s: float) -> Grouping:
     """Returns a schedule of averaging with its expected seconds per step, and how far nodes' parameters stay apart.
 
-    `Grouping.spread` is their mean squared distance to their mean, `Grouping.left` the largest share of it that is left
-    after one pass through all rounds.
+    `Grouping.spread` is their mean squared distance to their mean, in variances of one training step's noise;
+    `Grouping.left` is the largest share of such a distance that is left after one pass through all rounds.
 
     Args:
         name: a name for the result.

@@ -56,7 +56,8 @@ class Job:
         network: costs of kernels and links, and the node of each rank.
         slowdown: factors by which backward, transfers and kernels slow each other down.
         beside_s: seconds of a step without backward and exchange: forward, optimiser, data.
-        errors: relative errors of lossy schemes and compressors in one step, by parameter, by `errors.name_of`.
+        errors: relative errors of lossy schemes and compressors in one step, by parameter, then by the name that
+            `errors.name_of` returns for the scheme or compressor.
     """
 
     profiles: tuple[ParameterProfile, ...]

@@ -140,7 +140,7 @@ class Problem:
     def amount(self, demand: Demand, start: int, stop: int) -> float:
         """Returns the amount that `demand.curve` turns into seconds for a bucket of items (gradients) [start, stop).
 
-        It is the sum of the items' bytes, or of `demand.amounts` if the task has its own.
+        It is the sum over these items of their bytes or, where it is not None, of `demand.amounts`.
         """
         return sum((self.nbytes if demand.amounts is None else demand.amounts)[start:stop])
 
