@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import torch
@@ -29,6 +30,7 @@ import gradsync
 from gradsync.compressors import ErrorFeedback, TopK
 from gradsync.integrations.lightning import GradsyncCallback, GradsyncFabricStrategy, GradsyncStrategy
 from gradsync.planner import AveragingPlanner, CompressingPlanner
+from gradsync.tuning import pieces
 
 FOLDER = Path(sys.argv[1])
 WORLD = int(os.environ["WORLD_SIZE"])
@@ -301,6 +303,7 @@ class LooksAtStart(Module):
 
 
 @scenario
+@mock.patch.object(pieces, "SHARE_OF_A_STEP", 1e6)  # measures all in one step, as there are few
 def settled_plan() -> Result:
     strategy, module = GradsyncStrategy(plan="auto"), LooksAtStart()
     trainer = trainer_of(strategy, max_epochs=12)
