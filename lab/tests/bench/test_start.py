@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from gradsync.cli import app
-from gradsync_lab.bench import start, starts
+from gradsync_lab.bench import start, start_models
 from gradsync_lab.bench.start import EARLY, FIGURES, JOBS, JobSpec, Start, StartSpec, run_starts
 from gradsync_lab.report.record import load_records
 from gradsync_lab.report.starts import start_table
@@ -114,15 +114,15 @@ def test_the_command_prints_the_table_and_keeps_records(cluster: Cluster, tmp_pa
 
 
 def test_the_models_train_and_a_wrong_name_is_refused() -> None:
-    tables = open_workload(starts.kind_of("tables"), rows=2000, batch_size=64)
+    tables = open_workload(start_models.kind_of("tables"), rows=2000, batch_size=64)
     assert_trains_alike(tables, 5, losses_within=1e-6, weights_within=1e-6)
     before, after = (
         tables.evaluate(model)["loss"] for model in (tables.model(sparse=True), train(tables, 60, sparse=True)[0])
     )
     assert after < before
-    parameters = sum(p.numel() for p in open_workload(starts.kind_of("mlp")).model(sparse=False).parameters())
+    parameters = sum(p.numel() for p in open_workload(start_models.kind_of("mlp")).model(sparse=False).parameters())
     assert parameters == 4 * 512 * 513
     with pytest.raises(ValueError, match="unknown model 'table'; expected one of tables, mlp, deepfm"):
-        starts.kind_of("table")
+        start_models.kind_of("table")
     with pytest.raises(ValueError, match="rows and dim must be at least 1, got 0 and 32"):
-        starts.kind_of("tables")(rows=0)
+        start_models.kind_of("tables")(rows=0)

@@ -71,6 +71,7 @@ class Frontend:
         averaging: averages parameters; None if gradients are averaged.
         regrouping: changes which ranks average parameters together; None: nothing does.
         joinable: returns what stands for the model in torch's `Join`, or None.
+        sharded: averages gradients between replicas of a model in shards; None for other models.
     """
 
     engine: Engine

@@ -22,7 +22,7 @@ from ..cluster import Scenario
 from ..report.record import Record, Spread
 from .launch import LOOPBACK, Launcher, Loopback, cluster, once_more_after_crash, run_ranks
 from .provenance import code, machine
-from .starts import kind_of
+from .start_models import kind_of
 
 CACHE_VARIABLE = "GRADSYNC_CACHE_DIR"
 DDP = "ddp"

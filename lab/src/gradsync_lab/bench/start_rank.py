@@ -14,7 +14,7 @@ from .. import workloads
 from .methods import SWEEPS, method
 from .rank import event, run_rank
 from .start import DDP, JobSpec
-from .starts import kind_of
+from .start_models import kind_of
 
 TIMEOUT = timedelta(seconds=60)
 LINE_OF_DDP = SWEEPS["ddp_sparse"][0]  # DDP by default, tables with sparse gradients
