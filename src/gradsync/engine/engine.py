@@ -49,8 +49,8 @@ class Engine:
     """Synchronises gradients (or parameters) over `group` by a plan, on a communication thread during backward.
 
     A plan has buckets, a scheme of exchange for each, and their order. `plan` is a `Plan`, or a planner: a function of
-    (every parameter's shape and gradient density, world size) that returns one plan or several to try. `guarded` are the
-    tensors, by name, that ranks compare as `verification` says; None: `parameters`.
+    (every parameter's shape and gradient density, world size) that returns one plan or several to try. `guarded` are
+    the tensors, by name, that ranks compare as `verification` says; None: `parameters`.
 
     Attributes:
         running_plan: the plan in force, its buckets and statistics.
