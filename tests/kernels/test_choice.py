@@ -37,6 +37,7 @@ def not_built(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_what_the_host_of_a_card_computes_does_not_go_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     here = [torch.ones(2)]
     with kernels.use("triton"):
+        monkeypatch.setattr(device, "is_present", lambda: False)
         assert choice.pick("narrow", here) is choice.version("triton", "narrow"), "in the interpreter"
         monkeypatch.setattr(device, "is_present", lambda: True)
         assert choice.pick("narrow", here) is choice.version("cpu", "narrow")

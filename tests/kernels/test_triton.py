@@ -640,7 +640,8 @@ def test_an_explicit_choice_of_triton_reaches_every_kernel_that_it_has(monkeypat
         for kernel in CASES:
             family = choice.KERNELS[kernel].__module__.rpartition(".")[2]
             module = importlib.import_module(f"gradsync.kernels.triton.{family}")
-            assert choice.pick(kernel, [torch.zeros(1)]) is getattr(module, kernel, getattr(reference, kernel))
+            there = [torch.zeros(1, device=DEVICE)]
+            assert choice.pick(kernel, there) is getattr(module, kernel, getattr(reference, kernel))
             if hasattr(module, kernel):
                 with monkeypatch.context() as without:
                     without.delattr(module, kernel)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-TESTED = ("2.13",)
+TESTED = ("2.11", "2.13")
 
 
 def is_root_in_shards(model: nn.Module) -> bool:
@@ -134,7 +134,7 @@ class ParameterGroup:
             return "set_force_sum_reduction_for_comms(True) is not supported yet: leave it out"
         if group._all_reduce_hook is not None:
             return "it has an all-reduce hook already (set_all_reduce_hook), which is gradsync's place: remove that"
-        if info.is_spmd_mesh or any(p.is_tensor_parallel for p in self.parameters):
+        if getattr(info, "is_spmd_mesh", False) or any(p.is_tensor_parallel for p in self.parameters):
             return "it is on a mesh with further dimensions (tensor parallel), which is not supported yet"
         if self.mesh.replicate_group is not None and post is not None and post is not info:
             return "reshard_after_forward=<int> is not supported yet on a mesh with replicas: give True or False"
@@ -171,7 +171,7 @@ class ParameterGroup:
 
     def reduced(self) -> list[ShardedParameter]:
         """Returns the parameters whose gradients FSDP is about to reduce, in the order in which they will lie there."""
-        keeps_unused = self._found.reduce_scatter_unused_params
+        keeps_unused = getattr(self._found, "reduce_scatter_unused_params", False)  # which torch 2.11 lacks
         return [p for p in self.parameters if p.has_gradient() or (keeps_unused and p.is_reduced_without())]
 
     def connect(self, before: Callable[[], None], reduced: Callable[[Tensor], None]) -> None:
@@ -216,7 +216,7 @@ class ParameterGroup:
             before, present = self._before
             if found.post_forward_mesh_info is present:
                 found.post_forward_mesh_info = before
-            if hasattr(before, "shard_process_group"):
+            if hasattr(before, "reduce_scatter_process_group"):
                 before.reduce_scatter_process_group = present.reduce_scatter_process_group
             found.mesh_info, self._before = before, None
 
@@ -233,7 +233,8 @@ class ParameterGroup:
         if hasattr(before, "shard_process_group"):
             name = before.mesh.mesh_dim_names[before.shard_mesh_dim]
             present = FSDPMeshInfo(mesh=before.mesh[name], shard_mesh_dim=0)
-            present.reduce_scatter_process_group = before.reduce_scatter_process_group
+            if hasattr(before, "reduce_scatter_process_group"):  # torch 2.11 has the shards' group alone
+                present.reduce_scatter_process_group = before.reduce_scatter_process_group
         else:
             present = DataParallelMeshInfo(mesh=before.mesh, replicate_mesh_dim=before.replicate_mesh_dim)
         found.mesh_info, self._before = present, (before, present)
@@ -272,14 +273,21 @@ def groups_of(model: nn.Module) -> list[ParameterGroup]:
         known.add(id(state))
         if module is model and state._is_root is False:  # known from the first forward on
             raise RuntimeError("the model is a part of a larger one in shards: attach to that")
-        if len(state._fsdp_param_groups) > 1:
+        groups = _groups_in(state)
+        if len(groups) > 1:
             raise ValueError(
-                f"{name or 'the model'!r} has {len(state._fsdp_param_groups)} groups of parameters on meshes of their "
+                f"{name or 'the model'!r} has {len(groups)} groups of parameters on meshes of their "
                 "own (shard_placement_fn), for which torch has no hook: give all parameters of a module one mesh"
             )
-        for group in state._fsdp_param_groups:
-            found.append(ParameterGroup(name or "the model", group))
+        found += [ParameterGroup(name or "the model", group) for group in groups]
     return found
+
+
+def _groups_in(state: Any) -> list[Any]:
+    """Returns the groups of parameters of a module: torch 2.11 has one at most, under another name."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [group for group in (state._fsdp_param_group,) if group is not None]
 
 
 def reshard(model: nn.Module) -> None:

@@ -97,13 +97,11 @@ class SparseRows:
 
     def to_torch(self, shape: torch.Size | tuple[int, ...]) -> Tensor:
         """Returns a coalesced sparse COO tensor of this shape; the rows must be sorted and unique."""
-        return torch.sparse_coo_tensor(
-            self.indices.unsqueeze(0),
-            self.values.reshape(self.nnz, *shape[1:]),
-            torch.Size(shape),
-            is_coalesced=True,
-            check_invariants=False,
+        # Not sparse_coo_tensor(check_invariants=False), at whose first call torch 2.11 warns that nothing is checked.
+        made: Tensor = torch.ops.aten._sparse_coo_tensor_unsafe(
+            self.indices.unsqueeze(0), self.values.reshape(self.nnz, *shape[1:]), torch.Size(shape), is_coalesced=True
         )
+        return made
 
     def write_to(self, dense: Tensor) -> Tensor:
         """Copies these rows into `dense`, (num_rows, ...) contiguous, and returns it; the indices must be unique."""
