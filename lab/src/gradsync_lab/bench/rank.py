@@ -21,12 +21,16 @@ DISTURBED = "disturbed"  # the event that says how many `turns` before it are re
 COLLECTIVE_TIMEOUT = timedelta(minutes=3)  # of the harness: ranks wait for one that evaluates or has failed
 
 
-def run_rank(measure: Callable[[str], Any]) -> None:
-    """Joins the process group, calls `measure` with the text of file SPEC, writes its result as JSON to file OUT."""
+def run_rank(measure: Callable[[str], Any], backend_of: Callable[[str], str] = lambda _: "gloo") -> None:
+    """Joins the process group, calls `measure` with the text of file SPEC, writes its result as JSON to file OUT.
+
+    `backend_of` returns the backend of the process group for that text.
+    """
     spec_path, out_path, parent = sys.argv[1:]
     end_with(int(parent))
-    dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
-    result = measure(Path(spec_path).read_text(encoding="utf-8"))
+    spec = Path(spec_path).read_text(encoding="utf-8")
+    dist.init_process_group(backend_of(spec), timeout=COLLECTIVE_TIMEOUT)
+    result = measure(spec)
     Path(out_path).write_text(json.dumps(result), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()

@@ -19,6 +19,7 @@ from .. import workloads
 from ..cluster import Scenario
 from ..report.record import BucketRow, MethodRun, Record, Spread, TimelineTask, TrainingRun, WireBytes
 from ..workloads.emulated import ComputeTimes, measured_times
+from .card import Device, describe_card
 from .launch import LOOPBACK, Loopback, cluster, once_more_after_crash, run_ranks
 from .methods import SWEEPS, TORCH_SPARSE, method
 from .provenance import code, machine
@@ -42,6 +43,7 @@ class TrainSpec(BaseModel):
     scenario: dict[str, Any] = {}  # further settings of the lab's scenario
     scenario_name: str | None = None  # in a scenario steps vary: blocks are then compared by their mean step
     loopback: bool = False
+    device: Device = "cpu"
     emulate_compute: bool = False  # sleep instead of computing, see `workloads/emulated.py`
     compute: dict[bool, ComputeTimes] = {}  # times to sleep, for models with (True) and without sparse gradients
     repeats: int = 5  # pairs of blocks that are compared
@@ -98,10 +100,11 @@ def run_training(spec: TrainSpec, on_event: Callable[[dict[str, Any]], None]) ->
     """Runs the benchmark and returns its records and each method's figures, merged over the ranks.
 
     Raises:
-        ValueError: a workload, method or option is unknown.
+        ValueError: a workload, method or option is unknown, or there is no GPU where one is asked for.
         RuntimeError: a rank failed.
     """
     check_names(spec.methods)
+    card = describe_card(spec.world_size) if spec.device == "cuda" else {}
     workload = workloads.load(spec.workload, **spec.options)  # fetched here: ranks in a lab reach no registry
     if spec.emulate_compute:  # before ranks share the cores
         kinds = sorted({method(name).sparse for name in (*spec.methods, *spec.sweep) if name not in SWEEPS})
@@ -110,7 +113,7 @@ def run_training(spec: TrainSpec, on_event: Callable[[dict[str, Any]], None]) ->
     scenario = Scenario(nodes=spec.nodes, link=spec.link, ranks_per_node=spec.ranks_per_node, **spec.scenario)
     notes: list[str] = []
     with cluster(scenario, notes, loopback=spec.loopback) as where:
-        environment = {**machine(), **where.describe()}
+        environment = {**machine(), **where.describe(), **card}
 
         def run_methods() -> list[dict[str, Any]]:
             return run_ranks(where, spec.world_size, "gradsync_lab.bench.train_rank", spec.model_dump_json(), on_event)
@@ -217,6 +220,8 @@ def _record(
         params["mixes_by"] = scheme
     if spec.emulate_compute:
         params["emulate_compute"] = True
+    if spec.device != "cpu":
+        params["device"] = spec.device
     params["baseline_method"] = picked.get(baseline.name, baseline.name)
     if chosen := {name: SWEEPS[name] for name in (baseline.name, subject.name) if name in picked}:
         # The rounds that chose these came before the `repeats` rounds that are compared.

@@ -33,6 +33,7 @@ from .. import workloads
 from ..cluster.counters import interface_bytes
 from ..workloads import Batch, Workload
 from ..workloads.emulated import Emulated
+from .card import BACKENDS, OnCard, own_card
 from .methods import SWEEPS, Method, method
 from .rank import DISTURBED, event, in_time, run_rank
 from .replicas import rests_of
@@ -40,7 +41,7 @@ from .rivals import Rival
 from .steal import Patience, Steal
 from .train import AGAIN, BLOCK_AVERAGES, TrainSpec
 
-AnyWorkload = Workload | Emulated
+AnyWorkload = Workload | Emulated | OnCard
 
 PATIENCE_FOR_STEP = 2.5  # in method timeouts; ends before the harness' own collectives time out
 CALIBRATION_STEPS = 3  # steps without synchronisation, which measure backward alone
@@ -148,7 +149,8 @@ def _train_step(workload: AnyWorkload, who: Contestant, *, sync: bool) -> tuple[
         backward_s = time.perf_counter() - backward_s
     if sync:
         who.optimizer.step()
-    return time.perf_counter() - began_s, backward_s, float(loss.detach())
+    value = float(loss.detach())  # waits for a GPU, on which the step has not ended yet
+    return time.perf_counter() - began_s, backward_s, value
 
 
 def run_block(workload: AnyWorkload, who: Contestant, steps: int, *, counted: bool) -> None:
@@ -385,7 +387,9 @@ def measure(text: str) -> dict[str, Any]:
     spec = TrainSpec.model_validate_json(text)
     real = workloads.load(spec.workload, **spec.options)
     size, rank = dist.get_world_size(), dist.get_rank()
-    workload = Emulated(real, spec.compute, rank, size) if spec.emulate_compute else real
+    workload: AnyWorkload = Emulated(real, spec.compute, rank, size) if spec.emulate_compute else real
+    if spec.device == "cuda":
+        workload = OnCard(real, own_card())
     sweep: dict[str, Any] = {}
     picked: dict[str, str] = {}
     methods = spec.methods
@@ -415,4 +419,4 @@ def measure(text: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run_rank(measure)
+    run_rank(measure, lambda text: BACKENDS[TrainSpec.model_validate_json(text).device])

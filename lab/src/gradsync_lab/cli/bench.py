@@ -195,6 +195,10 @@ def train(
             "nodes with cores of their own. Nothing is learnt."
         ),
     ] = False,
+    device: Annotated[
+        Literal["cpu", "cuda"],
+        typer.Option(help="cuda: on GPUs, over NCCL; ranks that share a GPU exchange by sockets, as nodes do."),
+    ] = "cpu",
     patience: Annotated[
         float,
         typer.Option(
@@ -224,6 +228,8 @@ def train(
         return
     if only or again or dry_run:
         raise typer.BadParameter("--only, --again and --dry-run are for --grid defaults")
+    if emulate_compute and device != "cpu":
+        raise typer.BadParameter("--emulate-compute is for the CPU: take --device cpu, or leave it out")
     texts = [*(option or ()), *([] if row_length is None else [f"dim={row_length}"])]
     with plain_errors():
         options = parse_options([workload], texts)
@@ -237,6 +243,7 @@ def train(
         repeats=QUICK_REPEATS if quick else repeats,
         block_steps=3 if quick else block_steps,
         loopback=loopback,
+        device=device,
         emulate_compute=emulate_compute,
         patience_s=0.0 if quick else patience,
     )
@@ -543,7 +550,9 @@ def reach(
     finish(found, notes, json, bounds)
 
 
-SETS_OWN = frozenset(("workload", "option", "methods", "nodes", "ranks_per_node", "link", "scenario", "row_length"))
+SETS_OWN = frozenset(
+    ("workload", "option", "methods", "nodes", "ranks_per_node", "link", "scenario", "row_length", "device")
+)
 
 
 def defaults_of(given: set[str], wanted: dict[str, Any], *, quick: bool, **more: bool) -> TrainSpec:
