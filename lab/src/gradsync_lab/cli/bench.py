@@ -40,6 +40,7 @@ from ..bench.works import WORK
 from ..papers.models import PAPER_MODELS
 from ..report.balance import balance_table
 from ..report.compress import compress_tables, loss_table, size_in_words, size_of
+from ..report.figures import written
 from ..report.planning import planning_table
 from ..report.record import Record, load_records, save_records
 from ..report.starts import start_table
@@ -548,6 +549,19 @@ def reach(
     with plain_errors(), event_bar("runs", total, "opening the data") as on_event:
         found, notes = run_reach(runs, spec, on_event)
     finish(found, notes, json, bounds)
+
+
+@app.command()
+def figures(
+    root: Annotated[Path, typer.Option(help="The folder of the repository.")] = Path(),
+) -> None:
+    """Writes the figures of README and of other pages from the records in benchmarks/results, by the templates in
+    benchmarks/figures.
+    """
+    with plain_errors():
+        for page, text in written(root).items():
+            (root / page).write_text(text, encoding="utf-8")
+            console.print(f"{page}: written")
 
 
 SETS_OWN = frozenset(
