@@ -259,6 +259,25 @@ def test_choice_by_sections_on_a_device_equals_the_definition(dtype: torch.dtype
     assert counted[0].tolist() == counted[1].tolist()
 
 
+@pytest.mark.interpreted
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_largest_by_sections_on_a_device_equal_the_definition(dtype: torch.dtype) -> None:
+    """Sections of several blocks and of less than one, empty ones, and some of which nothing or everything is taken."""
+    lengths, counts = (0, 700, 64, 1, 0, 4200, 33, 7, 1024, 0), (0, 70, 0, 1, 0, 1300, 33, 3, 900, 0)
+    x = torch.randn(sum(lengths), generator=torch.Generator().manual_seed(3)).to(dtype)
+    x[:7], x[-1031:-1024], x[1500:3500], x[-800:] = special_values(dtype), special_values(dtype), 1.0, -2.0
+    wide, sections = accumulation_dtype(dtype), Sections(lengths)
+    for fed, sent in ((True, torch.bfloat16), (False, dtype)):
+        results = []
+        for kernel in (TRITON, reference):
+            outs = outputs(x, sum(counts), sent)
+            given = {"residual": x.to(wide).flip(0), "next_residual": outs[2]} if fed else {}
+            kernel.top_k(x, *outs[:2], sections=sections, counts=counts, **given)
+            results.append(outs)
+        for got, expected in zip(*results, strict=True):
+            assert_same_bits(got, expected)
+
+
 @every
 def test_above_a_threshold_is_what_is_not_within_it_and_of_too_many_the_largest(kernels) -> None:
     x = torch.tensor([1.0, -2.0, 0.0, float("nan"), 2.0, -3.0, float("inf"), 0.5])

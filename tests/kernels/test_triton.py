@@ -660,6 +660,34 @@ def test_tensors_on_a_device_go_to_triton_and_no_others() -> None:
         assert choice.pick("count_bits", [there]) is reference.count_bits
 
 
+def of_many(kernel: str, number: int) -> None:
+    """Calls a kernel for many sections, each with more above its threshold than is taken, or many tensors."""
+    x, out = torch.linspace(1, 2, 6 * number, device=DEVICE).half(), torch.zeros(number, device=DEVICE).long()
+    given = {"sections": Sections((6,) * number), "counts": (1,) * number}
+    if kernel == "top_k":
+        device.load().top_k(x, out, x[:number].clone(), **given)
+    elif kernel == "select_above":
+        assert device.load().select_above(x, out.float(), out, x[:number].clone(), **given) == number
+    else:
+        device.load().digest([part.to(DTYPES[place % 2]) for place, part in enumerate(x.split(6))], out)
+
+
+@pytest.mark.parametrize("kernel", ["top_k", "select_above", "digest"])
+def test_launches_do_not_grow_with_sections_and_tensors(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module(choice.KERNELS[kernel].__module__.replace("reference", "triton"))
+    launches, real = [0], module.launch
+
+    def launch(*arguments: Any, **constants: Any) -> None:
+        launches[-1] += 1
+        real(*arguments, **constants)
+
+    monkeypatch.setattr(module, "launch", launch)
+    for number in (3, 50):
+        of_many(kernel, number)
+        launches.append(0)
+    assert launches[0] == launches[1] > 0
+
+
 COMPILE = """
 import importlib, json, sys
 import triton
@@ -672,7 +700,10 @@ for module, name, types, constants in json.load(sys.stdin):
     constants = {k: getattr(tl, v[3:]) if str(v).startswith("tl.") else v for k, v in constants.items()}
     signature = dict(zip((k for k in kernel.arg_names if k not in constants), types, strict=True))
     signature |= dict.fromkeys(constants, "constexpr")
-    done = triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 80, 32))
+    single = {"num_sections": 1} if "num_sections" in signature else {}  # Triton makes a constant of a number of 1
+    for fixed in ({}, single) if single else ({},):
+        types, numbers = signature | dict.fromkeys(fixed, "constexpr"), constants | fixed
+        done = triton.compile(ASTSource(kernel, types, numbers), target=GPUTarget("cuda", 80, 32))
     print(name, len(done.asm["cubin"]))
 """
 

@@ -72,8 +72,8 @@ def digest(xs: Sequence[Tensor], out: Tensor) -> None:
 
 def write_digests(totals: Tensor, lengths: Sequence[int], out: Tensor) -> None:
     """Writes to `out`, (tensors,) int64, a hash of each tensor's length and total (sum of hashes of its blocks)."""
-    counts = torch.tensor(lengths, dtype=torch.int64).to(totals.device, non_blocking=True)
-    out.copy_(finalised(totals ^ finalised(counts + 1)))
+    counts = finalised(torch.tensor(lengths, dtype=torch.int64) + 1)
+    out.copy_(finalised(totals ^ counts.to(totals.device, non_blocking=True)))
 
 
 def _words(x: Tensor) -> Tensor:
