@@ -7,7 +7,7 @@ import gc
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -25,8 +25,11 @@ from gradsync.compressors import BlockInt, ErrorFeedback, TopK
 from gradsync.frontends import fsdp_internals
 from gradsync.frontends.fsdp_internals import ParameterGroup, groups_of
 from gradsync.planner import AveragingPlanner
+from gradsync.planner.search.ways import Constraints
 from gradsync.schemes import CoarseGrained, CompressedAllGather, HalfPrecision, PowerSGD, Scheme
 from gradsync.tensors.density import ParameterProfile
+from gradsync.tuning.auto import AutoPlanner
+from tests.quick import FEWER, patched
 from tests.world import Ranks
 from tests.world import World as RankProcesses
 
@@ -246,6 +249,32 @@ def four_replicas() -> float:
 
 def test_more_replicas_differ_in_last_bits_only(world: World) -> None:
     assert max(world(4).run(four_replicas)) < 1e-6
+
+
+@patched(FEWER)
+def planned() -> tuple[int, bool, float]:
+    """Trains under plan="auto" until the plan has settled; returns after how many steps, and the distance from HSDP."""
+    mesh = meshes()
+    net, expected = sharded(mesh), sharded(mesh)
+    handle = gradsync.attach(net, plan=AutoPlanner(steps=2, warmup=3), timeout=TIMEOUT_S)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (net, expected)]
+    generator, steps = torch.Generator().manual_seed(dist.get_rank()), 0
+    while not handle.settled and steps < 300:
+        x, steps = batch(generator), steps + 1
+        for each, optimizer in zip((net, expected), optimizers, strict=True):
+            each.step = steps
+            optimizer.zero_grad()
+            each(x).square().mean().backward()
+            optimizer.step()
+    return steps, handle.profile is not None, float((shards_of(net) - shards_of(expected)).abs().max())
+
+
+def test_a_job_is_measured_and_planned_and_settles_on_all_ranks_at_once(world: World) -> None:
+    """Each shard's replicas plan apart, and may need other numbers of steps."""
+    found = world(4).run(planned)
+    assert len({steps for steps, _, _ in found}) == 1
+    for steps, is_measured, off in found:
+        assert steps < 300 and is_measured and off < 1e-6
 
 
 def replicated() -> float:
@@ -468,8 +497,10 @@ def wrong(kind: str) -> str:
         model = nn.Linear(2, 2)
     elif kind == "group beside a mesh":
         on = mesh
-    elif kind == "auto":
-        settings = {"plan": "auto"}
+    elif kind == "auto with averages":
+        settings = {"plan": AutoPlanner(averaging=AveragingPlanner())}
+    elif kind == "auto with freezing":
+        settings = {"plan": AutoPlanner(Constraints((replace(COARSE, freeze=True),)))}
     elif kind == "parameters":
         settings = {"plan": AveragingPlanner()}
     elif kind == "process group":
@@ -519,7 +550,8 @@ REFUSALS = {
     "group of the replica": "are both in replicate_group and in this replica",
     "plain model": "replicate_group is for models that fully_shard() was applied to",
     "group beside a mesh": "this model's mesh names its replicas",
-    "auto": 'plan="auto" is not supported yet',
+    "auto with averages": "a plan that averages parameters is not supported",
+    "auto with freezing": "leave freeze=False",
     "parameters": "a plan that averages parameters is not supported",
     "process group": "process_group is not for a model in shards",
     "scaler": "grad_scaler is not supported yet",

@@ -105,7 +105,9 @@ class Attachment:
 
     @property
     def settled(self) -> bool:
-        """Whether the trials of several plans are over, so that the plan in force stays."""
+        """Whether the trials of several plans are over, so that the plan in force stays; the same on all ranks."""
+        if (sharded := self._switch.present.sharded) is not None:  # whose ranks plan for each shard apart
+            return sharded.settled
         return self._engine.settled and (self._switch.choice is None or self._switch.choice.made)
 
     @property

@@ -18,6 +18,7 @@ from ..engine.plan_control import Planner
 from ..inputs.settings import shown
 from ..planner import AveragingPlanner
 from ..plans.plan import Plan, What
+from ..schemes import Scheme
 from ..tensors.bucket import matches
 from .agreement import (
     agreed_engine,
@@ -42,7 +43,7 @@ from .fsdp_internals import (
     reshard,
 )
 from .fsdp_probe import probe
-from .sharded import AFTER_ACCUMULATION, ShardedGradients, stand_ins, why_not_plan
+from .sharded import AFTER_ACCUMULATION, FREEZES, ShardedGradients, stand_ins, why_not_plan
 from .switching import Attached, Frontend, FrontendSwitch, level
 from .torch_hooks import is_backward
 
@@ -59,7 +60,6 @@ GROUP_OF_MESH = (
 PROCESS_GROUP = (
     "process_group is not for a model in shards, whose ranks its mesh names: leave it out, or give replicate_group"
 )
-NO_AUTO = 'plan="auto" is not supported yet for a model in shards: give a plan, a planner, or none'
 NO_PARAMETERS = "a plan that averages parameters is not supported for a model in shards: give a plan of gradients"
 NO_SCALER = (
     "grad_scaler is not supported yet for a model in shards, as residuals of all shards must follow it together: leave "
@@ -219,8 +219,11 @@ def _examined(
 def _why_not_arguments(attached: Attached, plan: Plan | Planner | AveragingPlanner, given: Arguments) -> str:
     if isinstance(plan, AveragingPlanner) or (isinstance(plan, Plan) and plan.what is not What.GRADIENT):
         return NO_PARAMETERS
-    if hasattr(plan, "propose") or hasattr(plan, "averaging"):  # an AutoPlanner, whose module is slow to import
-        return NO_AUTO
+    if getattr(plan, "averaging", None) is not None:  # of an AutoPlanner, whose module is slow to import
+        return NO_PARAMETERS
+    if constraints := getattr(plan, "constraints", None):
+        if any(isinstance(lossy, Scheme) and lossy.traits.freezes for lossy in constraints.lossy):
+            return FREEZES
     if attached.process_group is not None:
         return PROCESS_GROUP
     if given.grad_scaler is not None:

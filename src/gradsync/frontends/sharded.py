@@ -92,6 +92,7 @@ class ShardedGradients:
         self._stages: set[int] = set()  # groups that had their turn in this backward
         self._task = -1  # autograd's id of the backward under way
         self._streams = streams_of(engine.device)
+        self._all_settled = False  # whether the plans of all shards have settled, as known at the end of a backward
         self._loaded: Event | None = None  # behind all that FSDP's hooks have done, on a stream of FSDP's
         self._has_local = False  # whether a backward without synchronisation came after the synchronised one
         self._rounds = OptimizerRounds()
@@ -137,6 +138,11 @@ class ShardedGradients:
     def name_of(self, parameter: Tensor) -> str | None:
         """Returns the name of one of the model's parameters, a DTensor of any shape and dtype; None for others."""
         return next((name for name, shard in self._shards.items() if shard.parameter is parameter), None)
+
+    @property
+    def settled(self) -> bool:
+        """Whether the plans of all shards have settled once, known at the end of the same backward on all ranks."""
+        return self._all_settled
 
     @property
     def coordinate(self) -> dict[str, int]:
@@ -302,6 +308,8 @@ class ShardedGradients:
         for name, shard in self._shards.items():
             if engine.used(name):
                 self._deliver(name, shard)
+        if not self._all_settled:
+            self._all_settled = not self._any_shard(not engine.settled)
 
     def _deliver(self, name: str, shard: ShardedParameter) -> None:
         """Puts the mean over replicas into the parameter's `.grad`, or adds it to what was there before backward."""
