@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
@@ -16,6 +17,7 @@ from torch.optim import SGD
 
 from gradsync_lab.bench.automatic import AUTOMATIC
 from gradsync_lab.bench.methods import METHODS, SWEEPS, TORCH_SPARSE, method
+from gradsync_lab.bench.shards import mesh, put_into_shards
 from tests.quick import quickly
 from tests.world import Ranks, new_oracle_group
 
@@ -103,7 +105,12 @@ def test_method_averages_parameters(name: str, world: Callable[[int], Ranks]) ->
     assert all(world(2).run(averaged, name)), "both are one group"
 
 
-@pytest.mark.parametrize("name", [*METHODS, "hierarchical", "hierarchical1"])
+IN_SHARDS = [name for name, way in METHODS.items() if way.reduces_in is not None]
+
+
+@pytest.mark.parametrize(
+    "name", [*(name for name in METHODS if name not in IN_SHARDS), "hierarchical", "hierarchical1"]
+)
 def test_method_synchronises(name: str, world: Callable[[int], Ranks]) -> None:
     for worst, layouts, alike in world(2).run(differences, name):
         assert alike
@@ -121,6 +128,37 @@ def test_method_synchronises(name: str, world: Callable[[int], Ranks]) -> None:
         else:
             assert "powersgd" in name and worst < STEPS, "what earlier steps left comes on top"
             assert (worst > 0) is (name != "powersgd4"), "8 x 8 numbers are fewer than those of its factors"
+
+
+def in_shards(name: str) -> float:
+    """Returns the largest relative difference from DDP's gradients, on two nodes of two shards each."""
+    expected = gradients(DistributedDataParallel(reference := Tiny(sparse=False)), reference)
+    inner, way = Tiny(sparse=False), method(name)
+    assert way.reduces_in is not None and not way.sparse
+    with patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "2"}):
+        put_into_shards(inner, way.reduces_in)
+    wrapped, attachment = way.wrap(inner, SGD(inner.parameters(), lr=0.1), timedelta(seconds=20))
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        wrapped.zero_grad()
+        wrapped(torch.randint(ROWS, (6,), generator=generator)).backward()
+    found = {name: p.grad.full_tensor() for name, p in inner.named_parameters()}
+    if attachment is not None:
+        attachment.detach()
+    mesh.cache_clear()
+    return max(float((found[n] - g).abs().max() / g.abs().max()) for n, g in expected.items())
+
+
+@pytest.mark.parametrize("name", [*IN_SHARDS, "sharded_gradsync", "sharded_int8", "sharded_auto"])
+def test_method_synchronises_models_in_shards(name: str, world: Callable[[int], Ranks]) -> None:
+    for off in world(4).run(in_shards, name):
+        assert off < 1e-6 if method(name).exact else 0 < off < 2**-5
+
+
+@pytest.mark.parametrize("name", ["ddp_default", "ds_sync", "asp", "hsdp", "ddp_bf16"])
+def test_other_methods_than_gradsync_s_are_not_for_shards(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} does not exchange gradients by gradsync"):
+        method(f"sharded_{name}")
 
 
 @pytest.mark.parametrize(

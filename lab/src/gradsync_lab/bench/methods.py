@@ -9,7 +9,7 @@ that a broken one affects no other method. Names are those of the records.
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -38,6 +38,8 @@ from .automatic import AUTOMATIC, ENDINGS_IN_WORDS, Automatic, automatic
 from .parameter_server import USUAL_STALENESS, parameter_servers
 from .rivals import POST_LOCAL_SGD, USUAL_PERIOD, Rival, post_local_sgd
 
+IN_SHARDS = "sharded_"  # begins the names of methods for models in shards
+
 ONE_BUCKET_MB = 1 << 20  # larger than any model here: DDP then puts everything into one bucket
 
 
@@ -58,6 +60,7 @@ class Method:
     wrap: Callable[[nn.Module, Optimizer, timedelta], tuple[nn.Module, Attachment | Rival | None]]
     lossy: str | None = None
     averages: bool = False  # averages parameters after the optimiser's steps, instead of gradients
+    reduces_in: torch.dtype | None = None  # element type of sums, for a model in shards; None: no shards
     in_step: bool = True  # synchronous: each step is as slow as the slowest rank's
 
 
@@ -135,6 +138,11 @@ def _gradsync(
     model: nn.Module, optimizer: Optimizer, timeout: timedelta, *, plan: Any = None
 ) -> tuple[nn.Module, Attachment]:
     return model, attach(model, plan=plan, timeout=timeout)
+
+
+def _as_it_is(model: nn.Module, optimizer: Optimizer, timeout: timedelta) -> tuple[nn.Module, None]:
+    """Leaves a model in shards to torch's HSDP."""
+    return model, None
 
 
 def _averaging(
@@ -228,6 +236,8 @@ METHODS: dict[str, Method] = {
         Method("ddp_sparse_bf16", True, False, partial(_ddp, hook=bf16_hook)),
         *(Method(f"ddp_powersgd{rank}", False, False, _powersgd(rank)) for rank in (1, 2, 4)),
         Method("gradsync_dense", False, True, _gradsync),
+        Method("hsdp", False, True, _as_it_is, reduces_in=torch.float32),
+        Method("hsdp_bf16", False, False, _as_it_is, reduces_in=torch.bfloat16),
         *(planning(name, each) for name, each in AUTOMATIC.items()),
         *(Method(n, True, True, partial(_gradsync, plan=partial(planned, s))) for n, s in SPARSE_SCHEMES.items()),
         *map(lossy, (*DENSE_SCHEMES, *coarse.USUAL)),
@@ -247,7 +257,8 @@ TORCH_SPARSE = frozenset((*SWEEPS[DDP_SPARSE], "ddp_sparse_bf16"))  # torch sums
 RIVALS_IN_WORDS = (
     f"asp and ssp, parameter servers, sspN with workers N steps apart at most ({USUAL_STALENESS} by default); "
     f"post_local_sgd, post_local_sgdK with parameters averaged in one step of K ({USUAL_PERIOD} by default); "
-    "hierarchical, sums in each of two racks first, hierarchicalN in racks of N nodes"
+    "hierarchical, sums in each of two racks first, hierarchicalN in racks of N nodes; "
+    f"{IN_SHARDS}NAME, gradsync's method NAME between replicas of a model that hsdp puts into shards inside nodes"
 )
 
 
@@ -262,6 +273,20 @@ def _rival(name: str) -> Method | None:
     return None
 
 
+def _in_shards(name: str, momentum: float) -> Method | None:
+    """Returns the method `sharded_NAME`, gradsync's method NAME between replicas of shards; None for other names.
+
+    Raises:
+        ValueError: NAME does not exchange dense gradients by gradsync.
+    """
+    if not name.startswith(IN_SHARDS):
+        return None
+    inner = method(name.removeprefix(IN_SHARDS), momentum)
+    if inner.averages or getattr(inner.wrap, "func", inner.wrap) not in (_gradsync, _automatic):
+        raise ValueError(f"{name}: {inner.name} does not exchange gradients by gradsync, as a model in shards needs")
+    return replace(inner, name=name, sparse=False, reduces_in=torch.float32)
+
+
 def method(name: str, momentum: float = 0.0) -> Method:
     """Returns the method of this name: one of `METHODS`, gradsync with a compressor, or with a search for one.
 
@@ -274,6 +299,8 @@ def method(name: str, momentum: float = 0.0) -> Method:
     """
     if name in METHODS and not momentum:
         return METHODS[name]
+    if (sharded := _in_shards(name, momentum)) is not None:
+        return sharded
     if (averages := averaging.averaging_method(name)) is not None:
         if averages.ablations:
             raise ValueError(f"{name} is for `gradsync bench converge` only: it is deliberately worse")

@@ -38,6 +38,7 @@ from .methods import SWEEPS, Method, method
 from .rank import DISTURBED, event, in_time, run_rank
 from .replicas import rests_of
 from .rivals import Rival
+from .shards import put_into_shards
 from .steal import Patience, Steal
 from .train import AGAIN, BLOCK_AVERAGES, TrainSpec
 
@@ -58,6 +59,7 @@ class Contestant:
     batches: Iterator[Batch]
     patience_s: float = TIMEOUT_MAX  # for a step
     in_step: bool = True  # see `Method`
+    in_shards: bool = False
     failed: str | None = None
     failed_s: float = inf  # when it failed on this rank, on the clock that the ranks of one machine share
     step_s: list[float] = field(default_factory=list)  # of the warm-up
@@ -114,10 +116,19 @@ def attempt(who: Contestant) -> Iterator[None]:
 def enter(workload: AnyWorkload, name: str, way: Method, spec: TrainSpec) -> Contestant:
     """Makes a fresh copy of the workload's model, wraps it by a method, and returns the contestant."""
     model = workload.model(sparse=way.sparse, seed=spec.seed)
+    if way.reduces_in is not None:
+        put_into_shards(model, way.reduces_in)
     batches = workload.batches(dist.get_rank(), dist.get_world_size(), spec.seed)
     optimizer = workload.optimizer(model)
     who = Contestant(
-        name, model, None, optimizer, batches, PATIENCE_FOR_STEP * spec.method_timeout_s, in_step=way.in_step
+        name,
+        model,
+        None,
+        optimizer,
+        batches,
+        PATIENCE_FOR_STEP * spec.method_timeout_s,
+        in_step=way.in_step,
+        in_shards=way.reduces_in is not None,
     )
     with attempt(who):
         if way.lossy is not None and (momentum := fit_optimizer(way.lossy, optimizer)):
@@ -183,8 +194,11 @@ def run_block(workload: AnyWorkload, who: Contestant, steps: int, *, counted: bo
 
 
 def calibrate(workload: AnyWorkload, who: Contestant) -> None:
-    """Times backward without communication, to `who.alone_s`, on other batches, so that training's stay in order."""
-    if who.failed:
+    """Times backward without communication, to `who.alone_s`, on other batches, so that training's stay in order.
+
+    Models in shards, which compute nothing without communication, are left out.
+    """
+    if who.failed or who.in_shards:
         return
     training, who.batches = who.batches, workload.batches(dist.get_rank(), dist.get_world_size(), seed=1)
     with attempt(who):
@@ -302,8 +316,9 @@ def result_of(workload: AnyWorkload, who: Contestant, spec: TrainSpec) -> dict[s
         return {"failed": who.failed, "failed_s": who.failed_s}
     if who.attachment is not None:
         who.attachment.consensus()
-    evaluate = spec.evaluate and dist.get_rank() == 0 and not who.name.endswith(f":{AGAIN}")
-    alone_s, backward_s = statistics.median(who.alone_s), statistics.median(chain.from_iterable(who.backward_s))
+    evaluate = spec.evaluate and (who.in_shards or dist.get_rank() == 0) and not who.name.endswith(f":{AGAIN}")
+    backward_s = statistics.median(chain.from_iterable(who.backward_s))
+    alone_s = statistics.median(who.alone_s) if who.alone_s else None
     rows, plan, timeline, predicted = [], [], [], []
     digest = who.attachment.plan.digest if isinstance(who.attachment, Attachment) else None
     if who.attachment:
@@ -332,8 +347,8 @@ def result_of(workload: AnyWorkload, who: Contestant, spec: TrainSpec) -> dict[s
         "samples_per_step": workload.batch_size,
         "sent_bytes": sum(who.sent_bytes),
         "final": workload.evaluate(who.inner) if evaluate else {},
-        "backward_s": min(alone_s, backward_s),
-        "exposed_s": max(backward_s - alone_s, 0.0),
+        "backward_s": None if alone_s is None else min(alone_s, backward_s),
+        "exposed_s": None if alone_s is None else max(backward_s - alone_s, 0.0),
         "plan": plan,
         "plan_digest": digest,
         "buckets": rows,
