@@ -109,9 +109,7 @@ IN_SHARDS = [name for name, way in METHODS.items() if way.reduces_in is not None
 WHOLE = [name for name in METHODS if name not in IN_SHARDS]
 
 
-@pytest.mark.parametrize(
-    "name", [*WHOLE, "hierarchical", "hierarchical1"]
-)
+@pytest.mark.parametrize("name", [*WHOLE, "hierarchical", "hierarchical1"])
 def test_method_synchronises(name: str, world: Callable[[int], Ranks]) -> None:
     for worst, layouts, alike in world(2).run(differences, name):
         assert alike
