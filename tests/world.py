@@ -169,6 +169,8 @@ def _rank_main(rank: int, connection: Connection, port: int, trace: str, folder:
     """Runs a rank's process: waits for functions, calls them and sends their outcomes."""
     sys.path.insert(0, folder)
     warnings.simplefilter("error")
+    # As in pyproject.toml.
+    warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled", UserWarning, "tests")
     with Path(trace).open("w") as trace_file:
         faulthandler.register(signal.SIGUSR1, trace_file)
         if port:

@@ -6,6 +6,7 @@ import copy
 import gc
 import inspect
 import pickle
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -105,6 +106,8 @@ def test_a_training_loop_gives_ddps_values(
 ) -> None:
     if options.get("forward_sync_buffers") is False and size == 3:
         pytest.skip("buffers are each rank's own: one size is enough")
+    if not options.keys() <= inspect.signature(DistributedDataParallel).parameters.keys():
+        pytest.skip(f"this torch has none of {', '.join(options)}")
     world(size).run(compare, make, step, options)
 
 
@@ -113,8 +116,25 @@ def test_its_constructor_takes_what_torchs_takes() -> None:
     ours = inspect.signature(gradsync.DistributedDataParallel.__init__).parameters
     assert list(ours)[: len(theirs)] == list(theirs)
     for name, parameter in theirs.items():
-        assert (ours[name].kind, ours[name].default) == (parameter.kind, parameter.default), name
-    assert all(ours[name].kind is inspect.Parameter.KEYWORD_ONLY for name in ours.keys() - theirs.keys())
+        default = None if name == "broadcast_buffers" else parameter.default  # True in torch 2.11, for the same
+        assert (ours[name].kind, ours[name].default) == (parameter.kind, default), name
+    later = {"batched_grad_copy", "forward_sync_buffers"}  # than torch 2.11
+    of_gradsync = ours.keys() - theirs.keys() - later
+    assert all(ours[name].kind is inspect.Parameter.KEYWORD_ONLY for name in of_gradsync)
+
+
+def warnings_about_buffers() -> None:
+    group, wrappers = new_oracle_group(), (DistributedDataParallel, gradsync.DistributedDataParallel)
+    found: list[list[type[Warning]]] = []
+    for wrapper in wrappers:
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            wrapper(Perceptron(), process_group=group, broadcast_buffers=False)
+        found.append([warning.category for warning in caught])
+    assert found[0] == found[1]
+
+
+def test_it_calls_an_argument_deprecated_where_torchs_does(world: World) -> None:
+    world(2).run(warnings_about_buffers)
 
 
 def identity() -> None:

@@ -18,6 +18,14 @@ from tests.world import new_oracle_group
 Optimizers = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
+class Oracle(DistributedDataParallel):
+    """DDP of torch 2.13 in its broadcast of buffers: torch 2.11 allows one forward before a backward only."""
+
+    def _sync_buffers(self) -> None:
+        with torch.autograd._unsafe_preserve_version_counter(tuple(self.modules_buffers)):
+            super()._sync_buffers()
+
+
 @dataclass
 class Twin:
     """One of the two copies, with what a training loop needs."""
@@ -50,7 +58,7 @@ def make_twins(
     """Returns (the oracle, ours), with initial weights that differ between ranks until wrapping broadcasts them."""
     torch.manual_seed(dist.get_rank())
     module = make()
-    ddp = DistributedDataParallel(module, process_group=new_oracle_group(), **ddp_options)
+    ddp = Oracle(module, process_group=new_oracle_group(), **ddp_options)
     oracle = Twin(module, ddp, optimizer(list(module.parameters())), ddp.no_sync)
     torch.manual_seed(dist.get_rank())
     module = make()

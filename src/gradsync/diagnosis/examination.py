@@ -23,7 +23,7 @@ from .. import kernels
 from ..comm.backends import GROUP_OF_BACKEND
 from ..devices.inventory import Accelerator, accelerators, built_for, processor
 
-TESTED_TORCH = "2.13"  # the release of torch that gradsync's tests ran with
+TESTED_TORCH = ("2.11", "2.13")  # the releases of torch that gradsync's tests ran with
 RUN_S = 120.0  # the longest that two ranks may take
 END_S = 40.0  # for torchrun to end its ranks, which it gives 30 s
 PACKAGES = ("gradsync", "gradsync-lab", "torch", "numpy", "triton")
@@ -124,9 +124,9 @@ def _in_words(card: Accelerator) -> str:
 
 def _torch_found() -> Finding:
     found = torch.__version__
-    if found.startswith(f"{TESTED_TORCH}."):
+    if found.startswith(tuple(f"{release}." for release in TESTED_TORCH)):
         return Finding("ok", "torch", f"{found}, as in gradsync's tests")
-    return Finding("note", "torch", f"{found}; gradsync was tested with {TESTED_TORCH}")
+    return Finding("note", "torch", f"{found}; gradsync was tested with {' and '.join(TESTED_TORCH)}")
 
 
 def _native_kernels() -> Finding:

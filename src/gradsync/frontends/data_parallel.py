@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -311,10 +312,11 @@ def _check_flags(
 def _warn_of_deprecated(
     check_reduction: bool, broadcast_buffers: bool | None, forward_sync_buffers: bool | None
 ) -> None:
-    """Warns of deprecated arguments as torch does."""
+    """Warns of deprecated arguments as torch does: torch 2.11 knows `broadcast_buffers` alone, and does not."""
     if check_reduction:
         warnings.warn("check_reduction is deprecated and has no effect", FutureWarning, stacklevel=3)
-    if broadcast_buffers is None:
+    replaced = "forward_sync_buffers" in inspect.signature(TorchDistributedDataParallel).parameters
+    if broadcast_buffers is None or (forward_sync_buffers is None and not replaced):
         return
     text = (
         "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead, which leaves buffers alone in forwards "

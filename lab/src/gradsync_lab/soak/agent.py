@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,10 +80,14 @@ def agent(folder: Folder, settings: Settings, *, pace_s: float, links: bool) -> 
 
 
 def _argv(folder: Folder, settings: Settings, pace_s: float, host: str, port: int) -> list[str]:
+    from torch.distributed.launcher.api import LaunchConfig
+
     restarts = settings.faults + SPARE_RESTARTS
+    is_known = any(each.name == "shutdown_timeout" for each in fields(LaunchConfig))  # torch 2.11 gives ranks 30 s
     return [
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={settings.ranks}"),
-        *(f"--max-restarts={restarts}", "--monitor-interval=0.5", f"--shutdown-timeout={SHUTDOWN_S}"),
+        *(f"--max-restarts={restarts}", "--monitor-interval=0.5"),
+        *([f"--shutdown-timeout={SHUTDOWN_S}"] if is_known else []),
         *("--rdzv-backend=c10d", f"--rdzv-endpoint={host}:{port}", "--rdzv-id=soak", f"--local-addr={host}"),
         "--rdzv-conf=is_host=true",  # torch does not know the addresses of a node as this machine's
         *("-m", "gradsync_lab.soak.train", str(folder.path), str(pace_s)),
