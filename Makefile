@@ -94,7 +94,8 @@ sanitize: setup
 # On a machine with a GPU; GRADSYNC_DRY=1 tries the tests themselves on the CPU.
 gpu: setup
 	$(BIN)/gradsync doctor
-	$(BIN)/pytest -n 0 tests/gpu $(if $(GRADSYNC_DRY),,tests/kernels) $(ARGS)
+	$(BIN)/pytest -v -n $(if $(GRADSYNC_DRY),0,4) --dist worksteal tests/gpu $(ARGS)
+	$(if $(GRADSYNC_DRY),,$(BIN)/pytest -n 4 --dist worksteal -m interpreted tests/kernels $(ARGS))
 
 # Random cases for a minute; ARGS="--seconds 3600" for longer. It goes on behind the last seed of its record.
 fuzz: setup
