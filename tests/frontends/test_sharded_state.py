@@ -1,0 +1,352 @@
+"""State of models in shards: saved and loaded with the model, on the same mesh and on others; none of it is lost."""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+
+import gradsync
+from gradsync import Plan
+from gradsync.compressors import ErrorFeedback, TopK, copies_at
+from gradsync.schemes import AllReduce, CoarseGrained, CompressedAllGather, CompressedTwoWay, PowerSGD, Scheme
+from gradsync.tensors.density import ParameterProfile
+from tests.world import Ranks
+
+World = Callable[[int], Ranks]
+Mesh = tuple[int, int]  # replicas, shards
+FEEDBACK = ErrorFeedback(TopK(0.2))
+GATHERED, TWO_WAY = CompressedAllGather(FEEDBACK), CompressedTwoWay(FEEDBACK)
+LOW_RANK, COARSE = PowerSGD(1, min_compression=1.0), CoarseGrained(ratio=0.3, chunk=4)
+TIMEOUT_S = 20
+
+
+class Net(nn.Module):
+    """Layers of odd sizes: shards differ in rows, and a parameter of one row is in the first shard alone."""
+
+    def __init__(self, width: int = 7) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, width), nn.Linear(width, 5)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.second(self.first(x).relu()) * self.scale
+        return result
+
+
+def attached(mesh: Mesh, scheme: Scheme[Any], net: Any = None, **settings: Any) -> tuple[Any, gradsync.Attachment]:
+    """Returns a model in shards, the same in every call, on (replicas, shards), all in one bucket."""
+
+    def plan(profiles: list[ParameterProfile], size: int) -> Plan:
+        return Plan.make({p.name: p.tensor for p in profiles}, size, [([p.name for p in profiles], scheme)])
+
+    torch.manual_seed(0)
+    net = Net() if net is None else net
+    on = init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
+    for module in (net.first, net.second, net):
+        fully_shard(module, mesh=on, **settings)
+    return net, gradsync.attach(net, plan=plan, timeout=TIMEOUT_S)
+
+
+def train(net: Any, steps: int = 3, seed: int = 0) -> Tensor:
+    """Trains and returns this rank's shards, end to end."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
+    for _ in range(steps):
+        net(torch.randn(4, 6, generator=generator)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([p.to_local().detach().reshape(-1) for p in net.parameters()])
+
+
+def left_in_all(net: nn.Module, handle: gradsync.Attachment) -> dict[str, Tensor]:
+    """Returns the sum over replicas of the residuals of each whole parameter, in float64."""
+    state = handle.state_dict()
+    totals = {}
+    for name, parameter in net.named_parameters():
+        whole = torch.zeros(parameter.numel(), dtype=torch.float64)
+        index, count = state["shard"]["index"], state["shard"]["count"]
+        begin = index * -(-parameter.shape[0] // count) * (parameter.numel() // parameter.shape[0])
+        for key, values in state["state"].items():
+            form = re.fullmatch(r"(.*)\[(\d+):(\d+)\]/([^/]*)\.residual", key)
+            if form is not None and form[1] == name:
+                here = whole[begin + int(form[2]) : begin + int(form[3])]
+                here += values / (copies_at(form[4]) or 1)
+        dist.all_reduce(whole)
+        totals[name] = whole
+    return totals
+
+
+@contextmanager
+def quiet_library() -> Iterator[None]:
+    """Ignores, inside, the warnings of `torch.distributed.checkpoint`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def write(folder: str, net: nn.Module, handle: gradsync.Attachment) -> None:
+    with quiet_library():
+        dcp.save({"model": get_model_state_dict(net), "gradsync": handle.checkpoint()}, checkpoint_id=folder)
+
+
+def read(folder: str, net: nn.Module, handle: gradsync.Attachment) -> None:
+    with quiet_library():
+        model = get_model_state_dict(net)
+        dcp.load({"model": model, "gradsync": handle.checkpoint()}, checkpoint_id=folder)
+        set_model_state_dict(net, model)
+
+
+def saved(folder: str, mesh: Mesh, scheme: Scheme[Any]) -> dict[str, Tensor]:
+    """Trains, saves through `torch.distributed.checkpoint` and as a folder of files; returns what is left to send."""
+    net, handle = attached(mesh, scheme)
+    train(net)
+    left = left_in_all(net, handle)
+    assert all(values.any() for name, values in left.items() if name.endswith("weight"))
+    write(folder, net, handle)
+    handle.checkpoint().save(f"{folder}/files")
+    handle.detach()
+    return left
+
+
+def goes_on(folder: str, mesh: Mesh, scheme: Scheme[Any]) -> bool:
+    net, handle = attached(mesh, scheme)
+    train(net)
+    write(folder, net, handle)
+    handle.checkpoint().save(f"{folder}/files")
+    whole = handle.checkpoint(gather=True).state_dict()
+    expected = train(net, seed=7)
+    found = []
+    for way in ("dcp", "files", "gathered"):
+        handle.detach()
+        other, handle = attached(mesh, scheme)
+        read(folder, other, handle)
+        if way != "dcp":
+            train(other, 1)
+            with quiet_library():
+                model = get_model_state_dict(other)
+                dcp.load({"model": model}, checkpoint_id=folder)
+                set_model_state_dict(other, model)
+        if way == "files":
+            assert handle.checkpoint().load(f"{folder}/files")
+        elif way == "gathered":
+            handle.checkpoint(gather=True).load_state_dict(whole)
+        found.append(torch.equal(train(other, seed=7), expected))
+    handle.detach()
+    return all(found)
+
+
+def loaded_elsewhere(folder: str, mesh: Mesh, scheme: Scheme[Any], left: dict[str, Tensor]) -> None:
+    for plan in (scheme,) if scheme in (LOW_RANK, COARSE) else (scheme, AllReduce()):  # which keeps nothing else
+        for by_files in (False, True):
+            net, handle = attached(mesh, plan)
+            if by_files:
+                assert handle.checkpoint().load(f"{folder}/files")
+            else:
+                read(folder, net, handle)
+            assert handle.state_dict()["step"] == 3
+            found = left_in_all(net, handle)
+            assert found.keys() == left.keys()
+            for name, values in left.items():
+                torch.testing.assert_close(found[name], values, rtol=1e-6, atol=1e-9)
+            assert train(net, 2, seed=1).isfinite().all()
+            handle.detach()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "scheme"),
+    [
+        ((2, 2), (1, 2), GATHERED),
+        ((2, 2), (2, 1), GATHERED),
+        ((1, 4), (2, 2), GATHERED),
+        ((2, 2), (1, 3), GATHERED),
+        *(((2, 2), (4, 1), scheme) for scheme in (GATHERED, TWO_WAY, LOW_RANK, COARSE)),
+        *(((4, 1), (2, 2), scheme) for scheme in (GATHERED, TWO_WAY, LOW_RANK, COARSE)),
+        ((1, 2), (2, 2), LOW_RANK),
+        ((2, 1), (2, 2), TWO_WAY),
+    ],
+    ids=str,
+)
+def test_the_sum_of_what_is_left_is_kept_on_other_meshes(
+    world: World, before: Mesh, after: Mesh, scheme: Scheme[Any], tmp_path: Path
+) -> None:
+    left = world(before[0] * before[1]).run(saved, str(tmp_path), before, scheme)[0]
+    world(after[0] * after[1]).run(loaded_elsewhere, str(tmp_path), after, scheme, left)
+
+
+def file_of(folder: str, replica: int, shard: int) -> str:
+    return f"{folder}/{replica}.{shard}.safetensors"
+
+
+def in_files(folder: str) -> dict[str, Tensor]:
+    net, handle = attached((2, 2), GATHERED)
+    train(net)
+    state = handle.state_dict()
+    gradsync.state.save_file(state, file_of(folder, handle.rank, state["shard"]["index"]))
+    return left_in_all(net, handle)
+
+
+def redistributed(folder: str, left: dict[str, Tensor]) -> None:
+    net, handle = attached((1, 2), GATHERED)
+    states = {
+        (replica, shard): gradsync.state.load_file(file_of(folder, replica, shard))
+        for replica in range(2)
+        for shard in range(2)
+    }
+    for mixed in ([states[0, 0], states[1, 1]], list(states.values())):
+        with pytest.raises(ValueError, match=r"of shards 0, 1 of a model: give those of all replicas with one shard"):
+            gradsync.state.redistribute(mixed, 1)
+    shard = dist.get_rank()
+    wrong, mine = (
+        gradsync.state.redistribute([states[0, each], states[1, each]], 1)[handle.rank] for each in (1 - shard, shard)
+    )
+    assert "each rank loads its own state, on the same mesh" in message(lambda: handle.load_state_dict(wrong))
+    handle.load_state_dict(mine)
+    found = left_in_all(net, handle)
+    for name, values in left.items():
+        torch.testing.assert_close(found[name], values, rtol=1e-6, atol=1e-9)
+    train(net)
+
+
+def test_files_of_one_shard_are_redistributed_to_other_numbers_of_replicas(world: World, tmp_path: Path) -> None:
+    left = world(4).run(in_files, str(tmp_path))[0]
+    world(2).run(redistributed, str(tmp_path), left)
+
+
+def message(load: Callable[[], Any]) -> str:
+    with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
+        load()
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+def damaged(parts: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Returns parts of all ranks, with one number of one rank's state that is not finite."""
+    state = gradsync.state.from_bytes(bytes(parts[f"rank {rank}"].numpy()))
+    next(iter(state["state"].values()))[0] = torch.nan
+    whole = torch.frombuffer(bytearray(gradsync.state.to_bytes(state)), dtype=torch.uint8)
+    return {**parts, f"rank {rank}": whole}
+
+
+def refused(kind: str, folder: str) -> str:
+    """Loads what is not for this model or mesh, on all ranks or some; then trains on, from what was there before."""
+    mesh: Mesh = (4, 1) if kind in ("other mesh", "damaged for another mesh") else (2, 2)
+    net, handle = attached((2, 2), GATHERED)
+    train(net)
+    state, parts = copy.deepcopy(handle.state_dict()), handle.checkpoint(gather=True).state_dict()
+    handle.detach()
+    net, handle = attached(mesh, GATHERED, Net(8) if kind == "other model" else None)
+    train(net, 1, seed=3)
+    before = copy.deepcopy(handle.state_dict())
+    moved = {**state, "rank": 1 - state["rank"]} if dist.get_rank() == 1 else state
+    given = {
+        "other model": parts,
+        "other mesh": state,
+        "other rank": moved,
+        "no shard": {key: value for key, value in state.items() if key != "shard"},
+        "a part is missing": {key: value for key, value in parts.items() if key != "rank 2"},
+        "damaged": damaged(parts, 1),
+        "damaged for another mesh": damaged(parts, 1),
+    }
+    if kind == "empty folder":
+        said = message(lambda: handle.checkpoint().load(folder))
+    elif "rank 0" in given[kind]:
+        said = message(lambda: handle.checkpoint().load_state_dict(given[kind]))
+    else:
+        said = message(lambda: handle.load_state_dict(given[kind]))
+    after = handle.state_dict()
+    assert after["step"] == before["step"] == 1
+    assert all(torch.equal(after["state"][key], values) for key, values in before["state"].items())
+    assert train(net, 2, seed=4).isfinite().all()
+    handle.detach()
+    return said
+
+
+REFUSALS = {
+    "other model": "the state is of a model with other parameters: their names, whole shapes and element types",
+    "other mesh": "'shard': '0 of 1'}: each rank loads its own state, on the same mesh",
+    "other rank": "each rank loads its own state, on the same mesh; on another mesh save and load handle.checkpoint()",
+    "no shard": "the state is of a model that was not in shards",
+    "empty folder": "has no state of gradsync",
+    "a part is missing": "the checkpoint must have the parts of all ranks that saved it, these ranks found rank 0 of 4",
+    "damaged": "no step would be finite again",
+    "damaged for another mesh": "no step would be finite again",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSALS)
+def test_what_is_wrong_is_refused_on_all_ranks_before_anything_changes(world: World, kind: str, tmp_path: Path) -> None:
+    assert [REFUSALS[kind] in text or text for text in world(4).run(refused, kind, str(tmp_path))] == [True] * 4
+
+
+def between_kinds() -> tuple[str, str]:
+    """Loads state of a model in shards into one that is in none, and the other way round."""
+    net, handle = attached((2, 2), GATHERED)
+    train(net)
+    sharded = handle.checkpoint(gather=True).state_dict()
+    plain = gradsync.attach(Net(), timeout=TIMEOUT_S)
+    whole = plain.checkpoint(gather=True).state_dict()
+    return message(lambda: plain.checkpoint().load_state_dict(sharded)), message(
+        lambda: handle.checkpoint().load_state_dict(whole)
+    )
+
+
+def test_state_of_models_in_shards_and_of_others_is_kept_apart(world: World) -> None:
+    for into_plain, into_shards in world(4).run(between_kinds):
+        assert "the state is of a model in 2 shards, and this model is in none" in into_plain
+        assert "the state is of a model that was not in shards, and this model is" in into_shards
+
+
+def by_columns(folder: str) -> str:
+    """Goes on with shards of columns on the same mesh, and tries to on another number of shards."""
+
+    def placed(parameter: nn.Parameter) -> Shard | None:
+        return Shard(1) if parameter.ndim == 2 and parameter.shape[1] % 4 == 0 else None
+
+    net, handle = attached((2, 2), GATHERED, Net(8), shard_placement_fn=placed)
+    train(net)
+    parts = handle.checkpoint(gather=True).state_dict()
+    left = handle.state_dict()["state"]
+    train(net, 1)
+    handle.checkpoint().load_state_dict(parts)
+    assert all(torch.equal(values, left[key]) for key, values in handle.state_dict()["state"].items())
+    handle.detach()
+    _, handle = attached((1, 4), GATHERED, Net(8), shard_placement_fn=placed)
+    return message(lambda: handle.checkpoint().load_state_dict(parts))
+
+
+def test_shards_of_columns_stay_on_their_number_of_shards(world: World, tmp_path: Path) -> None:
+    for text in world(4).run(by_columns, str(tmp_path)):
+        assert "'second.weight' is in shards along another than its first dimension" in text
+
+
+def attached_to_replicas() -> bool:
+    """Goes on with `replicate`, whose models have one shard, from a checkpoint of two shards."""
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    net, handle = attached((2, 2), GATHERED)
+    train(net)
+    left, parts = left_in_all(net, handle), handle.checkpoint(gather=True).state_dict()
+    torch.manual_seed(0)
+    other: Any = replicate(Net(), mesh=init_device_mesh("cpu", (4,)))
+    handle = gradsync.attach(other, timeout=TIMEOUT_S)
+    handle.checkpoint().load_state_dict(parts)
+    found = left_in_all(other, handle)
+    return all(torch.allclose(found[name], values, rtol=1e-6, atol=1e-9) for name, values in left.items())
+
+
+def test_replicate_takes_over_the_state_of_shards(world: World) -> None:
+    assert world(4).run(attached_to_replicas) == [True] * 4
