@@ -52,7 +52,15 @@ class Shard:
                 "the state is of a model that was not in shards, and this model is: load it into a model as it was"
             )
         names = [entry.name for entry in fields(cls)]
-        return cls(**checked(cls, {name: given.get(name) for name in names}, "the state's shard's "))
+        shard = cls(**checked(cls, {name: given.get(name) for name in names}, "the state's shard's "))
+        if shard.index >= shard.count:
+            raise ValueError(f"the state's shard must be below the number of shards, got {shard.place}")
+        for name, place in shard.ranges.items():
+            if place is not None and not place[0] <= place[1] <= place[2]:
+                raise ValueError(
+                    f"the state's shard of {name!r} must be a range of {place[2]} elements, got {place[:2]}"
+                )
+        return shard
 
     @property
     def place(self) -> str:
@@ -76,16 +84,15 @@ def place_of(state: Mapping[str, Any]) -> tuple[int, int]:
     if SHARD not in state:
         return origin.rank, origin.world
     shard = Shard.of(state)
-    if shard.index >= shard.count:
-        raise ValueError(f"the state's shard must be below the number of shards, got {shard.index} of {shard.count}")
     return origin.rank * shard.count + shard.index, origin.world * shard.count
 
 
 def moved(states: Sequence[Mapping[str, Any]], target: Shard) -> dict[str, Tensor]:
     """Returns what compressors kept, in states of any ranks, for the elements of another shard; equal elements added.
 
-    The result is the "state" of a rank with the shard `target`: tensors by key, (elements,) each. State that belongs to a shard as a whole, such as the
-    factors of PowerSGD or choices of chunks, and what several ranks kept alike other than residuals are left out.
+    The result is the "state" of a rank with the shard `target`: tensors by key, (elements,) each. Residuals go by the
+    whole parameter's elements, as does other state of single elements. State that belongs to a shard as a whole, such
+    as the factors of PowerSGD or choices of chunks, and what several ranks kept alike is left out, but for residuals.
 
     Args:
         states: the `state_dict` of ranks of a model with the same parameters, in any shards.
@@ -113,7 +120,9 @@ def _moved(state: Mapping[str, Any], source: Shard, target: Shard) -> dict[str, 
 
 def _in_target(part: StateSlice, source: Shard, target: Shard) -> StateSlice | None:
     """Returns the elements of a slice that the other shard has, counted from that shard's first; None: it has none."""
-    if part.name not in source.ranges or part.name not in target.ranges:  # target: dropped where not strict
+    if part.name not in source.ranges:
+        raise ValueError(f"the state holds {part.key!r}, and its shard has nothing of this parameter")
+    if part.name not in target.ranges:  # of another model, where that is not refused
         return None
     before, after = source.ranges[part.name], target.ranges[part.name]
     if before is None or after is None:
@@ -123,6 +132,8 @@ def _in_target(part: StateSlice, source: Shard, target: Shard) -> StateSlice | N
         )
     if before[2] != after[2]:
         return None
+    if part.stop > before[1] - before[0]:
+        raise ValueError(f"the state {part.key!r} reaches beyond its shard, of {before[1] - before[0]} elements")
     low = max(part.start + before[0], after[0])
     high = min(part.stop + before[0], after[1])
     if low >= high:
