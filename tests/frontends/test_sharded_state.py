@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,9 @@ class Net(nn.Module):
         return result
 
 
-def attached(mesh: Mesh, scheme: Scheme[Any], net: Any = None, **settings: Any) -> tuple[Any, gradsync.Attachment]:
+def attached(
+    mesh: Mesh, scheme: Scheme[Any], net: Any = None, timeout: float = TIMEOUT_S, **settings: Any
+) -> tuple[Any, gradsync.Attachment]:
     """Returns a model in shards, the same in every call, on (replicas, shards), all in one bucket."""
 
     def plan(profiles: list[ParameterProfile], size: int) -> Plan:
@@ -59,7 +62,7 @@ def attached(mesh: Mesh, scheme: Scheme[Any], net: Any = None, **settings: Any) 
     on = init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
     for module in (net.first, net.second, net):
         fully_shard(module, mesh=on, **settings)
-    return net, gradsync.attach(net, plan=plan, timeout=TIMEOUT_S)
+    return net, gradsync.attach(net, plan=plan, timeout=timeout)
 
 
 def train(net: Any, steps: int = 3, seed: int = 0) -> Tensor:
@@ -233,43 +236,51 @@ def message(load: Callable[[], Any]) -> str:
     return f"{caught.type.__name__}: {caught.value}"
 
 
+def changed(parts: dict[str, Any], number: int, **entries: Any) -> dict[str, Any]:
+    """Returns parts of all ranks, with other entries in the state of the rank of this number."""
+    state = gradsync.state.from_bytes(bytes(parts[f"rank {number}"].numpy()))
+    content = gradsync.state.to_bytes({**state, **entries})
+    return {**parts, f"rank {number}": torch.frombuffer(bytearray(content), dtype=torch.uint8)}
+
+
 def damaged(parts: dict[str, Any], rank: int) -> dict[str, Any]:
     """Returns parts of all ranks, with one number of one rank's state that is not finite."""
     state = gradsync.state.from_bytes(bytes(parts[f"rank {rank}"].numpy()))
     next(iter(state["state"].values()))[0] = torch.nan
-    whole = torch.frombuffer(bytearray(gradsync.state.to_bytes(state)), dtype=torch.uint8)
-    return {**parts, f"rank {rank}": whole}
+    return changed(parts, rank, state=state["state"])
 
 
-def refused(kind: str, folder: str) -> str:
+def refused(folder: str, mesh: Mesh, width: int, kinds: list[str]) -> dict[str, str]:
     """Loads what is not for this model or mesh, on all ranks or some; then trains on, from what was there before."""
-    mesh: Mesh = (4, 1) if kind in ("other mesh", "damaged for another mesh") else (2, 2)
     net, handle = attached((2, 2), GATHERED)
     train(net)
     state, parts = copy.deepcopy(handle.state_dict()), handle.checkpoint(gather=True).state_dict()
     handle.detach()
-    net, handle = attached(mesh, GATHERED, Net(8) if kind == "other model" else None)
+    net, handle = attached(mesh, GATHERED, Net(width))
     train(net, 1, seed=3)
     before = copy.deepcopy(handle.state_dict())
-    moved = {**state, "rank": 1 - state["rank"]} if dist.get_rank() == 1 else state
-    given = {
+    shard, rank = {**state["shard"], "index": 0, "count": 1}, dist.get_rank()
+    given: dict[str, dict[str, Any]] = {
         "other model": parts,
         "other mesh": state,
-        "other rank": moved,
+        "other rank": {**state, "rank": 1 - state["rank"]} if rank == 1 else state,
+        "other step": {**state, "step": 4} if rank % 2 else state,
         "no shard": {key: value for key, value in state.items() if key != "shard"},
         "a part is missing": {key: value for key, value in parts.items() if key != "rank 2"},
+        "part of another step": changed(parts, 1, step=4),
+        "part of other shards": changed(parts, 1, rank=1, world=4, shard=shard),
         "damaged": damaged(parts, 1),
-        "damaged for another mesh": damaged(parts, 1),
     }
-    if kind == "empty folder":
-        said = message(lambda: handle.checkpoint().load(folder))
-    elif "rank 0" in given[kind]:
-        said = message(lambda: handle.checkpoint().load_state_dict(given[kind]))
-    else:
-        said = message(lambda: handle.load_state_dict(given[kind]))
-    after = handle.state_dict()
-    assert after["step"] == before["step"] == 1
-    assert all(torch.equal(after["state"][key], values) for key, values in before["state"].items())
+    said = {}
+    for kind in kinds:
+        if kind == "empty folder":
+            said[kind] = message(lambda: handle.checkpoint().load(folder))
+        else:
+            load = handle.checkpoint().load_state_dict if "rank 0" in given[kind] else handle.load_state_dict
+            said[kind] = message(partial(load, given[kind]))
+        after = handle.state_dict()
+        assert after["step"] == before["step"] == 1
+        assert all(torch.equal(after["state"][key], values) for key, values in before["state"].items())
     assert train(net, 2, seed=4).isfinite().all()
     handle.detach()
     return said
@@ -279,17 +290,82 @@ REFUSALS = {
     "other model": "the state is of a model with other parameters: their names, whole shapes and element types",
     "other mesh": "'shard': '0 of 1'}: each rank loads its own state, on the same mesh",
     "other rank": "each rank loads its own state, on the same mesh; on another mesh save and load handle.checkpoint()",
+    "other step": "the ranks were given states of different steps, 3, 4, 3, 4 by rank",
     "no shard": "the state is of a model that was not in shards",
     "empty folder": "has no state of gradsync",
     "a part is missing": "the checkpoint must have the parts of all ranks that saved it, these ranks found rank 0 of 4",
+    "part of another step": "got parts of step 3, 4, of models of 2 shards",
+    "part of other shards": "got parts of step 3, of models of 1, 2 shards",
     "damaged": "no step would be finite again",
-    "damaged for another mesh": "no step would be finite again",
 }
 
 
-@pytest.mark.parametrize("kind", REFUSALS)
-def test_what_is_wrong_is_refused_on_all_ranks_before_anything_changes(world: World, kind: str, tmp_path: Path) -> None:
-    assert [REFUSALS[kind] in text or text for text in world(4).run(refused, kind, str(tmp_path))] == [True] * 4
+@pytest.mark.parametrize(
+    ("mesh", "width", "kinds"),
+    [
+        ((2, 2), 8, ["other model"]),
+        ((4, 1), 7, ["other mesh", "damaged"]),
+        ((2, 2), 7, [kind for kind in REFUSALS if kind not in ("other model", "other mesh")]),
+    ],
+    ids=["other model", "other mesh", "same mesh"],
+)
+def test_what_is_wrong_is_refused_on_all_ranks_before_anything_changes(
+    world: World, mesh: Mesh, width: int, kinds: list[str], tmp_path: Path
+) -> None:
+    for said in world(4).run(refused, str(tmp_path), mesh, width, kinds):
+        assert said.keys() == set(kinds)
+        for kind, text in said.items():
+            assert REFUSALS[kind] in text
+
+
+def without_place() -> str:
+    net, handle = attached((2, 2), LOW_RANK)
+    train(net)
+    left, parts = left_in_all(net, handle), handle.checkpoint(gather=True).state_dict()
+    handle.detach()
+    net, handle = attached((2, 2), AllReduce())
+    said = message(lambda: handle.checkpoint().load_state_dict(parts))
+    handle.checkpoint().load_state_dict(parts, strict=False)
+    found = left_in_all(net, handle)
+    assert all(torch.allclose(found[name], values, rtol=1e-6, atol=1e-9) for name, values in left.items())
+    return said
+
+
+def test_state_without_a_place_is_refused_or_dropped(world: World) -> None:
+    for text in world(4).run(without_place):
+        assert "the plan has no place for the state" in text and "drop it by load_state_dict(" in text
+
+
+def some_load(kind: str) -> str:
+    """Loads on ranks of the first shard only, or fails on one rank of the second when state is being changed."""
+    net, handle = attached((2, 2), GATHERED, timeout=4 if kind == "absent" else TIMEOUT_S)
+    train(net)
+    parts = handle.checkpoint(gather=True).state_dict()
+    if kind == "absent" and dist.get_rank() % 2:
+        return ""
+    if kind == "fails" and dist.get_rank() == 1:
+        handle._engine.state.take_over = lambda saved: no_memory()
+    said = message(lambda: handle.checkpoint().load_state_dict(parts))
+    if kind == "fails":
+        assert handle._engine.peers.failure is not None
+    return said
+
+
+def no_memory() -> None:
+    raise RuntimeError("there is no memory")
+
+
+def test_ranks_that_load_while_other_shards_do_not_raise(world: World) -> None:
+    said = world(4).run(some_load, "absent")
+    assert all(
+        re.match(r"GroupError: rank [13] did not come to loading of a checkpoint", text) for text in said[::2]
+    ), said
+
+
+def test_a_load_that_fails_midway_ends_training_on_all_ranks(world: World) -> None:
+    said = world(4).run(some_load, "fails")
+    assert "there is no memory" in said[1]
+    assert all("there is no memory" in text for text in said), said
 
 
 def between_kinds() -> tuple[str, str]:

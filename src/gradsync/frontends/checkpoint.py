@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -201,8 +201,10 @@ class Checkpoint:
         told = [each for theirs in ranks.tell(LOADING, mine) for each in theirs]
         world = _world_of([(rank, of) for rank, of, _, _ in told])
         sharded = self._source.sharded()
-        if {shards for _, _, shards, _ in told} != {1 if sharded is None else sharded.shard.count}:
-            return self._of_other_shards(ranks, list(parts.values()), {step for *_, step in told})
+        if sharded is not None:
+            shards, step = _alike([(count, step) for _, _, count, step in told])
+            if shards != sharded.shard.count:
+                return self._of_other_shards(ranks, list(parts.values()), step)
         if world == ranks.size:
             return parts[ranks.rank]
         return self._of_other_ranks(ranks, list(parts.values()))
@@ -242,20 +244,31 @@ class Checkpoint:
         ranks.agree(LOADING, problem)
         return found
 
-    def _of_other_shards(
-        self, ranks: Ranks, parts: Sequence[Mapping[str, Any]], steps: Collection[str]
-    ) -> Mapping[str, Any]:
-        """Returns the state for this rank's shard, of the parts that its replica has read; of other shards all.
+    def _of_other_shards(self, ranks: Ranks, parts: Sequence[Mapping[str, Any]], step: int) -> Mapping[str, Any]:
+        """Returns the state for this rank's shard, of the parts of other shards that its replica has read.
 
-        Any replica may read any part: the sum over replicas, which counts, stays.
+        Any replica may have read any part: the sum over replicas, which counts, stays.
         """
         sharded = self._source.sharded()
         assert sharded is not None and isinstance(ranks, ShardRanks)
-        step = ", ".join(sorted(steps))
-        if not step.isdecimal():
-            raise ValueError(f"expected parts of one step, counted in whole numbers, got parts of {step}")
         state = ranks.taken_over(LOADING, parts, sharded.shard)
-        return {**self._source.state_dict(), "step": int(step), "state": state, "per_rank": True}
+        return {**self._source.state_dict(), "step": step, "state": state, "per_rank": True}
+
+
+def _alike(told: Sequence[tuple[int, str]]) -> tuple[int, int]:
+    """Returns the number of shards and the step of which all parts are, given these of each part.
+
+    Raises:
+        ValueError: for parts of several numbers of shards or steps, or of a step that is no whole number.
+    """
+    shards, steps = ({each[at] for each in told} for at in (0, 1))
+    step = ", ".join(sorted(map(str, steps)))
+    if len(shards) > 1 or not step.isdecimal():
+        found = ", ".join(map(str, sorted(shards)))
+        raise ValueError(
+            f"{LOADING}: expected the parts of one checkpoint, got parts of step {step}, of models of {found} shards"
+        )
+    return int(next(iter(shards))), int(step)
 
 
 def _entry(rank: int) -> str:

@@ -131,6 +131,9 @@ class ShardRanks:
             self.within(b"")
         except OtherShardError as error:
             self._engine.peers.stop(f"{what}: {error}; this rank has loaded its state, and goes no further")
+        except GroupError as error:
+            self._engine.peers.fail(error)
+            raise
 
 
 @contextmanager

@@ -182,6 +182,10 @@ class ShardedGradients:
         except Exception as error:  # told to all, then raised
             problem = error
         ranks.agree(LOADING, problem)
+        assert isinstance(state, Mapping)
+        steps = ranks.tell(LOADING, repr(state.get("step")))
+        if len(set(steps)) > 1:
+            raise ValueError(f"{LOADING}: the ranks were given states of different steps, {', '.join(steps)} by rank")
 
     def require_model(self, saved: Shard) -> None:
         """Checks that saved state is of this model.
