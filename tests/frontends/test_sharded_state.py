@@ -23,7 +23,7 @@ from torch.distributed.tensor import Shard
 
 import gradsync
 from gradsync import Plan
-from gradsync.compressors import ErrorFeedback, TopK, copies_at
+from gradsync.compressors import ErrorFeedback, MomentumCorrection, TopK, copies_at
 from gradsync.schemes import AllReduce, CoarseGrained, CompressedAllGather, CompressedTwoWay, PowerSGD, Scheme
 from gradsync.tensors.density import ParameterProfile
 from tests.world import Ranks
@@ -33,6 +33,7 @@ Mesh = tuple[int, int]  # replicas, shards
 FEEDBACK = ErrorFeedback(TopK(0.2))
 GATHERED, TWO_WAY = CompressedAllGather(FEEDBACK), CompressedTwoWay(FEEDBACK)
 LOW_RANK, COARSE = PowerSGD(1, min_compression=1.0), CoarseGrained(ratio=0.3, chunk=4)
+MOMENTUM = CompressedAllGather(MomentumCorrection(TopK(0.2), momentum=0.9))
 TIMEOUT_S = 20
 
 
@@ -76,8 +77,8 @@ def train(net: Any, steps: int = 3, seed: int = 0) -> Tensor:
     return torch.cat([p.to_local().detach().reshape(-1) for p in net.parameters()])
 
 
-def left_in_all(net: nn.Module, handle: gradsync.Attachment) -> dict[str, Tensor]:
-    """Returns the sum over replicas of the residuals of each whole parameter, in float64."""
+def left_in_all(net: nn.Module, handle: gradsync.Attachment, kind: str = "residual") -> dict[str, Tensor]:
+    """Returns the sum over replicas of the residuals, or momentum, of each whole parameter, in float64."""
     state = handle.state_dict()
     totals = {}
     for name, parameter in net.named_parameters():
@@ -85,8 +86,8 @@ def left_in_all(net: nn.Module, handle: gradsync.Attachment) -> dict[str, Tensor
         index, count = state["shard"]["index"], state["shard"]["count"]
         begin = index * -(-parameter.shape[0] // count) * (parameter.numel() // parameter.shape[0])
         for key, values in state["state"].items():
-            form = re.fullmatch(r"(.*)\[(\d+):(\d+)\]/([^/]*)\.residual", key)
-            if form is not None and form[1] == name:
+            form = re.fullmatch(r"(.*)\[(\d+):(\d+)\]/([^/]*)\.(\w+)", key)
+            if form is not None and form[1] == name and form[5] == kind:
                 here = whole[begin + int(form[2]) : begin + int(form[3])]
                 here += values / (copies_at(form[4]) or 1)
         dist.all_reduce(whole)
@@ -189,6 +190,23 @@ def test_the_sum_of_what_is_left_is_kept_on_other_meshes(
 ) -> None:
     left = world(before[0] * before[1]).run(saved, str(tmp_path), before, scheme)[0]
     world(after[0] * after[1]).run(loaded_elsewhere, str(tmp_path), after, scheme, left)
+
+
+def momentum_moves() -> bool:
+    net, handle = attached((2, 2), MOMENTUM)
+    train(net)
+    before, parts = left_in_all(net, handle, "momentum"), handle.checkpoint(gather=True).state_dict()
+    handle.detach()
+    net, handle = attached((4, 1), MOMENTUM)
+    handle.checkpoint().load_state_dict(parts)
+    after = left_in_all(net, handle, "momentum")
+    train(net)
+    assert before["first.weight"].any() and before["second.weight"].any()
+    return all(torch.allclose(after[name], values) for name, values in before.items())
+
+
+def test_momentum_of_compressors_moves_with_its_elements(world: World) -> None:
+    assert world(4).run(momentum_moves) == [True] * 4
 
 
 def file_of(folder: str, replica: int, shard: int) -> str:
