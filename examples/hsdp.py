@@ -1,11 +1,19 @@
 """Shards a model inside a replica, and compresses the exchange between two replicas to 5 % of each matrix.
 
-torchrun --nproc-per-node 4 examples/hsdp.py
+torchrun --nproc-per-node 4 examples/hsdp.py [FOLDER]
+
+With a folder training goes on from the checkpoint there, if any, and leaves one; on 2 ranks as on 4.
 """
+
+import sys
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -24,6 +32,12 @@ def in_shards() -> nn.Sequential:
     return fully_shard(model, mesh=mesh)
 
 
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, handle: gradsync.Attachment) -> dict[str, Any]:
+    """Returns all that a checkpoint has, on each rank its part."""
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    return {"model": of_model, "optimizer": of_optimizer, "gradsync": handle.checkpoint()}
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     model = in_shards()
@@ -31,6 +45,11 @@ def main() -> None:
     handle = gradsync.attach(model, plan=planner)  # without a plan: exact, as HSDP
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.002)
+    folder = sys.argv[1] if len(sys.argv) > 1 else None
+    if folder is not None and Path(folder, ".metadata").exists():
+        state = state_of(model, optimizer, handle)
+        dcp.load(state, checkpoint_id=folder)
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     generator = torch.Generator().manual_seed(dist.get_rank())
     for step in range(40):
         for last in (False, True):  # two batches a step
@@ -46,6 +65,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         for words, bucket in zip(handle.explain(), handle.statistics(), strict=True):
             print(f"{words}: {bucket.sent_bytes / bucket.steps / 1e3:.1f} kB a step from this rank")
+    if folder is not None:
+        dcp.save(state_of(model, optimizer, handle), checkpoint_id=folder)
     handle.detach()
     dist.destroy_process_group()
 

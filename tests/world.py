@@ -204,6 +204,10 @@ def _store_server() -> dist.TCPStore:
 def _join_group(store: dist.Store, prefix: str, rank: int, size: int) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+        if "torch.distributed.tensor" in sys.modules:  # what it caches names groups of the test before
+            from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+            _clear_sharding_prop_cache()
     if rank < size:
         timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
         own = dist.PrefixStore(prefix, store)

@@ -495,11 +495,14 @@ class Engine:
         planned = self._controller.state_of(self) if self.settled else None
         return entries if planned is None else {**entries, "planned": planned}
 
-    def load_state_dict(self, state: object, *, strict: bool = True) -> None:
+    def load_state_dict(self, state: object, *, strict: bool = True, ready: Callable[[], None] | None = None) -> None:
         """Loads what `state_dict` returned; called on all ranks inside `at_barrier`.
 
-        `strict`: whether to refuse state that the plan's schemes cannot keep, of another dtype, or of another rank or
-        model.
+        Args:
+            state: what `state_dict` returned.
+            strict: whether to refuse state that the plan's schemes cannot keep, of another dtype, or of another rank or
+                model.
+            ready: called when all ranks have accepted their state, before anything changes; may raise.
 
         Raises:
             TypeError, ValueError, RuntimeError: on all ranks, before anything has changed, if the state of one is
@@ -507,6 +510,8 @@ class Engine:
         """
         saved, resumption = self.state.examine(state, strict=strict)
         runs = self.state.place_for(saved, resumption, strict=strict)
+        if ready is not None:
+            ready()
         self.step = saved.step
         with self.state.all_or_none(f"{LOADING}, step {self.step}"):
             if resumption is not None:

@@ -57,6 +57,16 @@ class Peers:
         self._step = step
         self._asides: list[Future[Any]] = []  # what the communication thread does before the exchange
 
+    @property
+    def rank(self) -> int:
+        """This rank's number in the group, from 0."""
+        return self.group.rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks in the group."""
+        return self.group.size
+
     def start(self) -> None:
         """Starts the communication thread; there is none for groups whose operations the calling thread must issue."""
         alone = self.group.on_calling_thread
@@ -131,8 +141,7 @@ class Peers:
             alike: a text that must be equal on all ranks, which raise ValueError otherwise.
         """
         text = "" if problem is None else str(problem) or repr(problem)
-        message = f"{alike}\0{text}".encode()
-        told = self.call(what, lambda group: gather_bytes(group, message, self.timeout_s))
+        told = self.gather(what, f"{alike}\0{text}".encode())
         if problem is not None:
             raise problem
         parts = [theirs.decode().partition("\0") for theirs in told]
@@ -145,9 +154,12 @@ class Peers:
 
     def tell(self, what: str, mine: Any) -> list[Any]:
         """Sends the JSON value `mine` to all ranks; returns all ranks' values, by rank. `what` names this in errors."""
-        content = json.dumps(mine).encode()
-        parts = self.call(what, lambda group: gather_bytes(group, content, self.timeout_s))
-        return [json.loads(part) for part in parts]
+        return [json.loads(part) for part in self.gather(what, json.dumps(mine).encode())]
+
+    def gather(self, what: str, mine: bytes) -> list[bytes]:
+        """Sends bytes, at least one, to all ranks; returns all ranks' bytes, by rank. `what` names this in errors."""
+        parts: list[bytes] = self.call(what, lambda group: gather_bytes(group, mine, self.timeout_s))
+        return parts
 
     def fail(self, why: str | BaseException) -> None:
         """Stops all synchronisation from now on, and tells the other ranks why; a second call does nothing.

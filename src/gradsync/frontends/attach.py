@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -35,11 +35,12 @@ from .arguments import DEFAULT_TIMEOUT_S, Arguments, require_module
 from .attach_sharded import sharded_switch
 from .autograd import AutogradHooks
 from .averaging import Averaging, check_saved
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, Find, Ranks, Source
 from .choosing import GradientsOrParameters
 from .ddp import DDPState, ddp_hook, has_reducer
 from .fsdp_internals import is_root_in_shards
 from .regrouping import Regrouping
+from .shard_ranks import ShardRanks
 from .switching import (
     Attached,
     Frontend,
@@ -61,10 +62,6 @@ NO_JOIN = "join() needs averaged gradients, but this plan averages parameters af
 NOT_IN_SHARDS = (
     "replicate_group is for models that fully_shard() was applied to, up to the root; for this model process_group "
     "names the ranks that share it"
-)
-NO_CHECKPOINT = (
-    "checkpoint() is not supported yet for a model in shards: save state_dict() on each rank, in a file of its own, "
-    "and load it on the same rank of the same mesh"
 )
 
 # A caller need not keep the Attachment: it lives as long as any module of the model, as a wrapper (of
@@ -168,7 +165,7 @@ class Attachment:
         self.wait()
         state = self._engine.state_dict()
         if (sharded := self._switch.present.sharded) is not None:
-            state["shard"] = sharded.coordinate
+            state.update(sharded.shard.entry())
         if self._regrouping is not None:
             state["groups"] = self._regrouping.state_dict()
         return state if self._averaging is None else {**state, **self._averaging.state_dict()}
@@ -184,16 +181,17 @@ class Attachment:
                 writes (Accelerate, Lightning); it is collective, and takes that much more memory. False: each rank has
                 its own part, for `torch.distributed.checkpoint`, where all ranks write.
 
-        Raises:
-            NotImplementedError: for a model in shards, whose ranks save `state_dict()` each.
+        A model in shards may be loaded in another number of shards, too: residuals go to the ranks that have their
+        elements.
 
         Example:
             >>> dcp.save({"model": model.state_dict(), "gradsync": handle.checkpoint()}, ...)  # doctest: +SKIP
             >>> dcp.load({"model": model.state_dict(), "gradsync": handle.checkpoint()}, ...)  # doctest: +SKIP
         """
-        if self._switch.present.sharded is not None:
-            raise NotImplementedError(NO_CHECKPOINT)
-        return Checkpoint(lambda: self._engine, self.state_dict, self._load, gather=gather)
+        source = Source(
+            lambda: self._engine, lambda: self._switch.present.sharded, self.state_dict, self._met, self._load
+        )
+        return Checkpoint(source, gather=gather)
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Loads what this rank's `state_dict` returned; call it on all ranks, between two steps.
@@ -221,22 +219,33 @@ class Attachment:
             RuntimeError: if another rank raises, inside a step, and after `detach`.
             GroupError: on all ranks, if only some load and the others train, gather, or have left.
         """
-        sharded = self._switch.present.sharded
-        if sharded is None:
-            self._load(lambda: state, strict=strict)
-            return
-        sharded.load(lambda: self._load(lambda: state, strict=strict), state)
+
+        def find(ranks: Ranks) -> Mapping[str, Any]:
+            if (sharded := self._switch.present.sharded) is not None:
+                assert isinstance(ranks, ShardRanks)
+                sharded.require_own(state, ranks, strict=strict)
+            return state
+
+        self._load(find, strict=strict)
+
+    @contextmanager
+    def _met(self, what: str) -> Iterator[Ranks]:
+        """Lets all ranks come together for the purpose `what`, and yields them for the `with` block."""
+        sharded, engine = self._switch.present.sharded, self._engine
+        with engine.at_barrier(what) if sharded is None else sharded.met(what) as ranks:
+            yield engine.peers if ranks is None else ranks
 
     @torch.inference_mode(False)  # tensors made here take part in training
-    def _load(self, find: Callable[[], object], *, strict: bool = True, what: str = LOADING) -> None:
+    def _load(self, find: Find, *, strict: bool = True, what: str = LOADING) -> None:
         """Loads the state that `find` returns, after a barrier at which all ranks must give the same purpose `what`."""
         self.wait()
         engine, averaging = self._engine, self._averaging
-        with engine.at_barrier(what):
-            found = find()
+        with self._met(what) as ranks:
+            found = find(ranks)
             state = check_saved(engine, found, None if averaging is None else averaging.specs, strict=strict)
             groups = None if self._regrouping is None else self._regrouping.saved(state)
-            engine.load_state_dict(state, strict=strict)
+            ready = None if ranks is engine.peers else lambda: ranks.agree(what, None)
+            engine.load_state_dict(state, strict=strict, ready=ready)
             with engine.state.all_or_none(f"{LOADING}, step {engine.step}"):
                 if self._regrouping is not None:
                     self._regrouping.go_on(groups)

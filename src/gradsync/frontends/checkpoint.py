@@ -11,19 +11,46 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ..comm import gather_bytes
 from ..engine.engine import Engine
 from ..engine.engine_state import LOADING
-from ..state import Origin, from_bytes, handed_over, has_ranks, read_ranks, to_bytes, write_rank
+from ..state import SHARD, Shard, from_bytes, handed_over, has_ranks, place_of, read_ranks, to_bytes, write_rank
+from .shard_ranks import ShardRanks
+from .sharded import ShardedGradients
 
 MOST_RANKS = 1024  # entries of a checkpoint; an empty one takes a kilobyte
 GATHERING, LOADING_PARTS = "gathering of state", "loading of a checkpoint"
 HEAD = {"references"}  # keys that are left out for ranks that take over no part
+
+
+class Ranks(Protocol):
+    """All ranks of a model, as they tell each other about state between two steps; `Peers` and `ShardRanks` are such.
+
+    Attributes:
+        rank: this rank's number among them, from 0.
+        size: their number.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def agree(self, what: str, problem: Exception | None) -> None: ...
+
+    def tell(self, what: str, mine: Any) -> list[Any]: ...
+
+    def gather(self, what: str, mine: bytes) -> list[bytes]: ...
+
+
+Find = Callable[[Ranks], object]  # returns the state that a rank is to load; called on all ranks at once
 
 
 class Load(Protocol):
@@ -32,7 +59,26 @@ class Load(Protocol):
     `what` names the call in error messages; `strict` is as in `Attachment.load_state_dict`.
     """
 
-    def __call__(self, find: Callable[[], object], *, strict: bool = True, what: str = LOADING) -> None: ...
+    def __call__(self, find: Find, *, strict: bool = True, what: str = LOADING) -> None: ...
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model's synchronisation, whose state a checkpoint has and loads.
+
+    Attributes:
+        engine: returns the engine that synchronises the model.
+        sharded: returns the hooks of a model in shards, or None.
+        state_dict: returns this rank's state.
+        met: lets all ranks come together for the purpose that it is given, for a `with` block.
+        load: loads state on all ranks.
+    """
+
+    engine: Callable[[], Engine]
+    sharded: Callable[[], ShardedGradients | None]
+    state_dict: Callable[[], dict[str, Any]]
+    met: Callable[[str], AbstractContextManager[Ranks]]
+    load: Load
 
 
 class _NothingSavedError(Exception):
@@ -56,10 +102,8 @@ class RankBytes(bytes):
 class Checkpoint:
     """The state of all ranks, with an entry for each rank, to save and load; `Attachment.checkpoint` makes one."""
 
-    def __init__(
-        self, engine: Callable[[], Engine], state_dict: Callable[[], dict[str, Any]], load: Load, *, gather: bool
-    ) -> None:
-        self._engine, self._state_dict, self._load, self._gather = engine, state_dict, load, gather
+    def __init__(self, source: Source, *, gather: bool) -> None:
+        self._source, self._gather = source, gather
 
     def state_dict(self) -> dict[str, Any]:
         """Returns this rank's state under its own key, such as "rank 3", as bytes; with `gather`, all ranks' states.
@@ -73,19 +117,18 @@ class Checkpoint:
             ValueError: without `gather`, for more ranks than a checkpoint has entries for.
             GroupError: with `gather`, on all ranks, if only some gather.
         """
-        engine = self._engine()
-        rank, size = engine.group.rank, engine.group.size
+        saved = self._source.state_dict()  # waits for averages under way: the barrier is between two steps
+        mine = to_bytes(saved)
         if self._gather:
-            mine = to_bytes(self._state_dict())  # waits for averages under way: the barrier is between two steps
-            with engine.at_barrier(GATHERING):
-                parts = engine.peers.call(GATHERING, lambda group: gather_bytes(group, mine, engine.timeout_s))
+            with self._source.met(GATHERING) as ranks:
+                parts = ranks.gather(GATHERING, mine)
             return {_entry(r): torch.frombuffer(bytearray(part), dtype=torch.uint8) for r, part in enumerate(parts)}
+        rank, size = place_of(saved)
         if size > MOST_RANKS:
             raise ValueError(
                 f"a checkpoint has entries for {MOST_RANKS} ranks, there are {size}: save each rank's state_dict(), "
                 "and load what gradsync.state.redistribute makes of them"
             )
-        mine = to_bytes(self._state_dict())
         return {_entry(r): RankBytes(mine) if r == rank else None for r in range(rank, MOST_RANKS, size)}
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
@@ -98,7 +141,9 @@ class Checkpoint:
             TypeError, ValueError, RuntimeError, GroupError: on all ranks, before anything has changed: as
                 `Attachment.load_state_dict`, and if parts of ranks are missing.
         """
-        self._load(lambda: self._own_state(lambda: state), strict=strict, what=LOADING_PARTS)
+        self._source.load(
+            lambda ranks: self._own_state(ranks, lambda: state, strict=strict), strict=strict, what=LOADING_PARTS
+        )
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Writes this rank's state to its file in the folder, `gradsync-rank-3-of-8.safetensors`; call it on all ranks.
@@ -107,7 +152,7 @@ class Checkpoint:
             RuntimeError: after `detach`, when there is no state.
             OSError: if the folder cannot be written.
         """
-        write_rank(folder, self._state_dict())
+        write_rank(folder, self._source.state_dict())
 
     def load(self, folder: str | os.PathLike[str], *, strict: bool = True, missing_ok: bool = False) -> bool:
         """Loads what `save` wrote on these ranks, or on another number of ranks; call it on all ranks.
@@ -126,61 +171,113 @@ class Checkpoint:
             TypeError, ValueError, RuntimeError, GroupError: on all ranks, before anything has changed, as
                 `load_state_dict`, and if another rank lacks files.
         """
-        engine = self._engine()
 
-        def find() -> Mapping[str, Any]:
-            if missing_ok and not any(engine.peers.tell(LOADING, has_ranks(folder))):
+        def find(ranks: Ranks) -> Mapping[str, Any]:
+            if missing_ok and not any(ranks.tell(LOADING, has_ranks(folder))):
                 raise _NothingSavedError
-            return self._own_state(lambda: read_ranks(folder, engine.group.rank, engine.group.size))
+            return self._own_state(ranks, lambda: read_ranks(folder, ranks.rank, ranks.size), strict=strict)
 
         try:
-            self._load(find, strict=strict, what=LOADING_PARTS)
+            self._source.load(find, strict=strict, what=LOADING_PARTS)
         except _NothingSavedError:  # on all ranks
             return False
         return True
 
-    def _own_state(self, find: Callable[[], object]) -> Mapping[str, Any]:
+    def _own_state(self, ranks: Ranks, find: Callable[[], object], *, strict: bool) -> Mapping[str, Any]:
         """Returns this rank's saved state, or a sum of some ranks' (perhaps none) if another number of ranks saved.
 
         All ranks raise if the state of some saved rank is missing.
         """
-        engine = self._engine()
-        rank, size = engine.group.rank, engine.group.size
         parts: dict[int, dict[str, Any]] = {}
         problem: Exception | None = None
         try:
-            parts = _parts(find(), rank, size)
+            parts = _parts(find(), ranks.rank, ranks.size)
+            for part in parts.values():
+                self._require_kind(part, strict=strict)
         except Exception as error:  # told to all, then raised
             problem = error
-        engine.peers.agree(LOADING, problem)
-        told = engine.peers.tell(LOADING, [[r, part["world"]] for r, part in parts.items()])
-        world = _world_of([(r, of) for each in told for r, of in each])
-        if world == size:
-            return parts[rank]
-        mine = {key: value for key, value in parts[rank].items() if key not in HEAD} if rank == 0 else {}
-        like = engine.peers.call(
-            LOADING,
-            lambda group: gather_bytes(group, to_bytes({**mine, "state": {}}), engine.timeout_s),
-        )
-        return self._handed_over(list(parts.values()), from_bytes(like[0]))
+        ranks.agree(LOADING, problem)
+        mine = [[*place_of(part), _shards_of(part), repr(part.get("step"))] for part in parts.values()]
+        told = [each for theirs in ranks.tell(LOADING, mine) for each in theirs]
+        world = _world_of([(rank, of) for rank, of, _, _ in told])
+        sharded = self._source.sharded()
+        if sharded is not None:
+            shards, step = _alike([(count, step) for _, _, count, step in told])
+            if shards != sharded.shard.count:
+                return self._of_other_shards(ranks, list(parts.values()), step)
+        if world == ranks.size:
+            return parts[ranks.rank]
+        return self._of_other_ranks(ranks, list(parts.values()))
 
-    def _handed_over(self, parts: Sequence[Mapping[str, Any]], like: Mapping[str, Any]) -> Mapping[str, Any]:
-        engine = self._engine()
+    def _require_kind(self, part: Mapping[str, Any], *, strict: bool) -> None:
+        """Checks that a rank's saved state is of a model in shards if this one is, and of the same if `strict`."""
+        sharded = self._source.sharded()
+        if sharded is None:
+            if _shards_of(part) > 1:
+                raise ValueError(
+                    f"the state is of a model in {_shards_of(part)} shards, and this model is in none: load it into a "
+                    "model in shards (of one shard, if need be)"
+                )
+            return
+        saved = Shard.of(part)
+        if strict:
+            sharded.require_model(saved)
+
+    def _of_other_ranks(self, ranks: Ranks, parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Returns the state that this rank takes over from the parts that it has read; another number of ranks saved.
+
+        In shards each rank has read parts of its own shard.
+        """
+        engine = self._source.engine()
+        peers = engine.peers
+        mine = {key: value for key, value in parts[0].items() if key not in HEAD} if peers.rank == 0 else {}
+        like = from_bytes(peers.gather(LOADING, to_bytes({**mine, "state": {}}))[0])
         found: dict[str, Any] = {}
         problem: Exception | None = None
         try:
             steps = sorted({repr(part.get("step")) for part in (*parts, like)})
             if len(steps) > 1:
                 raise ValueError(f"the parts are of different steps: {', '.join(steps)}")
-            found = handed_over(parts, parts[0] if parts else like, engine.group.rank, engine.group.size)
+            found = handed_over(parts, parts[0] if parts else like, peers.rank, peers.size)
         except Exception as error:  # told to all, then raised
             problem = error
-        engine.peers.agree(LOADING, problem)
+        ranks.agree(LOADING, problem)
         return found
+
+    def _of_other_shards(self, ranks: Ranks, parts: Sequence[Mapping[str, Any]], step: int) -> Mapping[str, Any]:
+        """Returns the state for this rank's shard, of the parts of other shards that its replica has read.
+
+        Any replica may have read any part: the sum over replicas, which counts, stays.
+        """
+        sharded = self._source.sharded()
+        assert sharded is not None and isinstance(ranks, ShardRanks)
+        state = ranks.taken_over(LOADING, parts, sharded.shard)
+        return {**self._source.state_dict(), "step": step, "state": state, "per_rank": True}
+
+
+def _alike(told: Sequence[tuple[int, str]]) -> tuple[int, int]:
+    """Returns the number of shards and the step of which all parts are, given these of each part.
+
+    Raises:
+        ValueError: for parts of several numbers of shards or steps, or of a step that is no whole number.
+    """
+    shards, steps = ({each[at] for each in told} for at in (0, 1))
+    step = ", ".join(sorted(map(str, steps)))
+    if len(shards) > 1 or not step.isdecimal():
+        found = ", ".join(map(str, sorted(shards)))
+        raise ValueError(
+            f"{LOADING}: expected the parts of one checkpoint, got parts of step {step}, of models of {found} shards"
+        )
+    return int(next(iter(shards))), int(step)
 
 
 def _entry(rank: int) -> str:
     return f"rank {rank}"
+
+
+def _shards_of(part: Mapping[str, Any]) -> int:
+    """Returns the number of shards of the model that a state is of; 1 for a model that was not in shards."""
+    return Shard.of(part).count if SHARD in part else 1
 
 
 def _parts(saved: object, rank: int, size: int) -> dict[int, dict[str, Any]]:
@@ -198,7 +295,7 @@ def _parts(saved: object, rank: int, size: int) -> dict[int, dict[str, Any]]:
         if content is None or int(form[1]) % size != rank:
             continue
         part = from_bytes(_content(name, content))
-        if (rank_of := Origin.of(part).rank) != int(form[1]):
+        if (rank_of := place_of(part)[0]) != int(form[1]):
             raise ValueError(f"the part {name!r} is that of rank {rank_of}")
         parts[int(form[1])] = part
     return dict(sorted(parts.items()))

@@ -64,6 +64,19 @@ class ShardedParameter:
         local: Tensor = self.parameter._local_tensor  # private: to_local() would be part of a graph
         return local.detach()
 
+    def range_of(self, mesh: Mesh) -> tuple[int, int, int] | None:
+        """Returns the range [start, stop) of the flattened whole parameter that is the shard, and the whole's numel.
+
+        None: the shard is not a range, as torch cut another than the first dimension. Each shard has as many rows as
+        the first, but those at the end.
+        """
+        whole = self.parameter
+        if any(placement.is_shard() and placement.dim != 0 for placement in whole.placements):
+            return None
+        rows = -(-whole.shape[0] // mesh.shards)
+        start = min(mesh.shard * rows * (whole.numel() // max(whole.shape[0], 1)), whole.numel())
+        return start, start + self.local.numel(), int(whole.numel())
+
     @property
     def padded_numel(self) -> int:
         """The number of elements that the shard takes among reduced gradients: FSDP pads shards to equal sizes."""

@@ -8,8 +8,8 @@ backward, behind FSDP's own callback, the means are put into `.grad`, which FSDP
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 import torch
@@ -23,8 +23,10 @@ from ..engine.engine_state import LOADING
 from ..engine.step_listener import active
 from ..optim.momentum import MomentumCheck
 from ..plans.plan import Plan
-from ..tensors.bucket import Layout, matches
-from .fsdp_internals import ParameterGroup, ShardedParameter, groups_of, names_of
+from ..state import Shard
+from ..tensors.bucket import Layout, TensorSpec, matches, model_digest
+from .fsdp_internals import Mesh, ParameterGroup, ShardedParameter, groups_of, names_of
+from .shard_ranks import ShardRanks, met
 from .torch_hooks import (
     REENTRANT,
     Hook,
@@ -65,6 +67,9 @@ class ShardedGradients:
         groups: all groups of the model's parameters in shards.
         shards: the parameters to average between replicas, by name; none has an empty shard here.
         guarded: the shards' tensors as the engine's guard compares them, by name; follows memory that torch replaces.
+
+    Attributes:
+        shard: this rank's shard, as state names it.
     """
 
     def __init__(
@@ -100,6 +105,12 @@ class ShardedGradients:
         self._ids: set[int] = set()
         self._momentum = MomentumCheck({})
         self._look_at_parameters()
+        averaged = {
+            name: shard
+            for name, (_, shard) in named.items()
+            if shard.parameter.requires_grad and not matches(name, exclude)
+        }
+        self.shard = _shard_of(groups[0].mesh, averaged, {name: named[name][0].wire_dtype for name in averaged})
         for number, group in enumerate(groups):
             before = Hook(self, lambda owner, number=number: owner._on_post_backward(number))
             reduced = Hook(self, lambda owner, flat, number=number: owner._on_reduced(number, flat))
@@ -144,53 +155,59 @@ class ShardedGradients:
         """Whether the plans of all shards have settled once, known at the end of the same backward on all ranks."""
         return self._all_settled
 
-    @property
-    def coordinate(self) -> dict[str, int]:
-        """This rank's shard and the number of shards, as entries of a `state_dict`."""
-        mesh = self._groups[0].mesh
-        return {"index": mesh.shard, "count": mesh.shards}
+    def met(self, what: str) -> AbstractContextManager[ShardRanks]:
+        """Lets all ranks of the model come together for `what`, see `shard_ranks.met`. Collective."""
+        return met(self._engine, self._groups[0].mesh, what)
 
-    def load(self, load: Callable[[], None], state: object) -> None:
-        """Calls `load`, which loads this rank's state; raises on all ranks, if it cannot on some. Collective.
+    def require_own(self, state: object, ranks: ShardRanks, *, strict: bool) -> None:
+        """Checks that the state that this rank is to load is its own; raises on all ranks if one was given another.
+
+        Args:
+            state: what `Attachment.state_dict` returned.
+            ranks: all ranks of the model, which call this.
+            strict: whether the state must be of the same model.
 
         Raises:
-            ValueError: before anything has changed, for the state of another shard or number of ranks.
+            ValueError: for the state of another shard, replica, number of either, or model.
             RuntimeError: where another rank raised.
         """
-        group, mine = self._engine.group, self.coordinate
         problem: Exception | None = None
-        if isinstance(state, Mapping):
-            saved = {name: state.get(name) for name in ("rank", "world", "shard")}
-            here = {"rank": group.rank, "world": group.size, "shard": mine}
-            if saved != here:
-                problem = ValueError(
-                    f"the state was saved by {saved}, this is {here}: each rank loads its own state, on the same mesh; "
-                    "other numbers of replicas or shards are not supported yet"
-                )
-        with self._engine.at_barrier(LOADING):
-            is_refused = self._is_anywhere(problem is not None)
-        if is_refused:
-            raise problem or RuntimeError(
-                "another rank was given the state of another shard or mesh; nothing was loaded"
-            )
         try:
-            load()
-        except Exception:
-            self._any_shard(True)
-            raise
-        if self._any_shard(False):
-            self._engine.peers.stop(
-                "ranks with another shard could not load their state, so that this one goes no further"
-            )
+            if not isinstance(state, Mapping):
+                raise TypeError(f"expected the dict that state_dict() gave, got {type(state).__name__}")
+            saved = Shard.of(state)
+            if strict:
+                self.require_model(saved)
+            group = self._engine.group
+            found = {"rank": state.get("rank"), "world": state.get("world"), "shard": saved.place}
+            here = {"rank": group.rank, "world": group.size, "shard": self.shard.place}
+            if found != here:
+                raise ValueError(
+                    f"the state was saved by {found}, this is {here}: each rank loads its own state, on the same mesh; "
+                    "on another mesh save and load handle.checkpoint()"
+                )
+        except Exception as error:  # told to all, then raised
+            problem = error
+        ranks.agree(LOADING, problem)
+        assert isinstance(state, Mapping)
+        steps = ranks.tell(LOADING, repr(state.get("step")))
+        if len(set(steps)) > 1:
+            raise ValueError(f"{LOADING}: the ranks were given states of different steps, {', '.join(steps)} by rank")
 
-    def _is_anywhere(self, here: bool) -> bool:
-        """Returns whether `here` is True on some rank of the model. Collective, between steps."""
-        engine, mine = self._engine, torch.tensor([int(here)], device=self._engine.device)
-        told = engine.peers.call(LOADING, lambda group: group.all_gather(mine).wait(engine.timeout_s))
-        return self._any_shard(any(bool(each.item()) for each in told))
+    def require_model(self, saved: Shard) -> None:
+        """Checks that saved state is of this model.
+
+        Raises:
+            ValueError: for a model whose parameters have other names, whole shapes or element types.
+        """
+        if saved.model != self.shard.model:
+            raise ValueError(
+                "the state is of a model with other parameters: their names, whole shapes and element types have the "
+                f"digest {saved.model[:12]}, here {self.shard.model[:12]}; load the state of this model"
+            )
 
     def _any_shard(self, here: bool) -> bool:
-        """Returns whether `here` is True on some rank of this replica. Collective over the replica, between steps."""
+        """Returns whether `here` is True on some rank of this replica. Collective over the replica."""
         group = self._groups[0].mesh.shard_group
         if group is None:
             return here
@@ -368,6 +385,19 @@ class ShardedGradients:
                 )
             if local.data_ptr() != self._guarded[name].data_ptr():
                 self._guarded[name] = local
+
+
+def _shard_of(mesh: Mesh, averaged: Mapping[str, ShardedParameter], dtypes: Mapping[str, torch.dtype | None]) -> Shard:
+    """Returns what state says of the shard that this rank has of these parameters, some of which may be empty here.
+
+    `dtypes`: those in which FSDP reduces gradients, by parameter; None: the parameter's.
+    """
+    specs = {
+        name: TensorSpec(tuple(shard.parameter.shape), dtypes[name] or shard.local.dtype)
+        for name, shard in sorted(averaged.items())
+    }
+    ranges = {name: shard.range_of(mesh) for name, shard in averaged.items()}
+    return Shard(mesh.shard, mesh.shards, model_digest(specs), ranges)
 
 
 def stand_ins(shards: Mapping[str, ShardedParameter], groups: Sequence[ParameterGroup]) -> dict[str, nn.Parameter]:

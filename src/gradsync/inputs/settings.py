@@ -219,4 +219,6 @@ def _by_value(annotation: Any) -> Any:
 
 def _frozen(value: Any) -> Any:
     """Returns a setting with tuples in place of lists, at any depth."""
+    if type(value) is dict:
+        return {key: _frozen(each) for key, each in value.items()}
     return tuple(map(_frozen, value)) if type(value) in (list, tuple) else value

@@ -4,6 +4,7 @@ from .files import from_bytes as from_bytes
 from .files import load_file as load_file
 from .files import save_file as save_file
 from .files import to_bytes as to_bytes
+from .handover import added as added
 from .handover import handed_over as handed_over
 from .handover import redistribute as redistribute
 from .rank_files import MissingStateError as MissingStateError
@@ -17,6 +18,10 @@ from .saved import Saved as Saved
 from .saved import examined as examined
 from .saved import refusal as refusal
 from .saved import without_state as without_state
+from .shards import SHARD as SHARD
+from .shards import Shard as Shard
+from .shards import moved as moved
+from .shards import place_of as place_of
 from .slices import CARRIED as CARRIED
 from .slices import Kept as Kept
 from .slices import StateSlice as StateSlice

@@ -24,7 +24,8 @@ def redistribute(states: Sequence[Mapping[str, Any]], world: int) -> list[dict[s
 
     Residuals, which compressors left to be sent, are handed over so that their sum over the ranks is kept. Momentum of
     compressors is added as well. State that is the same on all ranks, such as the factors of PowerSGD, is handed over
-    as it is; additional ranks get none of it, and where ranks then differ at loading, all begin anew.
+    as it is; additional ranks get none of it, and where ranks then differ at loading, all begin anew. Of a model in
+    shards ranks are replicas: what is returned is for the ranks with the shard whose states were given.
 
     Args:
         states: one of each old rank, in any order.
@@ -54,7 +55,7 @@ def handed_over(states: Sequence[Mapping[str, Any]], like: Mapping[str, Any], ra
         states: the states that this rank takes over.
         like: the state of any old rank, which gives all entries that are the same on all ranks.
     """
-    return {**like, "rank": rank, "world": world, "state": _added([state["state"] for state in states])}
+    return {**like, "rank": rank, "world": world, "state": added([state["state"] for state in states])}
 
 
 def _by_rank(states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -65,6 +66,12 @@ def _by_rank(states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
             or not isinstance(state.get("state"), dict)
         ):
             raise ValueError(f"expected states of version {VERSION}, as handle.state_dict() gives them")
+    shards = sorted({str(shard.get("index")) for state in states if isinstance(shard := state.get("shard"), Mapping)})
+    if len(shards) > 1:
+        raise ValueError(
+            f"the states are of shards {', '.join(shards)} of a model: give those of all replicas with one shard, and "
+            "load the result there. On another number of shards, save and load handle.checkpoint()"
+        )
     origins = [Origin.of(state) for state in states]
     held = sorted(origin.rank for origin in origins)
     if not origins or {origin.world for origin in origins} != {len(states)} or held != list(range(len(states))):
@@ -77,11 +84,13 @@ def _by_rank(states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [state for _, state in sorted(zip((o.rank for o in origins), states, strict=True), key=lambda each: each[0])]
 
 
-def _added(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def added(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Returns the scheme states of several ranks of the saved job as one rank's state, by `StateSlice.key`.
 
     Slices are added element by element; what all ranks keep alike is taken once. Slices of one parameter may differ in
     range, as each rank compresses the sums of other elements.
+
+    `states`: the "state" of each rank's `state_dict`: tensors by key, (elements,) or, of whole segments, of any shape.
     """
     same: dict[str, Tensor] = {}
     by_point: dict[tuple[str, str], list[StateSlice]] = {}

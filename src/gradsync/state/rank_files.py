@@ -10,6 +10,7 @@ from typing import Any
 
 from ..inputs.files import regular_file
 from .files import save_file
+from .shards import place_of
 
 _NAME = re.compile(r"gradsync-rank-([0-9]{1,9})-of-([0-9]{1,9})\.safetensors")
 
@@ -22,7 +23,8 @@ def write_rank(folder: str | os.PathLike[str], state: Mapping[str, Any]) -> Path
     """Writes one rank's `handle.state_dict()` to its file in the folder, and returns the file's path.
 
     The folder is made if it is missing. The file gets its name when it is complete. Files of another number of ranks,
-    as an earlier job may have left there, are removed by the rank that would read them.
+    as an earlier job may have left there, are removed by the rank that would read them. Of a model in shards all ranks
+    are counted, replica by replica.
 
     Raises:
         TypeError: for a state that holds anything else than dicts, lists, tensors, bytes, numbers, text and None.
@@ -30,7 +32,7 @@ def write_rank(folder: str | os.PathLike[str], state: Mapping[str, Any]) -> Path
     """
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
-    rank, world = int(state["rank"]), int(state["world"])
+    rank, world = place_of(state)
     path = place / f"gradsync-rank-{rank}-of-{world}.safetensors"
     unfinished = path.with_suffix(".unfinished")
     save_file(state, unfinished)

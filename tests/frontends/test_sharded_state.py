@@ -1,0 +1,446 @@
+"""State of models in shards: saved and loaded with the model, on the same mesh and on others; none of it is lost."""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+
+import gradsync
+from gradsync import Plan
+from gradsync.compressors import ErrorFeedback, MomentumCorrection, TopK, copies_at
+from gradsync.schemes import AllReduce, CoarseGrained, CompressedAllGather, CompressedTwoWay, PowerSGD, Scheme
+from gradsync.tensors.density import ParameterProfile
+from tests.world import Ranks
+
+World = Callable[[int], Ranks]
+Mesh = tuple[int, int]  # replicas, shards
+FEEDBACK = ErrorFeedback(TopK(0.2))
+GATHERED, TWO_WAY = CompressedAllGather(FEEDBACK), CompressedTwoWay(FEEDBACK)
+LOW_RANK, COARSE = PowerSGD(1, min_compression=1.0), CoarseGrained(ratio=0.3, chunk=4)
+MOMENTUM = CompressedAllGather(MomentumCorrection(TopK(0.2), momentum=0.9))
+TIMEOUT_S = 20
+
+
+class Net(nn.Module):
+    """Layers of odd sizes: shards differ in rows, and a parameter of one row is in the first shard alone."""
+
+    def __init__(self, width: int = 7) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, width), nn.Linear(width, 5)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.second(self.first(x).relu()) * self.scale
+        return result
+
+
+def attached(
+    mesh: Mesh, scheme: Scheme[Any], net: Any = None, timeout: float = TIMEOUT_S, **settings: Any
+) -> tuple[Any, gradsync.Attachment]:
+    """Returns a model in shards, the same in every call, on (replicas, shards), all in one bucket."""
+
+    def plan(profiles: list[ParameterProfile], size: int) -> Plan:
+        return Plan.make({p.name: p.tensor for p in profiles}, size, [([p.name for p in profiles], scheme)])
+
+    torch.manual_seed(0)
+    net = Net() if net is None else net
+    on = init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
+    for module in (net.first, net.second, net):
+        fully_shard(module, mesh=on, **settings)
+    return net, gradsync.attach(net, plan=plan, timeout=timeout)
+
+
+def train(net: Any, steps: int = 3, seed: int = 0) -> Tensor:
+    """Trains and returns this rank's shards, end to end."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
+    for _ in range(steps):
+        net(torch.randn(4, 6, generator=generator)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([p.to_local().detach().reshape(-1) for p in net.parameters()])
+
+
+def left_in_all(net: nn.Module, handle: gradsync.Attachment, kind: str = "residual") -> dict[str, Tensor]:
+    """Returns the sum over replicas of the residuals, or momentum, of each whole parameter, in float64."""
+    state = handle.state_dict()
+    totals = {}
+    for name, parameter in net.named_parameters():
+        whole = torch.zeros(parameter.numel(), dtype=torch.float64)
+        index, count = state["shard"]["index"], state["shard"]["count"]
+        begin = index * -(-parameter.shape[0] // count) * (parameter.numel() // parameter.shape[0])
+        for key, values in state["state"].items():
+            form = re.fullmatch(r"(.*)\[(\d+):(\d+)\]/([^/]*)\.(\w+)", key)
+            if form is not None and form[1] == name and form[5] == kind:
+                here = whole[begin + int(form[2]) : begin + int(form[3])]
+                here += values / (copies_at(form[4]) or 1)
+        dist.all_reduce(whole)
+        totals[name] = whole
+    return totals
+
+
+@contextmanager
+def quiet_library() -> Iterator[None]:
+    """Ignores, inside, the warnings of `torch.distributed.checkpoint`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def write(folder: str, net: nn.Module, handle: gradsync.Attachment) -> None:
+    with quiet_library():
+        dcp.save({"model": get_model_state_dict(net), "gradsync": handle.checkpoint()}, checkpoint_id=folder)
+
+
+def read(folder: str, net: nn.Module, handle: gradsync.Attachment) -> None:
+    with quiet_library():
+        model = get_model_state_dict(net)
+        dcp.load({"model": model, "gradsync": handle.checkpoint()}, checkpoint_id=folder)
+        set_model_state_dict(net, model)
+
+
+def saved(folder: str, mesh: Mesh, scheme: Scheme[Any]) -> dict[str, Tensor]:
+    """Trains, saves through `torch.distributed.checkpoint` and as a folder of files; returns what is left to send."""
+    net, handle = attached(mesh, scheme)
+    train(net)
+    left = left_in_all(net, handle)
+    assert all(values.any() for name, values in left.items() if name.endswith("weight"))
+    write(folder, net, handle)
+    handle.checkpoint().save(f"{folder}/files")
+    handle.detach()
+    return left
+
+
+def goes_on(folder: str, mesh: Mesh, scheme: Scheme[Any]) -> bool:
+    net, handle = attached(mesh, scheme)
+    train(net)
+    write(folder, net, handle)
+    handle.checkpoint().save(f"{folder}/files")
+    whole = handle.checkpoint(gather=True).state_dict()
+    expected = train(net, seed=7)
+    found = []
+    for way in ("dcp", "files", "gathered"):
+        handle.detach()
+        other, handle = attached(mesh, scheme)
+        read(folder, other, handle)
+        if way != "dcp":
+            train(other, 1)
+            with quiet_library():
+                model = get_model_state_dict(other)
+                dcp.load({"model": model}, checkpoint_id=folder)
+                set_model_state_dict(other, model)
+        if way == "files":
+            assert handle.checkpoint().load(f"{folder}/files")
+        elif way == "gathered":
+            handle.checkpoint(gather=True).load_state_dict(whole)
+        found.append(torch.equal(train(other, seed=7), expected))
+    handle.detach()
+    return all(found)
+
+
+def loaded_elsewhere(folder: str, mesh: Mesh, scheme: Scheme[Any], left: dict[str, Tensor]) -> None:
+    for plan in (scheme,) if scheme in (LOW_RANK, COARSE) else (scheme, AllReduce()):  # which keeps nothing else
+        for by_files in (False, True):
+            net, handle = attached(mesh, plan)
+            if by_files:
+                assert handle.checkpoint().load(f"{folder}/files")
+            else:
+                read(folder, net, handle)
+            assert handle.state_dict()["step"] == 3
+            found = left_in_all(net, handle)
+            assert found.keys() == left.keys()
+            for name, values in left.items():
+                torch.testing.assert_close(found[name], values, rtol=1e-6, atol=1e-9)
+            assert train(net, 2, seed=1).isfinite().all()
+            handle.detach()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "scheme"),
+    [
+        ((2, 2), (1, 2), GATHERED),
+        ((2, 2), (2, 1), GATHERED),
+        ((1, 4), (2, 2), GATHERED),
+        ((2, 2), (1, 3), GATHERED),
+        *(((2, 2), (4, 1), scheme) for scheme in (GATHERED, TWO_WAY, LOW_RANK, COARSE)),
+        *(((4, 1), (2, 2), scheme) for scheme in (GATHERED, TWO_WAY, LOW_RANK, COARSE)),
+        ((1, 2), (2, 2), LOW_RANK),
+        ((2, 1), (2, 2), TWO_WAY),
+    ],
+    ids=str,
+)
+def test_the_sum_of_what_is_left_is_kept_on_other_meshes(
+    world: World, before: Mesh, after: Mesh, scheme: Scheme[Any], tmp_path: Path
+) -> None:
+    left = world(before[0] * before[1]).run(saved, str(tmp_path), before, scheme)[0]
+    world(after[0] * after[1]).run(loaded_elsewhere, str(tmp_path), after, scheme, left)
+
+
+def momentum_moves() -> bool:
+    net, handle = attached((2, 2), MOMENTUM)
+    train(net)
+    before, parts = left_in_all(net, handle, "momentum"), handle.checkpoint(gather=True).state_dict()
+    handle.detach()
+    net, handle = attached((4, 1), MOMENTUM)
+    handle.checkpoint().load_state_dict(parts)
+    after = left_in_all(net, handle, "momentum")
+    train(net)
+    assert before["first.weight"].any() and before["second.weight"].any()
+    return all(torch.allclose(after[name], values) for name, values in before.items())
+
+
+def test_momentum_of_compressors_moves_with_its_elements(world: World) -> None:
+    assert world(4).run(momentum_moves) == [True] * 4
+
+
+def file_of(folder: str, replica: int, shard: int) -> str:
+    return f"{folder}/{replica}.{shard}.safetensors"
+
+
+def in_files(folder: str) -> dict[str, Tensor]:
+    net, handle = attached((2, 2), GATHERED)
+    train(net)
+    state = handle.state_dict()
+    gradsync.state.save_file(state, file_of(folder, handle.rank, state["shard"]["index"]))
+    return left_in_all(net, handle)
+
+
+def redistributed(folder: str, left: dict[str, Tensor]) -> None:
+    net, handle = attached((1, 2), GATHERED)
+    states = {
+        (replica, shard): gradsync.state.load_file(file_of(folder, replica, shard))
+        for replica in range(2)
+        for shard in range(2)
+    }
+    for mixed in ([states[0, 0], states[1, 1]], list(states.values())):
+        with pytest.raises(ValueError, match=r"of shards 0, 1 of a model: give those of all replicas with one shard"):
+            gradsync.state.redistribute(mixed, 1)
+    shard = dist.get_rank()
+    wrong, mine = (
+        gradsync.state.redistribute([states[0, each], states[1, each]], 1)[handle.rank] for each in (1 - shard, shard)
+    )
+    assert "each rank loads its own state, on the same mesh" in message(lambda: handle.load_state_dict(wrong))
+    handle.load_state_dict(mine)
+    found = left_in_all(net, handle)
+    for name, values in left.items():
+        torch.testing.assert_close(found[name], values, rtol=1e-6, atol=1e-9)
+    train(net)
+
+
+def test_files_of_one_shard_are_redistributed_to_other_numbers_of_replicas(world: World, tmp_path: Path) -> None:
+    left = world(4).run(in_files, str(tmp_path))[0]
+    world(2).run(redistributed, str(tmp_path), left)
+
+
+def message(load: Callable[[], Any]) -> str:
+    with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
+        load()
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+def changed(parts: dict[str, Any], number: int, **entries: Any) -> dict[str, Any]:
+    """Returns parts of all ranks, with other entries in the state of the rank of this number."""
+    state = gradsync.state.from_bytes(bytes(parts[f"rank {number}"].numpy()))
+    content = gradsync.state.to_bytes({**state, **entries})
+    return {**parts, f"rank {number}": torch.frombuffer(bytearray(content), dtype=torch.uint8)}
+
+
+def damaged(parts: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Returns parts of all ranks, with one number of one rank's state that is not finite."""
+    state = gradsync.state.from_bytes(bytes(parts[f"rank {rank}"].numpy()))
+    next(iter(state["state"].values()))[0] = torch.nan
+    return changed(parts, rank, state=state["state"])
+
+
+def refused(folder: str, mesh: Mesh, width: int, kinds: list[str]) -> dict[str, str]:
+    """Loads what is not for this model or mesh, on all ranks or some; then trains on, from what was there before."""
+    net, handle = attached((2, 2), GATHERED)
+    train(net)
+    state, parts = copy.deepcopy(handle.state_dict()), handle.checkpoint(gather=True).state_dict()
+    handle.detach()
+    net, handle = attached(mesh, GATHERED, Net(width))
+    train(net, 1, seed=3)
+    before = copy.deepcopy(handle.state_dict())
+    shard, rank = {**state["shard"], "index": 0, "count": 1}, dist.get_rank()
+    given: dict[str, dict[str, Any]] = {
+        "other model": parts,
+        "other mesh": state,
+        "other rank": {**state, "rank": 1 - state["rank"]} if rank == 1 else state,
+        "other step": {**state, "step": 4} if rank % 2 else state,
+        "no shard": {key: value for key, value in state.items() if key != "shard"},
+        "a part is missing": {key: value for key, value in parts.items() if key != "rank 2"},
+        "part of another step": changed(parts, 1, step=4),
+        "part of other shards": changed(parts, 1, rank=1, world=4, shard=shard),
+        "damaged": damaged(parts, 1),
+    }
+    said = {}
+    for kind in kinds:
+        if kind == "empty folder":
+            said[kind] = message(lambda: handle.checkpoint().load(folder))
+        else:
+            load = handle.checkpoint().load_state_dict if "rank 0" in given[kind] else handle.load_state_dict
+            said[kind] = message(partial(load, given[kind]))
+        after = handle.state_dict()
+        assert after["step"] == before["step"] == 1
+        assert all(torch.equal(after["state"][key], values) for key, values in before["state"].items())
+    assert train(net, 2, seed=4).isfinite().all()
+    handle.detach()
+    return said
+
+
+REFUSALS = {
+    "other model": "the state is of a model with other parameters: their names, whole shapes and element types",
+    "other mesh": "'shard': '0 of 1'}: each rank loads its own state, on the same mesh",
+    "other rank": "each rank loads its own state, on the same mesh; on another mesh save and load handle.checkpoint()",
+    "other step": "the ranks were given states of different steps, 3, 4, 3, 4 by rank",
+    "no shard": "the state is of a model that was not in shards",
+    "empty folder": "has no state of gradsync",
+    "a part is missing": "the checkpoint must have the parts of all ranks that saved it, these ranks found rank 0 of 4",
+    "part of another step": "got parts of step 3, 4, of models of 2 shards",
+    "part of other shards": "got parts of step 3, of models of 1, 2 shards",
+    "damaged": "no step would be finite again",
+}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "width", "kinds"),
+    [
+        ((2, 2), 8, ["other model"]),
+        ((4, 1), 7, ["other mesh", "damaged"]),
+        ((2, 2), 7, [kind for kind in REFUSALS if kind not in ("other model", "other mesh")]),
+    ],
+    ids=["other model", "other mesh", "same mesh"],
+)
+def test_what_is_wrong_is_refused_on_all_ranks_before_anything_changes(
+    world: World, mesh: Mesh, width: int, kinds: list[str], tmp_path: Path
+) -> None:
+    for said in world(4).run(refused, str(tmp_path), mesh, width, kinds):
+        assert said.keys() == set(kinds)
+        for kind, text in said.items():
+            assert REFUSALS[kind] in text
+
+
+def without_place() -> str:
+    net, handle = attached((2, 2), LOW_RANK)
+    train(net)
+    left, parts = left_in_all(net, handle), handle.checkpoint(gather=True).state_dict()
+    handle.detach()
+    net, handle = attached((2, 2), AllReduce())
+    said = message(lambda: handle.checkpoint().load_state_dict(parts))
+    handle.checkpoint().load_state_dict(parts, strict=False)
+    found = left_in_all(net, handle)
+    assert all(torch.allclose(found[name], values, rtol=1e-6, atol=1e-9) for name, values in left.items())
+    return said
+
+
+def test_state_without_a_place_is_refused_or_dropped(world: World) -> None:
+    for text in world(4).run(without_place):
+        assert "the plan has no place for the state" in text and "drop it by load_state_dict(" in text
+
+
+def some_load(kind: str) -> str:
+    """Loads on ranks of the first shard only, or fails on one rank of the second when state is being changed."""
+    net, handle = attached((2, 2), GATHERED, timeout=4 if kind == "absent" else TIMEOUT_S)
+    train(net)
+    parts = handle.checkpoint(gather=True).state_dict()
+    if kind == "absent" and dist.get_rank() % 2:
+        return ""
+    if kind == "fails" and dist.get_rank() == 1:
+        handle._engine.state.take_over = lambda saved: no_memory()
+    said = message(lambda: handle.checkpoint().load_state_dict(parts))
+    if kind == "fails":
+        assert handle._engine.peers.failure is not None
+    return said
+
+
+def no_memory() -> None:
+    raise RuntimeError("there is no memory")
+
+
+def test_ranks_that_load_while_other_shards_do_not_raise(world: World) -> None:
+    said = world(4).run(some_load, "absent")
+    assert all(
+        re.match(r"GroupError: rank [13] did not come to loading of a checkpoint", text) for text in said[::2]
+    ), said
+
+
+def test_a_load_that_fails_midway_ends_training_on_all_ranks(world: World) -> None:
+    said = world(4).run(some_load, "fails")
+    assert "there is no memory" in said[1]
+    assert all("there is no memory" in text for text in said), said
+
+
+def between_kinds() -> tuple[str, str]:
+    """Loads state of a model in shards into one that is in none, and the other way round."""
+    net, handle = attached((2, 2), GATHERED)
+    train(net)
+    sharded = handle.checkpoint(gather=True).state_dict()
+    plain = gradsync.attach(Net(), timeout=TIMEOUT_S)
+    whole = plain.checkpoint(gather=True).state_dict()
+    return message(lambda: plain.checkpoint().load_state_dict(sharded)), message(
+        lambda: handle.checkpoint().load_state_dict(whole)
+    )
+
+
+def test_state_of_models_in_shards_and_of_others_is_kept_apart(world: World) -> None:
+    for into_plain, into_shards in world(4).run(between_kinds):
+        assert "the state is of a model in 2 shards, and this model is in none" in into_plain
+        assert "the state is of a model that was not in shards, and this model is" in into_shards
+
+
+def by_columns(folder: str) -> str:
+    """Goes on with shards of columns on the same mesh, and tries to on another number of shards."""
+
+    def placed(parameter: nn.Parameter) -> Shard | None:
+        return Shard(1) if parameter.ndim == 2 and parameter.shape[1] % 4 == 0 else None
+
+    net, handle = attached((2, 2), GATHERED, Net(8), shard_placement_fn=placed)
+    train(net)
+    parts = handle.checkpoint(gather=True).state_dict()
+    left = handle.state_dict()["state"]
+    train(net, 1)
+    handle.checkpoint().load_state_dict(parts)
+    assert all(torch.equal(values, left[key]) for key, values in handle.state_dict()["state"].items())
+    handle.detach()
+    _, handle = attached((1, 4), GATHERED, Net(8), shard_placement_fn=placed)
+    return message(lambda: handle.checkpoint().load_state_dict(parts))
+
+
+def test_shards_of_columns_stay_on_their_number_of_shards(world: World, tmp_path: Path) -> None:
+    for text in world(4).run(by_columns, str(tmp_path)):
+        assert "'second.weight' is in shards along another than its first dimension" in text
+
+
+def attached_to_replicas() -> bool:
+    """Goes on with `replicate`, whose models have one shard, from a checkpoint of two shards."""
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    net, handle = attached((2, 2), GATHERED)
+    train(net)
+    left, parts = left_in_all(net, handle), handle.checkpoint(gather=True).state_dict()
+    torch.manual_seed(0)
+    other: Any = replicate(Net(), mesh=init_device_mesh("cpu", (4,)))
+    handle = gradsync.attach(other, timeout=TIMEOUT_S)
+    handle.checkpoint().load_state_dict(parts)
+    found = left_in_all(other, handle)
+    return all(torch.allclose(found[name], values, rtol=1e-6, atol=1e-9) for name, values in left.items())
+
+
+def test_replicate_takes_over_the_state_of_shards(world: World) -> None:
+    assert world(4).run(attached_to_replicas) == [True] * 4
