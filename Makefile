@@ -115,7 +115,7 @@ soak: setup
 # What is published, into dist/: a source distribution, and from it the wheels. Each native one needs its interpreter:
 # PYTHON311 and PYTHON312 name them, if python3.11 and python3.12 do not.
 wheels:
-	PYTHON='$(PYTHON)' PIP_ARGS='$(PIP_ARGS)' .ci/wheels $(WHEELS)
+	@PYTHON='$(PYTHON)' PIP_ARGS='$(PIP_ARGS)' .ci/wheels $(WHEELS)
 
 # What is in dist/, looked at, installed into empty environments and run.
 wheel-tests: setup

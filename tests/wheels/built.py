@@ -8,6 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DIST = ROOT / "dist"
+PIP = [ROOT / ".venv-wheels" / "bin" / "pip", "--disable-pip-version-check"]
 WHEELS = sorted(DIST.glob("*.whl"))
 SDISTS = sorted(DIST.glob("*.tar.gz"))
 NATIVE = [wheel for wheel in WHEELS if not wheel.stem.endswith("-py3-none-any")]

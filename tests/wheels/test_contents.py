@@ -96,7 +96,7 @@ def test_native_modules_need_few_libraries_and_name_no_folder(wheel: Path, folde
         dynamic = said_by("readelf", "--dynamic", "--wide", module)
         assert set(re.findall(r"\(NEEDED\).*\[(.+)\]", dynamic)) <= LIBRARIES, "libstdc++ is linked in"
         assert "RPATH" not in dynamic and "RUNPATH" not in dynamic
-        assert str(ROOT).encode() not in module.read_bytes(), "a path of the machine that built it"
+        assert not re.search(re.escape(str(ROOT)).encode() + b"|pip-build-env", module.read_bytes()), "a builder's path"
         assert not said_by("readelf", "--sections", "--wide", module).count(".debug_")
 
 
