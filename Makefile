@@ -3,6 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH := $(shell grep '^torch==' constraints.txt)
 ARGS ?=
+WHEELS ?= pure cp311 cp312-abi3
 WORKERS ?= 2
 WAITING_WORKERS ?= 3
 PIP_ARGS ?=
@@ -11,7 +12,7 @@ SOAK_MINUTES ?= 10
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo test lint types tests device-tests loss-tests lab-tests integrations torch-tests sanitize gpu fuzz bench
-.PHONY: faults soak clean
+.PHONY: faults soak wheels wheel-tests clean
 
 setup: .venv/setup.stamp
 
@@ -112,6 +113,15 @@ faults: setup
 soak: setup
 	$(BIN)/gradsync soak --hours $$(awk 'BEGIN { print $(SOAK_MINUTES) / 60 }') --record soak-$(SOAK_MINUTES).jsonl $(ARGS)
 
+# What is published, into dist/: a source distribution, and from it the wheels. Each native one needs its interpreter:
+# PYTHON311 and PYTHON312 name them, if python3.11 and python3.12 do not.
+wheels:
+	@PYTHON='$(PYTHON)' PIP_ARGS='$(PIP_ARGS)' .ci/wheels $(WHEELS)
+
+# What is in dist/, looked at, installed into empty environments and run.
+wheel-tests: setup
+	$(BIN)/pytest -n 0 tests/wheels $(ARGS)
+
 clean:
-	rm -rf build dist lab/dist demo-out fuzz-out .mypy_cache .pytest_cache .ruff_cache .hypothesis .venv .venv-integrations src/gradsync/kernels/*.so src/gradsync/planner/*.so
+	rm -rf build dist lab/dist demo-out fuzz-out .mypy_cache .pytest_cache .ruff_cache .hypothesis .venv .venv-integrations .venv-wheels src/gradsync/kernels/*.so src/gradsync/planner/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

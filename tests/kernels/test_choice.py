@@ -25,7 +25,7 @@ def not_built(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         raise ImportError(f"No module named {name!r}")
 
     monkeypatch.setattr(importlib, "import_module", import_module)
-    monkeypatch.setattr(choice, "_fallback_logged", False)
+    monkeypatch.setattr(choice, "_logged", set())
     native.load.cache_clear()
     device.load.cache_clear()
     yield
@@ -71,7 +71,25 @@ def test_auto_falls_back_and_says_so_once(not_built: None, caplog: pytest.LogCap
     assert (rows.tolist(), values[:, 0].tolist()) == ([0, 2], [1.0, 2.0])
     assert kernels.active() == "reference"
     assert len(caplog.records) == 1
-    assert "torch reference implementation" in caplog.records[0].getMessage()
+    said = caplog.records[0].getMessage()
+    assert said.startswith("gradsync is slow here: ") and "install --no-cache-dir" in said
+
+
+@pytest.mark.parametrize(("installed", "told"), [(False, 1), (True, 0)])
+def test_missing_kernels_are_told_when_they_would_be_imported(
+    installed: bool, told: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(native, "is_installed", lambda: installed)
+    monkeypatch.setattr(choice, "_logged", set())
+    for _ in range(2):
+        importlib.reload(kernels)
+    assert [record.getMessage().startswith("gradsync is slow here") for record in caplog.records] == [True] * told
+
+
+def test_each_missing_implementation_is_told(not_built: None, caplog: pytest.LogCaptureFixture) -> None:
+    kernels.active()
+    choice._on_device("count_bits")
+    assert [" native " in each.getMessage() for each in caplog.records] == [True, False]
 
 
 def test_explicit_triton_that_cannot_be_imported_raises_with_the_reason(not_built: None) -> None:

@@ -3,7 +3,7 @@
 `reference` (plain torch) defines what a kernel does; `native` (C++, CPU) and `triton` (CUDA) give the same bits faster.
 A call of a function here runs one of them; `sum_rows.reference` is the definition of `sum_rows` itself.
 `auto`, the default, uses triton for tensors on a CUDA device and native for tensors on the CPU, if the implementation
-can be loaded and supports the dtypes; one log line says what cannot be loaded.
+can be loaded and supports the dtypes; one log line says what cannot be loaded, for the native one at import already.
 
 The caller owns every output. Where its size is known only after a look at the input, a kernel has two phases: the
 function counts and returns an object with `count`; its methods then write into buffers of that size. The object keeps
@@ -24,6 +24,7 @@ from .checks import sign_scales_shape as sign_scales_shape
 from .choice import Implementation as Implementation
 from .choice import active as active
 from .choice import use as use
+from .choice import warn_if_slow as _warn_if_slow
 from .draws import rotation_sizes as rotation_sizes
 from .grids import AnyGrid as AnyGrid
 from .grids import FloatGrid as FloatGrid
@@ -77,3 +78,5 @@ from .reference.signs import pack_signs as pack_signs
 from .reference.signs import unpack_signs as unpack_signs
 from .reference.sketches import count_sketch as count_sketch
 from .reference.sketches import sketch_estimates as sketch_estimates
+
+_warn_if_slow()

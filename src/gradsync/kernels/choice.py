@@ -23,7 +23,7 @@ Implementation = Literal["native", "triton", "reference", "auto"]
 
 _logger = logging.getLogger("gradsync.kernels")
 _requested: Implementation = "auto"
-_fallback_logged = False
+_logged: set[str] = set()  # implementations that the log says are missing
 
 
 class Kernel(Protocol[P, R]):
@@ -132,7 +132,7 @@ def _native() -> ModuleType | None:
     try:
         return native.load()
     except ImportError as error:
-        _log_fallback_once(error)
+        _log_fallback_once("native", error)
         return None
 
 
@@ -176,9 +176,15 @@ def _on_device(kernel: str) -> Callable[..., Any]:
     try:
         device.load()
     except ImportError as error:
-        _log_fallback_once(error)
+        _log_fallback_once("triton", error)
         return KERNELS[kernel].reference
     return version("triton", kernel)
+
+
+def warn_if_slow() -> None:
+    """Logs, once a process, that kernels are slow on the CPU, if the native ones are not installed."""
+    if not native.is_installed():
+        _log_fallback_once("native", native.missing("there is no gradsync.kernels._kernels_base"))
 
 
 def _request(implementation: Implementation) -> None:
@@ -186,8 +192,8 @@ def _request(implementation: Implementation) -> None:
     _requested = implementation
 
 
-def _log_fallback_once(error: ImportError) -> None:
-    global _fallback_logged  # noqa: PLW0603 (once a process)
-    if not _fallback_logged:
-        _logger.warning("gradsync.kernels: using the torch reference implementation: %s", error)
-    _fallback_logged = True
+def _log_fallback_once(implementation: str, error: ImportError) -> None:
+    if implementation not in _logged:
+        said = "gradsync is slow here: torch operations run in place of its %s kernels: %s"
+        _logger.warning(said, implementation, error)
+    _logged.add(implementation)

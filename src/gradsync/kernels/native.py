@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 from collections.abc import Iterable
 from types import ModuleType
 
@@ -27,10 +28,20 @@ def load() -> ModuleType:
         base = importlib.import_module("gradsync.kernels._kernels_base")
         return importlib.import_module("gradsync.kernels._kernels_avx2") if base.has_avx2() else base
     except ImportError as error:
-        raise ImportError(
-            f"the native kernels are not built ({error}): install a C++17 compiler and the Python headers, "
-            "then install gradsync again"
-        ) from error
+        raise missing(error) from error
+
+
+def is_installed() -> bool:
+    """Whether gradsync was installed with native kernels, which this function does not load."""
+    return importlib.util.find_spec("gradsync.kernels._kernels_base") is not None
+
+
+def missing(why: object) -> ImportError:
+    """Returns the error for native kernels that cannot be loaded, which says what to do."""
+    return ImportError(
+        f"the native kernels are not built ({why}): install a C++17 compiler and the Python headers, then build "
+        "gradsync here: pip install --no-cache-dir --force-reinstall --no-deps --no-binary gradsync gradsync"
+    )
 
 
 def supports(tensors: Iterable[Tensor], entries: int = 0) -> bool:
