@@ -66,7 +66,8 @@ def searched(job: Job, constraints: Constraints | None = None) -> Pieces[Searche
             routes that leave a compressor none, or a compressor whose numbers cannot be summed over so many ranks.
     """
     constraints = constraints or Constraints()
-    ways = ways_of(job, constraints if constraints.errors else replace(constraints, errors=job.errors))
+    constraints = constraints if constraints.errors else replace(constraints, errors=job.errors)
+    ways = yield from ways_of.pieces(job, constraints)
     yield
     return (yield from _searched(job, ways))
 
