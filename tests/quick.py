@@ -8,9 +8,9 @@ from typing import Any
 from unittest.mock import patch
 
 from gradsync.comm.links import Highest
-from gradsync.tuning import default, links, measurement, overlap, rehearsal
+from gradsync.comm.pieces import Pieces, T, at_once
+from gradsync.tuning import auto, default, links, measurement, overlap, rehearsal
 from gradsync.tuning import kernels as rehearsed
-from gradsync.tuning.pieces import Pieces, T, at_once
 
 
 def in_one_step(pieces: Pieces[T], highest: Highest) -> Pieces[T]:
@@ -22,6 +22,7 @@ def in_one_step(pieces: Pieces[T], highest: Highest) -> Pieces[T]:
 AT_ONCE: tuple[tuple[Any, str, Any], ...] = (
     (default, "after_steps", in_one_step),
     (measurement, "after_steps", in_one_step),
+    (auto, "after_steps", in_one_step),
 )
 SMALLER: tuple[tuple[Any, str, Any], ...] = (
     (rehearsed, "planned_schemes", lambda placement: ()),

@@ -18,6 +18,7 @@ from torch import nn
 
 import gradsync
 from gradsync.characterization.recording import Recorder
+from gradsync.comm.pieces import InPieces, Pieces
 from gradsync.compressors import ErrorFeedback, Signum, TopK, dgc
 from gradsync.devices.streams import Moment
 from gradsync.engine.step_listener import active, recording
@@ -27,11 +28,12 @@ from gradsync.plans.profile import Profile
 from gradsync.schemes import MajorityVote
 from gradsync.tensors.bucket import Layout, TensorSpec
 from gradsync.tensors.density import ParameterProfile
+from gradsync.tuning import auto
 from gradsync.tuning.auto import AutoPlanner
 from gradsync_lab.rivals.rival_plans import CountedCuts, layerwise_plans
 from tests.frontends.conservation import left_to_send
 from tests.frontends.models import Perceptron
-from tests.quick import quickly
+from tests.quick import FEWER, patched, quickly
 from tests.world import Ranks, new_oracle_group
 
 World = Callable[[int], Ranks]
@@ -611,3 +613,125 @@ def one_of_two_goes(which: int, by_detach: bool) -> bool:
 @pytest.mark.parametrize("by_detach", [True, False], ids=["detached", "dropped"])
 def test_the_other_of_two_models_is_measured_when_one_goes(world: World, which: int, by_detach: bool) -> None:
     assert all(world(2).run(one_of_two_goes, which, by_detach)), "nothing keeps the one that went"
+
+
+SEARCHED = 50
+A_PIECE_A_STEP = (*FEWER, (auto, "after_steps", lambda pieces, highest: pieces))
+QUICK = {"steps": MEASURED, "warmup": WARMUP}
+
+
+@InPieces
+def plans_after_many_pieces(job: Job, constraints: Constraints) -> Pieces[list[gradsync.Plan]]:
+    """Returns a plan with one bucket for each parameter, which is not the default plan."""
+    for _ in range(SEARCHED):
+        yield
+    return layerwise_plans(job, Constraints((TOP,), always=True))
+
+
+@InPieces
+def no_plans_after_many_pieces(job: Job, constraints: Constraints) -> Pieces[list[gradsync.Plan]]:
+    for _ in range(SEARCHED):
+        yield
+    raise ValueError("nothing will do")
+
+
+def until_the_search_begins(model: nn.Module, handle: gradsync.Attachment) -> int:
+    """Trains until the last measured step; returns the number of steps."""
+    for step in range(WARMUP + 2 + 2 * MEASURED):
+        assert not handle.settled
+        gradients(model, step, dist.get_rank())
+    return step + 1
+
+
+@patched(A_PIECE_A_STEP)
+def trains_while_plans_are_searched() -> list[str]:
+    """Returns the plan in force in each step from the begin of the search."""
+    torch.manual_seed(0)
+    model = Perceptron()
+    alone = copy.deepcopy(model)
+    planner = AutoPlanner(Constraints((TOP,)), **QUICK, search=plans_after_many_pieces, must_plan=True)
+    handle = gradsync.attach(model, plan=planner, timeout=20)
+    first = until_the_search_begins(model, handle)
+    assert handle.profile is None and "planned" not in handle.state_dict()
+    plans, exact = [], True
+    for step in range(first, first + SEARCHED + 5):
+        mine = gradients(model, step, dist.get_rank())
+        means = [gradients(alone, step, rank) for rank in range(dist.get_world_size())]
+        plans.append(handle.plan.digest)
+        exact = exact and plans[-1] == plans[0]
+        for name, gradient in mine.items() if exact else ():
+            mean = torch.stack([of_rank[name] for of_rank in means]).mean(dim=0)
+            torch.testing.assert_close(gradient, mean, rtol=1e-5, atol=1e-6)
+        assert handle.settled == (not exact)
+    handle.detach()
+    return plans
+
+
+def test_training_goes_on_while_rank_0_searches_and_all_ranks_change_plans_in_the_same_step(world: World) -> None:
+    first, second = world(2).run(trains_while_plans_are_searched)
+    assert first == second
+    present = first.count(first[0])
+    assert SEARCHED - 2 <= present <= SEARCHED + 1 and len(set(first[present:])) == 1
+
+
+@patched(A_PIECE_A_STEP)
+def the_search_fails_between_steps(must_plan: bool) -> tuple[int, str, bool]:
+    """Returns the number of steps until the search has failed, its error, and whether the first plan stays."""
+    torch.manual_seed(0)
+    model = Perceptron()
+    planner = AutoPlanner(**QUICK, search=no_plans_after_many_pieces, must_plan=must_plan)
+    handle = gradsync.attach(model, plan=planner, timeout=20)
+    step, said = until_the_search_begins(model, handle), ""
+    present = handle.plan.digest
+    try:
+        while not handle.settled:
+            gradients(model, step, dist.get_rank())
+            step += 1
+    except RuntimeError as error:
+        said = str(error)
+        assert active() is None
+    same = handle.plan.digest == present
+    handle.detach()
+    return step, said, same
+
+
+@pytest.mark.parametrize("must_plan", [False, True])
+def test_an_error_of_a_search_between_steps_reaches_all_ranks_in_the_same_step(world: World, must_plan: bool) -> None:
+    first, second = world(2).run(the_search_fails_between_steps, must_plan)
+    assert first == second and first[0] > SEARCHED
+    assert first[1:] == ("no plan was found: ValueError: nothing will do" if must_plan else "", True)
+
+
+@patched(A_PIECE_A_STEP)
+def stopped_while_plans_are_searched() -> None:
+    torch.manual_seed(0)
+    model = Perceptron()
+    handle = gradsync.attach(model, plan=AutoPlanner(**QUICK, search=plans_after_many_pieces), timeout=20)
+    until_the_search_begins(model, handle)
+    engine = weakref.ref(handle._engine)
+    handle.detach()
+    assert active() is None
+    del handle
+    gc.collect()
+    assert engine() is None, "the search holds nothing"
+    handle = gradsync.attach(model, plan=AutoPlanner(**QUICK, search=plans_after_many_pieces), timeout=20)
+    step = until_the_search_begins(model, handle)
+    while not handle.settled:
+        gradients(model, step, dist.get_rank())
+        step += 1
+    gradients(model, step, dist.get_rank())
+    saved = handle.state_dict()
+    handle.detach()
+    handle = gradsync.attach(model, plan=AutoPlanner(**QUICK, search=plans_after_many_pieces), timeout=20)
+    step = until_the_search_begins(model, handle)
+    handle.load_state_dict(saved)
+    assert handle.settled and active() is None
+    plan, profile = handle.plan, handle.profile
+    for more in range(SEARCHED + 5):
+        gradients(model, step + more, dist.get_rank())
+    assert handle.settled and handle.plan == plan and handle.profile == profile, "no search goes on"
+    handle.detach()
+
+
+def test_detaching_a_model_or_loading_its_state_ends_a_search(world: World) -> None:
+    world(2).run(stopped_while_plans_are_searched)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from gradsync.comm import run_local
+from gradsync.comm.pieces import at_once
 from gradsync.tuning.default import measured_network
-from gradsync.tuning.pieces import at_once
 
 
 def test_where_the_network_was_not_measured_nothing_is_known() -> None:

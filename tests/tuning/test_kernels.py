@@ -11,6 +11,7 @@ import pytest
 
 from gradsync.comm import LocalGroup, run_local
 from gradsync.comm.links import highest_over
+from gradsync.comm.pieces import Pieces, at_once
 from gradsync.compressors import THC, Cast, Compressor, ErrorFeedback, SharedBlockInt, TopK, dgc
 from gradsync.costs.cluster import Placement
 from gradsync.costs.cost_model import KernelCost
@@ -26,7 +27,6 @@ from gradsync.tuning.kernels import (
     kernel_costs,
     measured_kernels,
 )
-from gradsync.tuning.pieces import Pieces, at_once
 from gradsync.tuning.rehearsal import Sample, rehearse_dense
 
 NO_PLANS = patch.object(rehearsed, "planned_schemes", lambda placement: ())

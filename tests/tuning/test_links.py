@@ -8,6 +8,7 @@ import pytest
 
 from gradsync.comm import LocalGroup, run_local
 from gradsync.comm.links import PATTERNS, Exchange, highest_over
+from gradsync.comm.pieces import at_once
 from gradsync.costs.cluster import Placement
 from gradsync.costs.steps import Pattern
 from gradsync.plans.profile import LinkPoint, Span
@@ -19,7 +20,6 @@ from gradsync.tuning.links import (
     measured_links,
     measured_points,
 )
-from gradsync.tuning.pieces import at_once
 
 TIMEOUT_S = 20.0
 ONCE = patch.object(links, "REPEATS", (1, 1))  # where it takes the same time whenever it is repeated

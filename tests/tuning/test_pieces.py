@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,11 +20,13 @@ import gradsync
 from gradsync.comm import Group, LocalGroup, run_local
 from gradsync.comm.links import highest_over
 from gradsync.comm.network_cost import network_cost
+from gradsync.comm.pieces import InPieces, Pieces, at_once, within
+from gradsync.planner import candidate_plans
 from gradsync.planner.default.network import Network
 from gradsync.tuning import pieces as timed
 from gradsync.tuning.auto import AutoPlanner
 from gradsync.tuning.default import MeasuringPlanner
-from gradsync.tuning.pieces import SHARE_OF_A_STEP, Pieces, after_steps, at_once, within
+from gradsync.tuning.pieces import SHARE_OF_A_STEP, after_steps
 from tests.quick import SMALLER, patched
 from tests.world import Ranks
 
@@ -236,3 +239,18 @@ def test_auto_measures_between_usual_steps_which_it_does_not_count(world: World)
     assert found[0] == found[1]
     number, usual, _ = found[0]
     assert number - usual == 1 + 2 * steps and usual > warmup + 5
+
+
+@InPieces
+def counted(number: int) -> Pieces[int]:
+    """Counts to `number`."""
+    for _ in range(number):
+        yield
+    return number
+
+
+def test_a_function_in_pieces_is_called_named_and_pickled_as_any_other() -> None:
+    assert counted(3) == at_once(counted.pieces(3)) == 3
+    assert len(list(counted.pieces(3))) == 3
+    assert (counted.__name__, counted.__doc__) == ("counted", "Counts to `number`.")
+    assert pickle.loads(pickle.dumps(candidate_plans)) is candidate_plans

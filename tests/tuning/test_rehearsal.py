@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from gradsync.comm.pieces import at_once
 from gradsync.costs.steps import Compute
 from gradsync.schemes import DOUBLING_OF_ROWS, AGSparse, BalancedElements, BalancedParallelism, Scheme, Traits
 from gradsync.tensors.bucket import Layout
-from gradsync.tuning.pieces import at_once
 from gradsync.tuning.rehearsal import rehearse, times_between_awaits_s
 
 WORK_S = 0.02

@@ -1,9 +1,9 @@
 """The planner of `plan="auto"`: it measures a job's first steps, searches plans, and tries the best on real steps.
 
 The first steps run with the default plan, and some of them are measured (`measurement.py`). Rank 0 searches plans by
-all ranks' figures; the best plans and one that needs no search then take turns on real steps, and the fastest stays.
-When steps begin to take clearly more or less time, the planner measures and searches again. One model is measured at a
-time, and other models wait.
+all ranks' figures, in pieces between further steps; the best plans and one that needs no search then take turns on real
+steps, and the fastest stays. When steps begin to take clearly more or less time, the planner measures and searches
+again. One model is measured and planned for at a time, and other models wait.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ import functools
 import json
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 
 import torch
 from torch import Tensor
 
 from ..comm import LocalGroup, gather_bytes
+from ..comm.links import highest_over
+from ..comm.pieces import InPieces, Pieces
 from ..compressors import RESIDUAL
 from ..engine.engine import Engine
 from ..engine.plan_control import Follows
@@ -36,9 +38,11 @@ from ..tensors.bucket import Bucket, Layout, Segment, TensorSpec
 from ..tensors.density import ParameterProfile
 from .earlier import EarlierTimes
 from .measurement import Measurement
+from .pieces import after_steps
 
 logger = logging.getLogger(__name__)
 
+SEARCH = "the search for plans"
 STEPS, WARMUP_STEPS = 10, 3
 ORDER = (Follows.NO, Follows.LATER, Follows.NOW)
 
@@ -55,8 +59,8 @@ class AutoPlanner:
 
     It measures each attached model during that model's own steps, one model after the other. Links and kernels take up
     to ten seconds, fifteen where gradients are on an accelerator, spread over steps that take a third longer. Kernels
-    that an earlier job on this machine has measured take none. If the search finds no plan, the present plan stays, and
-    a warning says why.
+    that an earlier job on this machine has measured take none. Rank 0's search of plans, a tenth of a second to some
+    seconds, is spread over steps likewise. If it finds no plan, the present plan stays, and a warning says why.
 
     It keeps the default plan, and measures nothing, in a group of one rank, and where some rank already runs
     `gradsync.measure` or a `Recorder` of gradients. It also does so under `torch.use_deterministic_algorithms`,
@@ -66,7 +70,8 @@ class AutoPlanner:
         constraints: the lossy compressors and schemes that plans may use; None: none, plans are exact.
         steps: training steps measured undisturbed; as many more are measured during a transfer or compression.
         warmup: training steps before these, not measured.
-        search: returns plans to try for a `Job` and the constraints; it runs on rank 0, within the ranks' timeout.
+        search: returns plans to try for a `Job` and the constraints; it runs on rank 0. One that is `InPieces`
+            (`comm/pieces.py`), as `candidate_plans` is, runs between steps; any other within one step and the timeout.
         must_plan: whether all ranks raise where nothing can be measured or the search finds no plan.
         averaging: a planner that averages parameters instead of gradients. It is tried for a block of steps after the
             plan has settled, and stays if it is clearly faster. `attach` then needs the optimiser. A run resumed from a
@@ -171,20 +176,24 @@ class AutoPlanner:
         """Returns the measurements (profile) that the engine's plans were made from; None before it was measured."""
         return self._profiles.get(engine)
 
-    def _propose(self, engine: Engine, profile: Profile) -> None:
-        """Ends the measurement, searches plans on rank 0, and gives them to the engine to be tried; collective."""
+    def _propose(self, engine: Engine, profile: Profile) -> Iterator[None]:
+        """Searches plans on rank 0 between steps, then ends the measurement and has the engine try them.
+
+        All ranks call `next` at once, when a step has ended. Collective.
+        """
+        group, highest = engine.group, highest_over(engine.group, engine.timeout_s)
+        mine: list[str] = []
+        slices = after_steps(self._search(profile, mine), list)  # no other rank's time counts
+        while True:
+            if group.rank == 0:  # on another processor the same sums may round differently
+                next(slices, None)
+            (ended,) = engine.peers.call(SEARCH, lambda group: highest([float(len(mine))]))
+            if ended:
+                break
+            yield
         self.close(engine)
-        plans: list[str] = []
-        why_none = ""
-        if engine.group.rank == 0:  # on another processor the same sums may round differently
-            try:
-                plans = [plan.to_json() for plan in self.search(Job.of(profile), self.constraints)]
-            except Exception as error:
-                why_none = f"{type(error).__name__}: {error}"
-                if not self.must_plan:
-                    logger.warning("no plan was found; the present one stays", exc_info=True)
-        mine = json.dumps([why_none, plans]).encode()
-        texts = engine.peers.call("the plans", lambda group: gather_bytes(group, mine, engine.timeout_s))
+        text = "".join(mine).encode() or b" "
+        texts = engine.peers.call("the plans", lambda group: gather_bytes(group, text, engine.timeout_s))
         why_none, plans = json.loads(texts[0])
         if self.must_plan and not plans:
             raise RuntimeError(f"no plan was found: {why_none or 'the search returned none'}")
@@ -193,6 +202,23 @@ class AutoPlanner:
         present = [engine.plan] if engine in self._profiles or not found else []
         self._profiles[engine] = profile
         engine.propose(list({plan.digest: plan for plan in (*present, *found)}.values()))
+
+    def _search(self, profile: Profile, found: list[str]) -> Pieces[None]:
+        """Searches plans in pieces, and appends the result to `found` as JSON: why there are none, and the plans."""
+        plans: list[str] = []
+        why_none = ""
+        try:
+            job = Job.of(profile)
+            if isinstance(self.search, InPieces):
+                made = yield from self.search.pieces(job, self.constraints)
+            else:
+                made = self.search(job, self.constraints)
+            plans = [plan.to_json() for plan in made]
+        except Exception as error:
+            why_none = f"{type(error).__name__}: {error}"
+            if not self.must_plan:
+                logger.warning("no plan was found; the present one stays", exc_info=True)
+        found.append(json.dumps([why_none, plans]))
 
 
 def _answer(engine: Engine) -> tuple[Follows, str]:

@@ -14,10 +14,10 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
+from ..comm.pieces import Pieces
 from ..costs.cost_model import CostModel
 from ..costs.steps import Compute, Pattern
 from ..plans.profile import MOST_BYTES_PER_S, Interval, KernelEstimate, LinkEstimate, LinkPoint
-from .pieces import Pieces
 
 CONFIDENCE = 0.95
 KNEE_DOUBT = 0.01  # the chance of a knee where there is none

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ..comm.links import Highest
+from ..comm.pieces import Pieces, within
 from ..compressors import BlockInt, Cast, Compressor, ErrorFeedback, ScaledSign, Summand, TopK
 from ..costs.cluster import Placement
 from ..costs.cost_model import KernelCost
@@ -41,7 +42,6 @@ from ..tensors.bucket import Layout
 from . import rehearsal
 from .earlier import EarlierTimes
 from .fitting import fit_kernels, load_scipy
-from .pieces import Pieces, within
 from .rehearsal import Sample, rehearse, rehearse_dense
 
 BUDGET_S = 4.0  # for the dense buckets; the size that exceeds the budget is still finished

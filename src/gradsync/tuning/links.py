@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 from ..comm import Group
 from ..comm.links import PATTERNS, Exchange, Highest, highest_over
+from ..comm.pieces import Pieces
 from ..costs.steps import Pattern
 from ..plans.profile import CollectiveEstimate, LinkPoint, Span, SpanEstimate, spans_of
 from .fitting import fit_links, load_scipy, median_of
-from .pieces import Pieces
 
 BUDGET_S = 6.0  # for all exchanges together; the smallest sizes may exceed the budget, 4 MiB fit in at 200 Mbit/s
 SIZES = (1 << 10, 16 << 10, 128 << 10, 1 << 20, 4 << 20)  # bytes that a member sends

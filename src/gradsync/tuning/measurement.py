@@ -24,6 +24,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..comm import Group, gather_bytes
 from ..comm.links import barrier, highest_over
+from ..comm.pieces import Pieces
+from ..comm.pieces import at_once as all_at_once
 from ..devices import streams
 from ..devices.inventory import name_of
 from ..devices.streams import Moment, NoStreams, Streams
@@ -53,8 +55,7 @@ from .fitting import fit_slowdown
 from .kernels import CANDIDATES, flat_schemes, measured_host, measured_kernels
 from .links import BUDGET_S, measured_links
 from .overlap import Aside, Disturbance, Slowdowns, computation, transfer_beside_kernels, transfers
-from .pieces import Pieces, after_steps
-from .pieces import at_once as all_at_once
+from .pieces import after_steps
 from .stopwatch import StepMoments, Stopwatch
 
 COSTS = "measurement of costs"
@@ -88,7 +89,8 @@ class Measurement(StepListener):
         candidates: compressors and schemes of flat buckets whose kernels are measured, beside those of default plans.
         links_budget_s: seconds that exchanges for the costs of links may take.
         ends_script: whether the last step raises `RecordingDone` to end the script.
-        then: called as `then(engine, profile)` after the last step, on all ranks at once.
+        then: called as `then(engine, profile)` after the last step, on all ranks at once. It returns an iterator, whose
+            `next` is called at once and after each further step until it ends; the measurement goes on until then.
         at_once: whether one step waits for all of links and kernels; else they are measured in pieces between further
             usual steps.
         earlier: returns the kernel times of earlier jobs that count as this one's, or None to measure all.
@@ -107,7 +109,7 @@ class Measurement(StepListener):
         candidates: Sequence[SchemeOrCompressor] = CANDIDATES,
         links_budget_s: float = BUDGET_S,
         ends_script: bool = False,
-        then: Callable[[Engine, Profile], None] | None = None,
+        then: Callable[[Engine, Profile], Iterator[None]] | None = None,
         at_once: bool = True,
         earlier: Callable[[Group], EarlierTimes | None] = lambda group: None,
     ) -> None:
@@ -122,7 +124,7 @@ class Measurement(StepListener):
         self._steps, self._warmup, self._candidates = steps, warmup, tuple(candidates)
         self._links_budget_s, self._ends_script = links_budget_s, ends_script
         self._at_once, self._earlier = at_once, earlier
-        self._costs: Iterator[None] | None = None  # what is left of measuring links, kernels and disturbances
+        self._between: Iterator[None] | None = None  # what goes on between usual steps: measuring costs, or `then`
         self._parameters = None if model is None else {id(p) for p in model.parameters()}
         busy = [Kind.TRANSFER, Kind.KERNEL]
         timed = [kind for number in range(steps) for kind in (Kind.QUIET, busy[number % 2])]
@@ -158,7 +160,7 @@ class Measurement(StepListener):
         if self._engine is None:
             self._engine, self._clock = engine, streams.streams_of(engine.device)
         self._watch.began(self._now())
-        if self._costs is not None:
+        if self._between is not None:
             return False
         kind = self._kind
         if kind is Kind.LOOK:
@@ -170,7 +172,7 @@ class Measurement(StepListener):
         return kind is not Kind.WARM_UP
 
     def take(self, engine: Any, name: str, gradient: Tensor | None, shape: tuple[int, ...]) -> None:
-        if not self._watches(engine) or self._costs is not None:
+        if not self._watches(engine) or self._between is not None:
             return
         self._watch.ready(name, self._now())
         if self._kind is Kind.LOOK and gradient is not None and self._observer is not None:
@@ -185,8 +187,8 @@ class Measurement(StepListener):
     def step_ended(self, engine: Any, names: Iterable[str]) -> None:
         if not self._watches(engine):
             return
-        if self._costs is not None:
-            self._go_on(engine, self._costs)
+        if self._between is not None:
+            self._go_on(self._between)
             self._watch.resume(self._now())
             return
         self._steps_seen.append(self._watch.step_ended(self._now()))
@@ -205,7 +207,7 @@ class Measurement(StepListener):
         if self.steps_taken == self.steps_needed:
             self.profile = self._agreed_profile(engine)
             if self._then is not None:
-                self._then(engine, self.profile)
+                self._go_on(self._then(engine, self.profile))
             if self._ends_script:
                 raise RecordingDone
         self._watch.resume(self._now())
@@ -237,15 +239,19 @@ class Measurement(StepListener):
         """The `Kind` of the present step, such as WARM_UP or QUIET (undisturbed); between steps, that of the next."""
         return self._kinds[min(self.steps_taken, len(self._kinds) - 1)]
 
+    @property
+    def _ended(self) -> bool:
+        return self.profile is not None and self._between is None
+
     def _is_mine(self, engine: Any) -> bool:
-        if self.profile is not None:
+        if self._ended:
             return False
         if self._engine is not None:
             return engine is self._engine
         return self._parameters is None or any(id(p) in self._parameters for p in engine.parameters.values())
 
     def _watches(self, engine: Any) -> bool:
-        return engine is self._engine and self.profile is None
+        return engine is self._engine and not self._ended
 
     def _require_alike(self, engine: Engine) -> None:
         """Raises an error on all ranks if settings or kinds of devices differ, as ranks would then wait forever."""
@@ -274,13 +280,11 @@ class Measurement(StepListener):
         if self._at_once:
             engine.peers.call(COSTS, lambda group: all_at_once(pieces))
         else:
-            self._costs = after_steps(pieces, highest_over(engine.group, engine.timeout_s))
-            self._go_on(engine, self._costs)
+            self._go_on(_called(engine, after_steps(pieces, highest_over(engine.group, engine.timeout_s))))
 
-    def _go_on(self, engine: Engine, costs: Iterator[None]) -> None:
-        """Runs the pieces that belong after this step. Collective."""
-        if engine.peers.call(COSTS, lambda group: next(costs, True)):
-            self._costs = None
+    def _go_on(self, between: Iterator[None]) -> None:
+        """Runs what belongs after this step. Collective."""
+        self._between = None if next(between, True) else between
 
     def _pieces_of_costs(self, group: Group, timeout_s: float) -> Pieces[None]:
         highest = highest_over(group, timeout_s)
@@ -433,6 +437,12 @@ def measure(
                     "that gradsync.attach(model) or gradsync.ddp_hook is on"
                 )
     return measurement.profile
+
+
+def _called(engine: Engine, slices: Iterator[None]) -> Iterator[None]:
+    """Runs a slice of a measurement of costs at each `next`, while nothing else uses the group. Collective."""
+    while not engine.peers.call(COSTS, lambda group: next(slices, True)):
+        yield
 
 
 def _gather(engine: Engine, group: Group, mine: Tensor) -> list[Tensor]:

@@ -12,6 +12,7 @@ import torch
 
 from ..comm import Group
 from ..comm.links import Exchange, barrier, highest_over
+from ..comm.pieces import Pieces
 from ..compressors import BlockInt, ErrorFeedback
 from ..costs.steps import Pattern
 from ..devices import streams
@@ -19,7 +20,6 @@ from ..devices.streams import Moment
 from ..plans.profile import Interval
 from ..tensors.bucket import FlatSpec, Segment
 from .fitting import fit_slowdown
-from .pieces import Pieces
 from .stopwatch import StepMoments
 
 PROBE_BYTES = 1 << 20  # of the transfer by which the length of others is chosen

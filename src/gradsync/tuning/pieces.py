@@ -1,54 +1,16 @@
-"""Measurements in pieces, which run between training steps, so that no step waits long for a measurement.
-
-Such a measurement is a generator: each `next` runs a piece of some milliseconds, the same one on all ranks, and the
-result is the generator's return value. `at_once` runs all pieces; `after_steps` runs a few after each training step.
-"""
+"""Measurements and searches in pieces (`comm/pieces.py`): `after_steps` runs a few pieces after each training step."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager
-from typing import TypeVar
 
 from ..comm.links import Highest
+from ..comm.pieces import Pieces, T
 
 SHARE_OF_A_STEP = 0.3  # of the time of the steps between pieces, which all pieces together take
 STEPS_COMPARED = 5  # the quickest of these counts: others may hold an evaluation or a checkpoint
-
-T = TypeVar("T")
-Pieces = Generator[None, None, T]
-
-
-def at_once(pieces: Pieces[T]) -> T:
-    """Runs a measurement to its end without pauses and returns its result.
-
-    `pieces`: a generator that measures a piece at each `next`.
-    """
-    while True:
-        try:
-            next(pieces)
-        except StopIteration as ended:
-            found: T = ended.value
-            return found
-
-
-def within(pieces: Pieces[T], around: Callable[[], AbstractContextManager[object]]) -> Pieces[T]:
-    """Runs each piece of a measurement in a `with around()` of its own, so that time between pieces is outside of it.
-
-    `pieces`: a generator that measures a piece at each `next`. The returned generator does so as well, and has its
-    result.
-    """
-    while True:
-        with around():
-            try:
-                next(pieces)
-            except StopIteration as ended:
-                found: T = ended.value
-                return found
-        yield
 
 
 def after_steps(pieces: Pieces[T], highest: Highest) -> Pieces[T]:

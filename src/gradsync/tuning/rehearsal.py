@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..comm import LocalGroup, drive_in_turns
+from ..comm.pieces import Pieces
 from ..costs.cluster import Placement
 from ..costs.steps import Compute, Step, Transfer
 from ..devices import streams
@@ -26,7 +27,6 @@ from ..schemes.tables import Tables
 from ..tensors.bucket import Bucket, Layout, Segment, TensorSpec
 from ..tensors.density import DensityProfile, profile_rows
 from ..tensors.sparse import SparseRows
-from .pieces import Pieces
 
 RANKS = 4
 CPU = torch.device("cpu")

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from gradsync.comm import LocalGroup, run_local
+from gradsync.comm.pieces import Pieces, at_once
 from gradsync.costs.cluster import Link, Placement
 from gradsync.costs.cost_model import CostModel, KernelCost
 from gradsync.costs.steps import Compute
@@ -33,7 +34,6 @@ from gradsync.tensors.density import DensityProfile, ParameterProfile
 from gradsync.tuning import kernels
 from gradsync.tuning.default import measured_network
 from gradsync.tuning.kernels import kernel_costs
-from gradsync.tuning.pieces import Pieces, at_once
 
 NODES = Placement.regular(2, 2)
 COST = CostModel(alpha_s=1e-4, bandwidth_bytes_per_s=25e6, intra=Link(2e9, 1e-5), stage_s=1e-3)

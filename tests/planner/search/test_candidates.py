@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import torch
 
+from gradsync.comm.pieces import Pieces, at_once
 from gradsync.compressors import BlockInt, ErrorFeedback
 from gradsync.costs.cluster import Placement
 from gradsync.costs.cost_model import CostModel, KernelCost
 from gradsync.planner.default.network import Network
+from gradsync.planner.search import predict as predicting
 from gradsync.planner.search.candidates import FAR_LONGER, MOST_TRIED, UNSURE, candidate_plans, searched
 from gradsync.planner.search.job import Job
 from gradsync.planner.search.options import formulate
 from gradsync.planner.search.predict import predict
 from gradsync.planner.search.ways import Constraints, ways_of
 from gradsync.planner.solver.joint import search
+from gradsync.plans.plan import Plan
 from gradsync.schemes import HalfPrecision
 from gradsync.tensors.bucket import TensorSpec
 from gradsync.tensors.density import ParameterProfile
@@ -101,3 +105,25 @@ def test_a_giant_that_takes_long_to_encode_goes_in_pieces_where_that_is_shorter(
     plan = searched(here, Constraints(lossy=(FEEDBACK,), always=True)).plan
     plan.check({"giant": giant.tensor}, 4)
     assert len(plan.buckets) > 1 and predict(plan, here).seconds < 0.9 * at_once
+
+
+def test_a_search_in_pieces_finds_the_same_plans_and_predicts_two_steps_in_a_piece_at_most() -> None:
+    here, constraints = on(25e6), Constraints(lossy=(FEEDBACK,))
+    with patch.object(predicting, "forecast", side_effect=predicting.forecast) as forecasts:
+
+        def counted() -> Pieces[list[Plan]]:
+            pieces = candidate_plans.pieces(here, constraints)
+            while True:
+                before = forecasts.call_count
+                try:
+                    next(pieces)
+                except StopIteration as ended:
+                    return ended.value
+                finally:
+                    counts.append(forecasts.call_count - before)
+                yield
+
+        counts: list[int] = []
+        plans = at_once(counted())
+    assert len(counts) > 50 and max(counts) <= 2 * predicting.ROUNDS
+    assert plans == candidate_plans(here, constraints)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from gradsync.costs.forecast import forecast
 from gradsync.costs.timeline import Task, covered_s
 from gradsync.planner.default.network import Network
 from gradsync.planner.search.job import Job, Slowdown
-from gradsync.planner.search.predict import predict
+from gradsync.planner.search.predict import _Spans, predict
 from gradsync.plans.plan import Plan
 from gradsync.plans.profile import Interval, Overlap
 from gradsync.schemes import AGSparse, AllReduce, HalfPrecision
@@ -114,3 +115,14 @@ def test_plans_and_gradients_that_are_not_the_jobs_are_refused() -> None:
         predict(plan(), job(known=False))
     with pytest.raises(ValueError, match="the plan is for 4 ranks, this job has 2"):
         predict(plan(), replace(job(), network=Network(COST, Placement.one_per_node(2))))
+
+
+def test_seconds_before_a_moment_count_what_overlaps_once_as_they_do_in_a_timeline() -> None:
+    draw = Random(0)
+    begins_s = [draw.random() for _ in range(40)]
+    tasks = [
+        Task(str(number), "link", begin_s, begin_s + draw.random() / 30) for number, begin_s in enumerate(begins_s)
+    ]
+    for moment_s in [0.0, *begins_s, *(task.end_s for task in tasks), 2.0]:
+        assert _Spans.of(tasks).before(moment_s) == pytest.approx(covered_s(tasks, 0.0, moment_s), abs=1e-12)
+    assert _Spans.of([]).before(1.0) == 0.0

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from gradsync.comm import LocalGroup, run_local
+from gradsync.comm.pieces import at_once
 from gradsync.compressors import QSGD, BlockInt, Cast, Compressor, ErrorFeedback, SharedBlockInt, TopK, dgc
 from gradsync.costs.cluster import Link, Placement
 from gradsync.costs.cost_model import CostModel, KernelCost
@@ -39,7 +40,6 @@ from gradsync.schemes import (
 from gradsync.tensors.bucket import TensorSpec
 from gradsync.tensors.density import ParameterProfile
 from gradsync.tuning.kernels import flat_schemes, measured_kernels
-from gradsync.tuning.pieces import at_once
 
 FEEDBACK = ErrorFeedback(BlockInt(8))
 NODES = Placement.regular(2, 2)

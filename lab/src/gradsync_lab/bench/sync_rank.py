@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gradsync.comm import LENGTH_BYTES, Group, Ledger, RecordingGroup, TorchGroup, drive, torch_group
 from gradsync.comm.links import Exchange, highest_over, latencies
+from gradsync.comm.pieces import at_once
 from gradsync.costs.cluster import Link, Placement
 from gradsync.costs.cost_model import CostModel, node_link_bytes
 from gradsync.costs.steps import Compute, Pattern, Transfer, transfers
@@ -39,7 +40,6 @@ from gradsync.tensors.bucket import Layout, TensorSpec
 from gradsync.tensors.density import DensityProfile, profile_rows, profile_tables
 from gradsync.tensors.sparse import SparseRows
 from gradsync.tuning.kernels import kernel_costs
-from gradsync.tuning.pieces import at_once
 
 from ..cluster.counters import interface_bytes
 from ..rivals.candidates import candidates

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from ...comm.pieces import InPieces, Pieces
 from ...plans.plan import Plan
 from ...schemes import HalfPrecision
 from ..default.plan import default_plans
@@ -52,7 +53,8 @@ class Searched:
         return certify(self.formulation.problem, self.found)
 
 
-def searched(job: Job, constraints: Constraints | None = None) -> Searched:
+@InPieces
+def searched(job: Job, constraints: Constraints | None = None) -> Pieces[Searched]:
     """Returns the best plan found for a job with the schemes that the constraints allow, and the data of the search.
 
     The plan is the simplest of the solutions with about equal time. Then buckets get another scheme, or are merged,
@@ -64,23 +66,27 @@ def searched(job: Job, constraints: Constraints | None = None) -> Searched:
             routes that leave a compressor none, or a compressor whose numbers cannot be summed over so many ranks.
     """
     constraints = constraints or Constraints()
-    return _searched(job, ways_of(job, constraints if constraints.errors else replace(constraints, errors=job.errors)))
+    constraints = constraints if constraints.errors else replace(constraints, errors=job.errors)
+    ways = yield from ways_of.pieces(job, constraints)
+    yield
+    return (yield from _searched(job, ways))
 
 
-def _searched(job: Job, ways: Sequence[Way]) -> Searched:
+def _searched(job: Job, ways: Sequence[Way]) -> Pieces[Searched]:
     """Returns the best of up to three searches for a plan: as is, with halved latencies, and with large gradients cut.
 
     A later search's plan replaces that of an earlier one only if its predicted step is clearly shorter. At the end
     neighbouring buckets are merged where this shortens the predicted step, as the search does not contain all latencies
     and threads that they share.
     """
-    best = _solved(job, ways, formulate(job, ways))
-    best = _better(best, _solved(job, ways, formulate(job.with_hidden_latencies(), ways), hiding=True), job)
+    best = yield from _solved(job, ways, formulate(job, ways))
+    other = yield from _solved(job, ways, formulate(job.with_hidden_latencies(), ways), hiding=True)
+    best = _better(best, other, job)
     formulation = best.formulation
     cut = formulation.in_pieces(max(SMALLEST_PIECE_BYTES, sum(formulation.problem.nbytes) / MOST_PIECES))
     if cut.problem.size != formulation.problem.size:
-        best = _better(best, _solved(job, ways, cut, best.hiding), job)
-    return replace(best, plan=merged(best.plan, job, ways))
+        best = _better(best, (yield from _solved(job, ways, cut, best.hiding)), job)
+    return replace(best, plan=(yield from merged.pieces(best.plan, job, ways)))
 
 
 def _better(usual: Searched, other: Searched, job: Job) -> Searched:
@@ -88,17 +94,23 @@ def _better(usual: Searched, other: Searched, job: Job) -> Searched:
     return other if seconds[1] < (1 - WORTH_IT) * seconds[0] else usual
 
 
-def _solved(job: Job, ways: Sequence[Way], formulation: Formulation, hiding: bool = False) -> Searched:
+def _solved(job: Job, ways: Sequence[Way], formulation: Formulation, hiding: bool = False) -> Pieces[Searched]:
+    yield
     found = search(formulation.problem)
+    yield
     ranks = [
         0 if scheme.traits.exact else 1 if isinstance(scheme, HalfPrecision) else 2 for scheme in formulation.schemes
     ]
     simple = simplified(formulation.problem, found, ranks)
-    plan = with_best_turns(formulation.plan(simple.parts), job)
-    return Searched(tuple(ways), formulation, found, with_best_turns(polished(plan, job, ways), job), hiding)
+    plan = yield from with_best_turns.pieces(formulation.plan(simple.parts), job)
+    plan = yield from polished.pieces(plan, job, ways)
+    plan = yield from with_best_turns.pieces(plan, job)
+    yield
+    return Searched(tuple(ways), formulation, found, plan, hiding)
 
 
-def candidate_plans(job: Job, constraints: Constraints | None = None) -> list[Plan]:
+@InPieces
+def candidate_plans(job: Job, constraints: Constraints | None = None) -> Pieces[list[Plan]]:
     """Returns plans worth a trial on real steps, the one with the shortest predicted step first.
 
     Candidates are the best two among the search's plan and its plans with only one of the lossy schemes or compressors
@@ -110,20 +122,26 @@ def candidate_plans(job: Job, constraints: Constraints | None = None) -> list[Pl
         return default_plans(job.profiles, 1)
     constraints = constraints or Constraints()
     alone = [replace(constraints, lossy=(lossy,), always=True) for lossy in constraints.lossy]
-    found = [searched(job, each) for each in (constraints, *alone)]
+    found = []
+    for each in (constraints, *alone):
+        found.append((yield from searched.pieces(job, each)))
     usual: list[Plan] = []
     if not constraints.always:
-        found.append(_searched(job, exact_ways(job)))
+        found.append((yield from _searched(job, exact_ways(job))))
+        yield
         usual = default_plans(job.profiles, job.world_size, job.network)
     by_search = [each.plan for each in found]
-    seconds = {plan.digest: predict(plan, job).seconds for plan in (*by_search, *usual)}
+    seconds = {}
+    for plan in (*by_search, *usual):
+        yield
+        seconds[plan.digest] = predict(plan, job).seconds
 
     def best(plans: Sequence[Plan], count: int) -> list[Plan]:
         return sorted({p.digest: p for p in plans}.values(), key=lambda plan: seconds[plan.digest])[:count]
 
     quickest = min(found, key=lambda each: seconds[each.plan.digest])
     step_s = job.beside_s + seconds[quickest.plan.digest]
-    fewer = coarse(quickest.plan, job, quickest.ways, (1 + UNSURE) * step_s - job.beside_s)
+    fewer = yield from coarse.pieces(quickest.plan, job, quickest.ways, (1 + UNSURE) * step_s - job.beside_s)
     seconds[fewer.digest] = predict(fewer, job).seconds
     last = [] if constraints.always else by_search[-1:]
     all_of_them = {p.digest: p for p in (*best(by_search, 2), fewer, *last, *best(usual, MOST_TRIED))}

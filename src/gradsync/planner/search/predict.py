@@ -10,12 +10,13 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, pairwise
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...costs.forecast import forecast
 from ...costs.steps import COMPUTE, OFFLOAD, Compute, Step
-from ...costs.timeline import Task, covered_s
+from ...costs.timeline import Task
 from ...plans.plan import BucketPlan, Plan
 from ...schemes import Scheme
 from ...tensors.bucket import Bucket, Layout, Segment
@@ -59,18 +60,20 @@ def predict_steps(plan: Plan, job: Job, steps: Mapping[str, Sequence[Step]]) -> 
     `steps`: the computations and transfers of each bucket's scheme (`steps_of`), by bucket id.
     """
     exchange: list[Task] = []
+    busy = _when_busy(exchange, job)
     reached_s: dict[float, float] = {}
     own_s = {bucket.id: max(job.ready_s[name] for name in bucket.names) for bucket in plan.buckets}
     delayed = any(_delays(step) for todo in steps.values() for step in todo)
     for _ in range(ROUNDS if job.slowdown.matters or delayed else 1):
         delays = _delays_of(exchange, own_s, reached_s)
-        reached_s = {at_s: _stretched(at_s, exchange, delays, job) for at_s in {*job.ready_s.values(), job.backward_s}}
+        reached_s = {at_s: _stretched(at_s, busy, delays, job) for at_s in {*job.ready_s.values(), job.backward_s}}
         backward_s = reached_s[job.backward_s]
         ready_s = {bucket: reached_s[at_s] for bucket, at_s in own_s.items()}
-        lasting = partial(_lasting, job, backward_s, *_when_busy(exchange, job))
+        lasting = partial(_lasting, job, backward_s, busy)
         network = job.network
         exchange = forecast(plan.order, steps, ready_s, network.cost, network.placement, lasting, backward_s=backward_s)
-    backward_s = _stretched(job.backward_s, exchange, _delays_of(exchange, own_s, reached_s), job)
+        busy = _when_busy(exchange, job)
+    backward_s = _stretched(job.backward_s, busy, _delays_of(exchange, own_s, reached_s), job)
     return Prediction((Task("backward", "compute", 0.0, backward_s), *exchange), backward_s)
 
 
@@ -101,46 +104,67 @@ def _delays_of(
     return found
 
 
-def _stretched(at_s: float, exchange: Sequence[Task], delays: Sequence[tuple[float, float]], job: Job) -> float:
+def _stretched(at_s: float, busy: _Busy, delays: Sequence[tuple[float, float]], job: Job) -> float:
     """Returns the time when backward, slowed by the exchange, reaches the point that it would reach at `at_s` alone.
 
-    `delays`: the interruptions of backward that `_delays_of` returns: (backward's own time, seconds).
+    Args:
+        busy: when the exchange keeps its link and other threads than backward's busy.
+        delays: the interruptions of backward that `_delays_of` returns: (backward's own time, seconds).
     """
     slowdown, reached_s = job.slowdown, at_s
     delayed_s = sum(seconds for own_s, seconds in delays if own_s < at_s)
     if not slowdown.matters:
         return at_s + delayed_s
-    links = [task for task in exchange if task.stream == "link"]
-    kernels = [task for task in exchange if task.stream in _beside_backward(job)]
     lost_by_link, lost_by_kernel = 1 - 1 / slowdown.backward_by_transfer, 1 - 1 / slowdown.backward_by_kernel
     for _ in range(ROUNDS):
-        by_link, by_kernel = covered_s(links, 0.0, reached_s), covered_s(kernels, 0.0, reached_s)
-        by_both = by_link + by_kernel - covered_s([*links, *kernels], 0.0, reached_s)
+        by_link, by_kernel = busy.link.before(reached_s), busy.kernels.before(reached_s)
+        by_both = by_link + by_kernel - busy.either.before(reached_s)
         lost_s = by_link * lost_by_link + by_kernel * lost_by_kernel - by_both * lost_by_link * lost_by_kernel
         reached_s = at_s + delayed_s + lost_s
     return reached_s
 
 
 @dataclass(frozen=True)
-class _Busy:
-    """The times at which a link or thread is busy: idle before the first edge, then busy and idle alternately."""
+class _Spans:
+    """The times at which a link or thread is busy: idle before the first edge, then busy and idle alternately.
+
+    `before_s`: the busy seconds before each edge.
+    """
 
     edges_s: tuple[float, ...]
+    before_s: tuple[float, ...]
 
     @classmethod
-    def of(cls, tasks: Iterable[Task]) -> _Busy:
+    def of(cls, tasks: Iterable[Task]) -> _Spans:
         edges_s: list[float] = []
         for task in sorted(tasks, key=lambda task: task.start_s):
             if edges_s and task.start_s <= edges_s[-1]:
                 edges_s[-1] = max(edges_s[-1], task.end_s)
             elif task.end_s > task.start_s:
                 edges_s += [task.start_s, task.end_s]
-        return cls(tuple(edges_s))
+        spans_s = [end - start for start, end in zip(edges_s[::2], edges_s[1::2], strict=True)]
+        ends_s = list(accumulate(spans_s, initial=0.0))
+        return cls(tuple(edges_s), tuple(s for pair in pairwise(ends_s) for s in pair))
 
     def at(self, now_s: float) -> tuple[bool, float]:
         """Returns whether the link or thread is busy at `now_s`, and the time until which this stays so."""
         place = bisect_right(self.edges_s, now_s)
         return place % 2 == 1, self.edges_s[place] if place < len(self.edges_s) else inf
+
+    def before(self, now_s: float) -> float:
+        """Returns the seconds before `now_s` during which the link or thread is busy."""
+        last = bisect_right(self.edges_s, now_s) - 1
+        if last < 0:
+            return 0.0
+        return self.before_s[last] + (now_s - self.edges_s[last] if last % 2 == 0 else 0.0)
+
+
+class _Busy(NamedTuple):
+    """The times at which an exchange keeps its link busy, threads other than backward's, and either of the two."""
+
+    link: _Spans
+    kernels: _Spans
+    either: _Spans
 
 
 def _beside_backward(job: Job) -> tuple[str, ...]:
@@ -148,17 +172,15 @@ def _beside_backward(job: Job) -> tuple[str, ...]:
     return ("kernel",) if job.network.cost.host is not None else ("kernel", OFFLOAD)
 
 
-def _when_busy(exchange: Sequence[Task], job: Job) -> tuple[_Busy, _Busy]:
+def _when_busy(exchange: Sequence[Task], job: Job) -> _Busy:
     """Returns the times at which the link is busy, and at which threads other than backward's compute."""
-    return (
-        _Busy.of(task for task in exchange if task.stream == "link"),
-        _Busy.of(task for task in exchange if task.stream in _beside_backward(job)),
-    )
+    links = [task for task in exchange if task.stream == "link"]
+    beside = _beside_backward(job)
+    kernels = [task for task in exchange if task.stream in beside]
+    return _Busy(_Spans.of(links), _Spans.of(kernels), _Spans.of([*links, *kernels]))
 
 
-def _lasting(
-    job: Job, backward_s: float, link: _Busy, kernels: _Busy, stream: str, began_s: float, seconds: float
-) -> float:
+def _lasting(job: Job, backward_s: float, busy: _Busy, stream: str, began_s: float, seconds: float) -> float:
     """Returns how long work of `seconds` takes from `began_s` on, slowed by backward and the rest of the exchange.
 
     Work on backward's own thread is not slowed, nor work that is offloaded to another processor.
@@ -167,9 +189,9 @@ def _lasting(
     if stream not in ("link", *_beside_backward(job)):
         return seconds
     if stream == "link":
-        by_backward, by_other, other = slowdown.transfer_by_backward, slowdown.transfer_by_kernel, kernels
+        by_backward, by_other, other = slowdown.transfer_by_backward, slowdown.transfer_by_kernel, busy.kernels
     else:
-        by_backward, by_other, other = slowdown.kernel_by_backward, slowdown.kernel_by_transfer, link
+        by_backward, by_other, other = slowdown.kernel_by_backward, slowdown.kernel_by_transfer, busy.link
     now_s, left_s = began_s, seconds
     while True:
         beside_other, until_s = other.at(now_s)

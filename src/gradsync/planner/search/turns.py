@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...comm.pieces import InPieces, Pieces
 from ...costs.forecast import greedy_turns
 from ...costs.steps import FINISH, Compute
 from ...plans.plan import Plan
@@ -9,7 +10,8 @@ from .job import Job
 from .predict import predict_steps, steps_of
 
 
-def with_best_turns(plan: Plan, job: Job) -> Plan:
+@InPieces
+def with_best_turns(plan: Plan, job: Job) -> Pieces[Plan]:
     """Returns the plan with its collectives in the order, of a few that are tried, with the shortest predicted step.
 
     An entry of the order is (bucket id, stage): one collective of one bucket. Ties go to the plan's own order. The
@@ -27,9 +29,15 @@ def with_best_turns(plan: Plan, job: Job) -> Plan:
         for bucket, todo in steps.items()
     }
     network, backward_s = job.network, job.backward_s
-    orders = [
-        greedy_turns(stages, steps, ready_s, network.cost, network.placement, finish_last=last, backward_s=backward_s)
-        for last in (True, False)
-    ]
-    plans = [plan, *(plan.model_copy(update={"order": tuple(order)}) for order in orders)]
-    return min(plans, key=lambda each: predict_steps(each, job, steps).seconds)
+    plans = [plan]
+    for last in (True, False):
+        yield
+        order = greedy_turns(
+            stages, steps, ready_s, network.cost, network.placement, finish_last=last, backward_s=backward_s
+        )
+        plans.append(plan.model_copy(update={"order": tuple(order)}))
+    steps_s = []
+    for each in plans:
+        yield
+        steps_s.append(predict_steps(each, job, steps).seconds)
+    return plans[steps_s.index(min(steps_s))]

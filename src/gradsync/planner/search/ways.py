@@ -10,6 +10,7 @@ from itertools import groupby
 from math import inf
 from typing import Any
 
+from ...comm.pieces import InPieces, Pieces
 from ...compressors import Compressor, SparseMessage
 from ...costs.steps import OFFLOAD
 from ...inputs.settings import NonNegativeFinite, NonNegativeInt, check
@@ -117,7 +118,8 @@ class Constraints:
         return self.most_error is None or error <= self.most_error
 
 
-def ways_of(job: Job, constraints: Constraints | None = None) -> list[Way]:
+@InPieces
+def ways_of(job: Job, constraints: Constraints | None = None) -> Pieces[list[Way]]:
     """Returns all schemes that a plan for the job may use, each with the gradients that may take it, exact ones first.
 
     A compressor stands for each scheme that can carry its payloads (encoded tensors), and for the few routes (sequences
@@ -133,7 +135,10 @@ def ways_of(job: Job, constraints: Constraints | None = None) -> list[Way]:
     """
     constraints = constraints or Constraints()
     constraints.require_names([p.name for p in job.profiles])
-    lossy = list(_lossy_ways(job, constraints, besides=by_rows(job)))
+    lossy = []
+    for way in _lossy_ways(job, constraints, besides=by_rows(job)):
+        lossy.append(way)
+        yield
     taken = frozenset[str]().union(*(way.among or () for way in lossy)) if constraints.always else frozenset[str]()
     return [*exact_ways(job, besides=taken), *lossy]
 
