@@ -11,7 +11,7 @@ SOAK_MINUTES ?= 10
 # Tests start thousands of processes, each of which would compile all modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test lint types tests device-tests loss-tests lab-tests integrations torch-tests sanitize gpu fuzz bench
+.PHONY: setup demo test lint types tests device-tests waiting-tests lab-tests integrations torch-tests sanitize gpu fuzz bench
 .PHONY: faults soak wheels wheel-tests clean
 
 setup: .venv/setup.stamp
@@ -58,15 +58,15 @@ types: setup
 	$(BIN)/mypy
 
 tests: setup
-	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not (interpreted or streams or lost)" $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not (interpreted or streams or lost or shards)" $(ARGS)
 
 # What runs on an accelerator, without one: Triton's interpreter, and a model of streams.
 device-tests: setup
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "interpreted or streams" $(ARGS)
 
-# Ranks wait for others that are lost: more workers than cores.
-loss-tests: setup
-	$(BIN)/pytest -n $(WAITING_WORKERS) --dist worksteal -m lost $(ARGS)
+# Ranks mostly wait, for others that are lost or for shards: more workers than cores.
+waiting-tests: setup
+	$(BIN)/pytest -n $(WAITING_WORKERS) --dist worksteal -m "lost or shards" $(ARGS)
 
 lab-tests: setup
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal lab/tests $(ARGS)

@@ -33,6 +33,8 @@ from tests.quick import FEWER, patched
 from tests.world import Ranks
 from tests.world import World as RankProcesses
 
+pytestmark = pytest.mark.shards
+
 World = Callable[[int], Ranks]
 FEEDBACK = CompressedAllGather(ErrorFeedback(TopK(0.2)))
 EIGHT_BITS = CompressedAllGather(ErrorFeedback(BlockInt(8)))

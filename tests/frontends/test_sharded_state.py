@@ -28,6 +28,8 @@ from gradsync.schemes import AllReduce, CoarseGrained, CompressedAllGather, Comp
 from gradsync.tensors.density import ParameterProfile
 from tests.world import Ranks
 
+pytestmark = pytest.mark.shards
+
 World = Callable[[int], Ranks]
 Mesh = tuple[int, int]  # replicas, shards
 FEEDBACK = ErrorFeedback(TopK(0.2))
