@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from gradsync import Plan
 from gradsync.compressors import ErrorFeedback, MomentumCorrection, TopK, copies_at
 from gradsync.schemes import AllReduce, CoarseGrained, CompressedAllGather, CompressedTwoWay, PowerSGD, Scheme
 from gradsync.tensors.density import ParameterProfile
+from tests.frontends.test_state_checkpoints import quiet_library
 from tests.world import Ranks
 
 pytestmark = pytest.mark.shards
@@ -95,14 +94,6 @@ def left_in_all(net: nn.Module, handle: gradsync.Attachment, kind: str = "residu
         dist.all_reduce(whole)
         totals[name] = whole
     return totals
-
-
-@contextmanager
-def quiet_library() -> Iterator[None]:
-    """Ignores, inside, the warnings of `torch.distributed.checkpoint`."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def write(folder: str, net: nn.Module, handle: gradsync.Attachment) -> None:

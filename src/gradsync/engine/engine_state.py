@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..comm import gather_bytes
 from ..plans.plan import OF
 from ..state import NOT_STRICT, VERSION, Origin, Saved, examined, refusal, without_state
 from ..tensors.bucket import TensorSpec, model_digest
@@ -186,9 +185,7 @@ class EngineState:
         """Replaces all state in the running plan's buckets by the saved state, as `examine` returned it. Collective."""
         peers, runs = self._peers, self._running_plan.runs
         what = "state that is the same on all ranks"
-        runs.restore(
-            saved.slices, lambda mine: peers.call(what, lambda group: gather_bytes(group, mine, peers.timeout_s))
-        )
+        runs.restore(saved.slices, lambda mine: peers.gather(what, mine))
         self._scale = saved.scale
         if self.loss_scale is None and saved.scale is not None:  # the coming gradients have none that is known here
             self._rescale(1.0)

@@ -21,7 +21,6 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..comm import gather_bytes
 from ..engine.engine import Engine
 from ..engine.guard import VERIFY_EVERY
 from ..engine.plan_control import Planner
@@ -275,10 +274,7 @@ class _Exchange:
         model = self.model
         if model is None or not model._join_config.enable or model._divide_by_initial_world_size:
             return 1.0
-        mine, timeout_s = bytes([is_backward()]), self.engine.timeout_s
-        told: list[bytes] = self.engine.peers.call(
-            "who still has inputs", lambda group: gather_bytes(group, mine, timeout_s)
-        )
+        told = self.engine.peers.gather("who still has inputs", bytes([is_backward()]))
         return len(told) / sum(theirs[0] for theirs in told)
 
     def _before_optimizer_step(self, step: OptimizerStep) -> None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from ..comm import Group, dense_parts, gather_bytes
+from ..comm import Group, dense_parts
 from ..engine.engine import Engine
 
 HAS_INPUTS, SYNCHRONIZES, BROADCASTS = 4, 2, 1  # bits that a rank sends at its forward; 0 from ranks without inputs
@@ -147,10 +147,7 @@ class UnevenInputs(Joinable):
 
         At a forward its bits say whether the rank has inputs, synchronises gradients, and broadcasts buffers.
         """
-        timeout_s = self._engine.timeout_s
-        told: list[bytes] = self._engine.peers.call(
-            "who still has inputs", lambda group: gather_bytes(group, bytes([mine]), timeout_s)
-        )
+        told = self._engine.peers.gather("who still has inputs", bytes([mine]))
         return [theirs[0] for theirs in told]
 
     def shadow(self) -> Callable[[], None] | None:

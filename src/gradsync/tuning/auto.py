@@ -18,7 +18,7 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
-from ..comm import LocalGroup, gather_bytes
+from ..comm import LocalGroup
 from ..comm.links import highest_over
 from ..comm.pieces import InPieces, Pieces
 from ..compressors import RESIDUAL
@@ -193,7 +193,7 @@ class AutoPlanner:
             yield
         self.close(engine)
         text = "".join(mine).encode() or b" "
-        texts = engine.peers.call("the plans", lambda group: gather_bytes(group, text, engine.timeout_s))
+        texts = engine.peers.gather("the plans", text)
         why_none, plans = json.loads(texts[0])
         if self.must_plan and not plans:
             raise RuntimeError(f"no plan was found: {why_none or 'the search returned none'}")
@@ -233,7 +233,7 @@ def _answer(engine: Engine) -> tuple[Follows, str]:
     elif active() is not None:
         mine, why = Follows.NO, "gradients are being measured or recorded already"
     said = f"{mine.name} {why}".encode()
-    texts = engine.peers.call("whether to measure", lambda group: gather_bytes(group, said, engine.timeout_s))
+    texts = engine.peers.gather("whether to measure", said)
     answers = [(Follows[name], reason) for name, _, reason in (text.decode().partition(" ") for text in texts)]
     # One rank that cannot be measured decides for all; so does one that still measures another model.
     return min(answers, key=lambda answer: ORDER.index(answer[0]))

@@ -9,7 +9,6 @@ results of training do not change, and all ranks get the same profile.
 from __future__ import annotations
 
 import functools
-import json
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..comm import Group, gather_bytes
+from ..comm import Group
 from ..comm.links import barrier, highest_over
 from ..comm.pieces import Pieces
 from ..comm.pieces import at_once as all_at_once
@@ -301,9 +300,7 @@ class Measurement(StepListener):
 
     def _share_errors(self, engine: Engine) -> None:
         """Replaces each compressor's error on each parameter by the maximum over all ranks. Collective."""
-        mine = json.dumps(self._errors).encode()
-        texts = engine.peers.call("errors of compressors", lambda group: gather_bytes(group, mine, engine.timeout_s))
-        of_ranks = [json.loads(text) for text in texts]
+        of_ranks = engine.peers.tell("errors of compressors", self._errors)
         self._errors = {name: highest([errors.get(name, {}) for errors in of_ranks]) for name in engine.parameters}
 
     def _agreed_profile(self, engine: Engine) -> Profile:
@@ -318,7 +315,7 @@ class Measurement(StepListener):
             except Exception as error:  # told to all, then raised
                 problem = error
         engine.peers.agree("the profile", problem)
-        texts = engine.peers.call("the profile", lambda group: gather_bytes(group, text.encode(), engine.timeout_s))
+        texts = engine.peers.gather("the profile", text.encode())
         return Profile.from_json(texts[0].decode())
 
     def _figures(self, names: Sequence[str]) -> Array:
