@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = (ROOT / "src" / "gradsync", ROOT / "lab" / "src" / "gradsync_lab")
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 README_MOST_LINES = 110
 
 
@@ -40,7 +40,7 @@ def test_readme_is_short() -> None:
 
 
 def test_usual_changes_name_files_that_are_there_and_few() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "project" / "architecture.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", page.partition("## Where do I change")[2], re.MULTILINE)[1:]
     assert len(rows) == 13
     for change, text in rows:
@@ -53,8 +53,8 @@ def test_usual_changes_name_files_that_are_there_and_few() -> None:
 
 
 def test_the_way_of_a_gradient_names_calls_that_are_there() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| \d \| `(\w+)\.(\w+)`.*?\]\(\.\./(\S+?\.py)\)", page, re.MULTILINE)
+    page = (ROOT / "docs" / "project" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \d \| `(\w+)\.(\w+)`.*?\]\(\.\./\.\./(\S+?\.py)\)", page, re.MULTILINE)
     assert len(rows) == 8
     for owner, call, path in rows:
         source = (ROOT / path).read_text(encoding="utf-8")

@@ -398,8 +398,8 @@ def attach(
             which wants one order on all ranks: so all ranks must use the same parameters, and
             `find_unused_parameters` be False. With gloo backward then waits for exchanges of several stages.
         replicate_group: for a model in shards on a mesh of the shards alone: the ranks with the same shard, one of each
-            replica. A mesh of (replicas, shards), and that of `replicate`, name them. See docs/fsdp.md, also for which
-            arguments are not for models in shards.
+            replica. A mesh of (replicas, shards), and that of `replicate`, name them. See docs/tutorials/fsdp.md, also
+            for which arguments are not for models in shards.
 
     Returns:
         The attachment: plan, statistics, state for checkpoints, `no_sync`, `detach`. It need not be kept.
