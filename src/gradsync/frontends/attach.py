@@ -360,6 +360,7 @@ def attach(
     DistributedDataParallel gets gradsync as its communication hook.
 
     Args:
+        model: the model whose gradients are averaged, plain or wrapped in DistributedDataParallel.
         optimizer: the optimiser of the parameters, if it exists already: momentum in both the optimiser and a
             compressor is then refused at once, not only before a step.
         plan: what is sent, and how. None: all-reduce for dense and a sparse scheme for sparse gradients, decided from
