@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -94,6 +95,12 @@ def test_pages_load_nothing_from_elsewhere() -> None:
         assert "url(http" not in sheet.read_text(encoding="utf-8") and "@import" not in sheet.read_text(
             encoding="utf-8"
         )
+
+
+def test_every_name_of_the_reference_is_rendered() -> None:
+    for page in sorted((SITE.parents[1] / "docs" / "reference" / "api").glob("*.md")):
+        names = re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+        assert names and set(names) <= READ[SITE / "reference" / "api" / f"{page.stem}.html"].ids
 
 
 def test_links_lead_somewhere() -> None:
