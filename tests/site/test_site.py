@@ -24,24 +24,27 @@ FLAGS = (
     "--disable-component-update --disable-sync --hide-scrollbars --enable-logging=stderr --v=0 --dump-dom "
     "--virtual-time-budget=120000 --window-size=1400,900"
 ).split()
-WIDTHS = (390, 1280)
-# Puts one page after the other into a frame of each width, and notes how wide it is and what is wider than the frame.
+WIDTHS = (1280, 390)
+# Puts one page after the other into a frame, and notes how wide it is in a frame of each width.
 MEASURE = """<!doctype html><meta charset="utf-8"><body><script>
 const found = [];
-async function measure(page, width) {
+async function measure(page) {
   const frame = document.createElement("iframe");
-  frame.style.width = width + "px"; frame.style.height = "800px"; frame.style.border = 0;
+  frame.style.width = WIDTHS[0] + "px"; frame.style.height = "800px"; frame.style.border = 0;
   frame.src = page;
   const loaded = new Promise(done => frame.onload = done);
   document.body.append(frame);
   await loaded;
-  await new Promise(done => setTimeout(done, 100));
-  const inside = frame.contentDocument, wide = inside.documentElement.scrollWidth;
-  found.push([page, width, wide, inside.querySelectorAll("h1").length]);
+  const inside = frame.contentDocument;
+  for (const width of WIDTHS) {
+    frame.style.width = width + "px";
+    await new Promise(done => setTimeout(done, 100));
+    found.push([page, width, inside.documentElement.scrollWidth, inside.querySelectorAll("h1").length]);
+  }
   frame.remove();
 }
 (async () => {
-  for (const page of PAGES) for (const width of WIDTHS) await measure(page, width);
+  for (const page of PAGES) await measure(page);
   document.body.textContent = "MEASURED" + JSON.stringify(found) + "MEASURED";
 })();
 </script>"""
