@@ -23,7 +23,15 @@ NAMED = [
     for name in re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
 ]
 METHODS = (FunctionType, classmethod, staticmethod, property, cached_property)
-WHOLE = ("gradsync", "gradsync.planner", "gradsync.compressors", "gradsync.schemes", "gradsync.optim")
+WHOLE = (
+    "gradsync",
+    "gradsync.planner",
+    "gradsync.compressors",
+    "gradsync.schemes",
+    "gradsync.optim",
+    "gradsync.state",
+    "gradsync.comm",
+)
 
 
 def source_of(module: str) -> Path:
