@@ -12,13 +12,15 @@ SOAK_MINUTES ?= 10
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo test lint types tests device-tests waiting-tests lab-tests integrations torch-tests sanitize gpu fuzz bench
-.PHONY: faults soak wheels wheel-tests clean
+.PHONY: faults soak wheels wheel-tests docs docs-tests clean
 
 setup: .venv/setup.stamp
 
 PIP := $(BIN)/pip install --disable-pip-version-check --quiet $(PIP_ARGS) -c constraints.txt
 
 PIP_INTEGRATIONS := $(PIP:.venv/%=.venv-integrations/%)
+
+PIP_DOCS := $(PIP:.venv/%=.venv-docs/%)
 
 # An editable installation lists the modules: it is made anew where some have come, gone or moved.
 .venv/modules: FORCE
@@ -122,6 +124,22 @@ wheels:
 wheel-tests: setup
 	$(BIN)/pytest -n 0 tests/wheels $(ARGS)
 
+# The documentation as a site, into build/site. What builds it is in an environment of its own, without gradsync and torch.
+docs: .venv-docs/setup.stamp
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+	@echo 'The site is in build/site; to read it with its search: $(PYTHON) -m http.server --directory build/site'
+
+.venv-docs/setup.stamp: pyproject.toml constraints.txt
+	@echo 'Installing MkDocs into .venv-docs.'
+	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
+	$(PIP_DOCS) $$(.venv-docs/bin/python -c 'import tomllib; \
+		print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+	touch $@
+
+# The site, looked at: every address, and in a browser, if there is one.
+docs-tests: setup docs
+	$(BIN)/pytest -n 0 tests/site $(ARGS)
+
 clean:
-	rm -rf build dist lab/dist demo-out fuzz-out .mypy_cache .pytest_cache .ruff_cache .hypothesis .venv .venv-integrations .venv-wheels src/gradsync/kernels/*.so src/gradsync/planner/*.so
+	rm -rf build dist lab/dist demo-out fuzz-out .mypy_cache .pytest_cache .ruff_cache .hypothesis .venv .venv-docs .venv-integrations .venv-wheels src/gradsync/kernels/*.so src/gradsync/planner/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = (ROOT / "src" / "gradsync", ROOT / "lab" / "src" / "gradsync_lab")
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 README_MOST_LINES = 110
 
 
@@ -40,7 +41,7 @@ def test_readme_is_short() -> None:
 
 
 def test_usual_changes_name_files_that_are_there_and_few() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "project" / "architecture.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", page.partition("## Where do I change")[2], re.MULTILINE)[1:]
     assert len(rows) == 13
     for change, text in rows:
@@ -53,10 +54,32 @@ def test_usual_changes_name_files_that_are_there_and_few() -> None:
 
 
 def test_the_way_of_a_gradient_names_calls_that_are_there() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| \d \| `(\w+)\.(\w+)`.*?\]\(\.\./(\S+?\.py)\)", page, re.MULTILINE)
+    page = (ROOT / "docs" / "project" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \d \| `(\w+)\.(\w+)`.*?\]\(\.\./\.\./(\S+?\.py)\)", page, re.MULTILINE)
     assert len(rows) == 8
     for owner, call, path in rows:
         source = (ROOT / path).read_text(encoding="utf-8")
         assert f"def {call}(" in source, f"{owner}.{call} is not in {path}"
         assert owner == "Scheme" or f"class {owner}" in source, f"{owner} is not in {path}"
+
+
+def texts_of_the_library() -> str:
+    """Returns all texts in the library's sources, each once; values in f-strings part a text into several."""
+    found: set[str] = set()
+    for path in sorted((ROOT / "src" / "gradsync").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found |= set(re.split(r"\{[^}]*\}|%[sd]|%\.\df", node.value))  # of `format` and of logging, too
+    return "\n".join(found)
+
+
+def test_texts_of_errors_in_troubleshooting_are_those_of_the_library() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    known = texts_of_the_library()
+    for entry in re.split(r"^### ", page, flags=re.MULTILINE)[1:]:
+        quoted = re.findall(r"```text\n(.*?)```", entry, re.DOTALL)
+        assert quoted or entry.startswith("No error"), f"{entry.splitlines()[0]} quotes no text"
+        for text in quoted:
+            parts = [part.strip() for part in re.split(r"\.\.\.|\n", text)]
+            assert [part for part in parts if part not in known] == []
+            assert max(map(len, parts)) > 15

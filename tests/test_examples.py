@@ -36,6 +36,14 @@ def test_an_example_runs_under_torchrun() -> None:
     assert done.stdout.strip(), "an example shows something"
 
 
+def test_the_script_of_the_quick_start_runs_on_two_ranks(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "tutorials" / "quick-start.md").read_text(encoding="utf-8")
+    script = tmp_path / "train.py"
+    script.write_text(page.partition("```python\n")[2].partition("```")[0], encoding="utf-8")
+    printed = "".join(run_on_two_ranks([sys.executable, str(script)], tmp_path, limit_s=110))
+    assert "% dense) -> " in printed and "kB a step" in printed
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example_is_short(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) <= MOST_LINES

@@ -217,7 +217,7 @@ def _join_group(store: dist.Store, prefix: str, rank: int, size: int) -> None:
 def new_oracle_group() -> dist.ProcessGroup:
     """Returns a group of all ranks on a gloo with one thread, for oracles that sum sparse gradients.
 
-    Two threads corrupt memory where torch sums sparse tensors (docs/semantics.md), and the ranks outlive a test.
+    Two threads corrupt memory where torch sums sparse tensors (docs/concepts/semantics.md), and ranks outlive a test.
     """
     if ORACLE_BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(ORACLE_BACKEND, _gloo_with_one_thread, devices=["cpu"])

@@ -1,4 +1,4 @@
-"""The figures of docs/convergence.md are those of the schedules, and its bounds hold in simulated training."""
+"""The figures of docs/concepts/convergence.md are those of the schedules, and its bounds hold in simulated training."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gradsync.comm.shuffle import (
     with_ranks_absent,
 )
 
-PAGE = Path(__file__).parents[2] / "docs" / "convergence.md"
+PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "convergence.md"
 Array = NDArray[np.float64]
 Gradient = Callable[[Array], Array]  # of (ranks, copies of a problem of one weight)
 
@@ -125,7 +125,7 @@ def spread_with_momenta(schedule: GroupSchedule, momenta: GroupSchedule, momentu
     "schedule", [grid((4, 4)), grid((2,) * 4), with_local_steps(together(16), 3), with_local_steps(together(16), 4)]
 )
 def test_momenta_that_are_seldom_averaged_bring_what_is_said(schedule: GroupSchedule) -> None:
-    text = " ".join((PAGE.parent / "averaging.md").read_text(encoding="utf-8").split())
+    text = " ".join((PAGE.parents[1] / "how-to" / "averaging.md").read_text(encoding="utf-8").split())
     assert "Averaging them in one round of four brings 40 to 60 % of what averaging in every round would." in text
     local, always = schedule.spread(0.9), schedule.spread(0.9, averaged=True)
     assert spread_with_momenta(schedule, schedule) == pytest.approx(always, rel=1e-3)

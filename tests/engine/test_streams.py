@@ -158,15 +158,15 @@ def test_so_are_those_of_results_that_are_taken_one_by_one(
 # Where the device is read at times, not in steady steps: agreements of the first steps, comparisons of parameters.
 AT_TIMES = ("observation.py", "guard.py")
 TABLE = re.compile(r"^\| `(\w+)` \| (\d+)(?:-(\d+))? \|", re.MULTILINE)
-# By name: the fewest and the most waits for the device a bucket and step, as docs/gpu.md has them.
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "gpu.md"
+# By name: the fewest and the most waits for the device a bucket and step, as the page has them.
 STATED = {
-    name: range(int(low), int(high or low) + 1)
-    for name, low, high in TABLE.findall((Path(__file__).parents[2] / "docs" / "gpu.md").read_text(encoding="utf-8"))
+    name: range(int(low), int(high or low) + 1) for name, low, high in TABLE.findall(PAGE.read_text(encoding="utf-8"))
 }
 
 
 def require_stated_waits(model: StreamModel, scheme: Scheme[Any], size: int) -> None:
-    """Fails where a steady step waits outside of what it issues, or where issuing waits unlike docs/gpu.md says."""
+    """Fails where a steady step waits outside of what it issues, or where issuing waits unlike the page says."""
     reads = [(stream, read) for stream, read in model.host_reads if not any(at in read for at in AT_TIMES)]
     assert not {read for stream, read in reads if stream == "thread"}
     waits = math.ceil(len(reads) / (size * STEPS * len(SHAPES)))
@@ -297,6 +297,6 @@ def test_nothing_of_these_is_unordered_with_its_event(function: Callable[[Stream
 
 
 def test_the_page_names_the_events_that_are_needed() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text(encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
     table = page.partition("<!-- events: begin -->")[2].partition("<!-- events: end -->")[0]
     assert re.findall(r"^\| `(.+?)` \|", table, re.MULTILINE) == list(MUTATIONS)

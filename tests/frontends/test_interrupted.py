@@ -37,7 +37,7 @@ PLACES = tuple(
 FEW = 12  # lines in which an attach is interrupted, spread evenly
 ENDS_S = 5.0  # for a thread that was told to end
 TIMEOUT_S = 6.0  # for which rank 0 waits where rank 1 never came
-KEYS = 12  # of notices, where the rank that failed left before the others: docs/reliability.md
+KEYS = 12  # of notices, where the rank that failed left before the others: docs/concepts/reliability.md
 
 
 class Interrupting:

@@ -146,7 +146,7 @@ def test_a_digest_that_is_there_must_be_right(kind: type[Document], digest: Any)
         kind.from_json(text)
 
 
-LEGAL: list[tuple[type[Document], str, Any]] = [  # as docs/files.md lists them
+LEGAL: list[tuple[type[Document], str, Any]] = [  # as docs/reference/files.md lists them
     (Plan, "buckets.0.scheme", {"compressed_all_gather": {"compressor": {"top_k": {"ratio": 1e-300}}}}),
     (Profile, "parts.backward.spread_s", 0),
     (Profile, "parts.optimizer.median_s", 0),

@@ -15,7 +15,7 @@ ROOT = HERE.parents[1]
 EXAMPLES = ROOT / "examples" / "frameworks"
 LIMIT_S = 300.0
 # On a busy machine a thread of gloo may let go of the tensors of a script's last collective while Python ends: torch
-# aborts then (its issue 190489; see docs/reliability.md).
+# aborts then (its issue 190489; see docs/concepts/reliability.md).
 ABORT = "terminate called without an active exception"
 MOST_CHANGED_LINES = 3
 MOST_LINES = 80  # of an example

@@ -21,7 +21,7 @@ from tests.integrations.launching import (
 )
 
 RANKS = "accelerate_ranks.py"
-PAGE = ROOT / "docs" / "accelerate.md"
+PAGE = ROOT / "docs" / "tutorials" / "accelerate.md"
 EXAMPLE = EXAMPLES / "accelerate_loop.py"
 METRICS = ("communication_ms", "comparisons", "differences", "exposed_ms", "plan_changes", "sent_mb")
 NOISE = 0.006  # range of the held-out loss over 5 seeds (0.079 to 0.084), two ranks with whole gradients

@@ -13,7 +13,7 @@ import pytest
 from tests.integrations.launching import EXAMPLES, HERE, ROOT, launched, loss
 
 RANKS = HERE / "lightning_ranks.py"
-PAGE = ROOT / "docs" / "lightning.md"
+PAGE = ROOT / "docs" / "tutorials" / "lightning.md"
 EXAMPLE = EXAMPLES / "lightning_trainer.py"
 
 pytestmark = pytest.mark.skipif(

@@ -15,7 +15,7 @@ import pytest
 
 from tests.integrations.launching import EXAMPLES, HERE, LIMIT_S, ROOT, last_line, loss, parameters, without_gradsync
 
-PAGE = ROOT / "docs" / "ray.md"
+PAGE = ROOT / "docs" / "tutorials" / "ray.md"
 EXAMPLE = EXAMPLES / "ray_train.py"
 NOISE = 0.009  # range of the held-out loss over 5 seeds (0.031 to 0.040), two ranks with whole gradients
 

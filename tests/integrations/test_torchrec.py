@@ -21,7 +21,7 @@ from tests.integrations.launching import (
     without_gradsync,
 )
 
-PAGE = ROOT / "docs" / "torchrec.md"
+PAGE = ROOT / "docs" / "tutorials" / "torchrec.md"
 EXAMPLE = EXAMPLES / "torchrec_tables.py"
 NOISE = 0.007  # range of the held-out loss over 5 seeds (0.022 to 0.030) with whole gradients
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.integrations.launching import LIMIT_S, ROOT, last_line, launched, loss, parameters, without_gradsync
 
-PAGE = ROOT / "docs" / "torchrun.md"
+PAGE = ROOT / "docs" / "tutorials" / "torchrun.md"
 EXAMPLE = ROOT / "examples" / "torchrun.py"
 SLURM = ROOT / "examples" / "slurm.sh"
 NOISE = 0.009  # range of the held-out loss over 5 seeds (0.031 to 0.040), two ranks with whole gradients

@@ -21,7 +21,7 @@ from tests.integrations.launching import (
 )
 
 RANKS = "transformers_ranks.py"
-PAGE = ROOT / "docs" / "hf-trainer.md"
+PAGE = ROOT / "docs" / "tutorials" / "hf-trainer.md"
 EXAMPLE = EXAMPLES / "hf_trainer.py"
 NOISE = 0.012  # range of the held-out loss over 5 seeds (0.016 to 0.028), two ranks with whole gradients
 METRICS = ("communication_ms", "comparisons", "differences", "exposed_ms", "plan_changes", "sent_mb")

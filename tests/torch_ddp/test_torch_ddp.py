@@ -39,7 +39,7 @@ RUN = {name: said for name, said in listed("applicable.txt").items() if name not
 NOT_APPLICABLE = listed("not_applicable.txt")  # what of DDP's inside they name, which gradsync's class does not have
 NOT_ON_CPU = listed("not_on_cpu.txt")  # why plain DDP fails or skips them there
 
-# Tests that fail, and why: see "torch's own tests" in docs/semantics.md.
+# Tests that fail, and why: see "torch's own tests" in docs/concepts/semantics.md.
 FAILING: dict[str, dict[str, str]] = {
     "plain": {},
     "drop-in": {

@@ -40,6 +40,8 @@ def root(tmp_path: Path) -> Path:
         record("gradsync", 0.5, phase="pick"),
         record("twice", 0.5),
         record("twice", 0.6),
+        record("cells", 0.7, workload="lstm", link="1gbit"),
+        record("cells", 0.8, workload="lstm", link="200mbit"),
     ]
     save_records(runs, tmp_path / RESULTS / "run.json")
     (tmp_path / "page.md").write_text("Before.\n<!-- figures: part begin -->old<!-- figures: part end -->\nAfter.\n")
@@ -60,8 +62,9 @@ def test_placeholders_become_figures_that_are_rounded_once(root: Path) -> None:
     )
 
 
-def test_a_placeholder_may_name_scenario_and_baseline(root: Path) -> None:
+def test_a_placeholder_may_name_baseline_scenario_workload_and_link(root: Path) -> None:
     assert "it is 0.25." in with_template(root, "it is {run gradsync/ddp@slow-node median}.")
+    assert "it is 0.80." in with_template(root, "it is {run cells@lstm,200mbit median}.")
 
 
 @pytest.mark.parametrize(
@@ -70,6 +73,7 @@ def test_a_placeholder_may_name_scenario_and_baseline(root: Path) -> None:
         ("{run gradsync/other ratio}", "names 0 records"),
         ("{other gradsync ratio}", "names 0 records"),
         ("{run twice ratio}", "names 2 records"),
+        ("{run cells@lstm ratio}", "names 2 records"),
         ("{run gradsync seconds}", "one of the figures"),
         ("{run gradsync@slow-node steps}", "has no such figure"),
     ],

@@ -71,6 +71,7 @@ class Characterization(Frozen):
     together: Sparsity | None = None
 
     def to_json(self) -> str:
+        """Returns all figures as JSON, which `from_json` reads."""
         return self.model_dump_json(indent=1)
 
     @classmethod

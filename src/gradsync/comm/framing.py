@@ -8,7 +8,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-LENGTH_BYTES = 8  # of the length at the start of a message
+LENGTH_BYTES = 8
+"""The bytes of the length at the start of a message."""
 
 
 def split(buffer: Tensor, sizes: Sequence[int]) -> list[Tensor]:

@@ -1,9 +1,10 @@
 """`GlooGroup`: collectives over gloo that are faster than gloo's own, chosen by size and by measured links.
 
-Measured on nodes with links of 200 Mbit to 1 Gbit (docs/collectives.md): gloo's rings pay one latency per member, where
-messages that all start at once pay one in all. gloo's all-to-all, which starts all messages at once, reaches 60-75 % of
-the line rate for large messages, where rounds of one message per rank reach 95 %. On links faster than the cores that
-drive them, rounds only cost. All members choose alike: by sizes, a latency and a rate that are the same on all.
+Measured on nodes with links of 200 Mbit to 1 Gbit (docs/concepts/collectives.md): gloo's rings pay one latency per
+member, where messages that all start at once pay one in all. gloo's all-to-all, which starts all messages at once,
+reaches 60-75 % of the line rate for large messages, where rounds of one message per rank reach 95 %. On links faster
+than the cores that drive them, rounds only cost. All members choose alike: by sizes, a latency and a rate that are the
+same on all.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .links import Exchange
 from .rounds import Rounds
 
 FAST_BYTES_PER_S = 250e6  # on faster links the latency of rounds costs more than their order saves
-MOST_DIRECT_BYTES = 1 << 20  # the upper limit of `at_once_bytes`, however high the latency: docs/collectives.md
+MOST_DIRECT_BYTES = 1 << 20  # the limit of `at_once_bytes`, however high the latency: docs/concepts/collectives.md
 DIRECT_EXCESS = 0.4  # share by which messages that all start at once take longer than their bytes
 
 

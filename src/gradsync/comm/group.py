@@ -78,6 +78,7 @@ class Group(ABC):
 
     @property
     def size(self) -> int:
+        """The number of ranks in the group."""
         return len(self.members)
 
     @property

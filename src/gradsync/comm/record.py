@@ -38,6 +38,7 @@ class Ledger:
 
     @property
     def sent_bytes(self) -> float:
+        """The bytes that this rank has sent, over all entries."""
         return sum(entry.sent_bytes for entry in self.entries)
 
     def take_sent_bytes(self) -> float:

@@ -49,6 +49,7 @@ class Work(Pending[T]):
 
     @property
     def ended(self) -> bool:
+        """Whether the work is done, has failed, or was given up."""
         return self._ended.is_set()
 
     def follow(self, streams: Streams) -> None:

@@ -22,9 +22,11 @@ from ..tensors.sparse import SparseVector
 from .expressions import Nameable
 from .law import Law
 
-# The usual compress points of schemes: a rank's own gradient, and the sums that an owner sends back. Errors at both are
-# in units of the sum over ranks.
-SENT, SUMS = "sent", "sums"
+# Errors at both compress points are in units of the sum over ranks.
+SENT = "sent"
+"""The compress point of a rank's own gradient: the key of its state in a scheme's `State`."""
+SUMS = "sums"
+"""The compress point of the sums that an owner sends back: the key of their state in a scheme's `State`."""
 
 
 def sums_point(number: int, copies: int = 1) -> str:

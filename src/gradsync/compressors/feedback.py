@@ -17,7 +17,8 @@ from .expressions import register
 from .law import Law, Unbiased
 
 P = TypeVar("P", bound=Payload)
-RESIDUAL = "residual"  # the key of the residual in `CompressorState.elements`
+RESIDUAL = "residual"
+"""The key of the residual in `CompressorState.elements`."""
 
 
 @dataclass(frozen=True)

@@ -61,3 +61,4 @@ class Biased:
 
 
 Law = Exact | Unbiased | Contraction | Absolute | Biased
+"""The error that a compressor promises, as `Compressor.law` returns it."""

@@ -187,6 +187,7 @@ class Cluster:
 
     @property
     def world_size(self) -> int:
+        """The number of ranks on all nodes."""
         return self.nodes * self.ranks_per_node
 
     def placement(self) -> Placement:

@@ -76,9 +76,9 @@ class Transport(ABC):
 class RingOrDirect(Transport):
     """A transport that sends large all-reduces and large all-gathers of equal parts in a ring, and all else directly.
 
-    gloo carries collectives like this (docs/collectives.md). Backends without a transport of their own are priced the
-    same way. `at_once_bytes`: most bytes that a member sends in an all-gather whose messages all start at once; above,
-    it is a ring.
+    gloo carries collectives like this (docs/concepts/collectives.md). Backends without a transport of their own are
+    priced the same way. `at_once_bytes`: most bytes that a member sends in an all-gather whose messages all start at
+    once; above, it is a ring.
     """
 
     at_once_bytes: float = float(DIRECT_BYTES)

@@ -360,6 +360,7 @@ def attach(
     DistributedDataParallel gets gradsync as its communication hook.
 
     Args:
+        model: the model whose gradients are averaged, plain or wrapped in DistributedDataParallel.
         optimizer: the optimiser of the parameters, if it exists already: momentum in both the optimiser and a
             compressor is then refused at once, not only before a step.
         plan: what is sent, and how. None: all-reduce for dense and a sparse scheme for sparse gradients, decided from
@@ -398,8 +399,8 @@ def attach(
             which wants one order on all ranks: so all ranks must use the same parameters, and
             `find_unused_parameters` be False. With gloo backward then waits for exchanges of several stages.
         replicate_group: for a model in shards on a mesh of the shards alone: the ranks with the same shard, one of each
-            replica. A mesh of (replicas, shards), and that of `replicate`, name them. See docs/fsdp.md, also for which
-            arguments are not for models in shards.
+            replica. A mesh of (replicas, shards), and that of `replicate`, name them. See docs/tutorials/fsdp.md, also
+            for which arguments are not for models in shards.
 
     Returns:
         The attachment: plan, statistics, state for checkpoints, `no_sync`, `detach`. It need not be kept.

@@ -71,8 +71,10 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             `gradsync.attach`.
         find_unused_parameters: True: parameters without gradient in the backwards of a forward count as zero. False:
             the next forward raises on all ranks.
-        output_device, dim, bucket_cap_mb, bucket_cap_mb_list, gradient_as_bucket_view, skip_all_reduce_unused_params,
-            batched_grad_copy: accepted without effect on values: the plan decides on buckets, and gradients are views.
+        output_device, dim: accepted without effect.
+        bucket_cap_mb, bucket_cap_mb_list, gradient_as_bucket_view: accepted without effect on values: the plan decides
+            on buckets, and gradients are views.
+        skip_all_reduce_unused_params, batched_grad_copy: accepted without effect on values.
 
     Attributes:
         attachment: the result of `gradsync.attach`: plan, statistics, state for checkpoints.

@@ -12,14 +12,15 @@ from torch import Tensor
 from ..comm import Group
 from ..compressors import CompressorState, expressions
 from ..compressors.expressions import Nameable
+from ..compressors.expressions import register as register  # noqa: PLC0414 (for the stub beside)
+from ..compressors.expressions import to_expression as to_expression  # noqa: PLC0414
 from ..costs.cluster import Placement
 from ..costs.steps import Step
 from ..tensors.bucket import Bucket, Layout, TensorSpec
 from ..tensors.density import DensityProfile
 
-# By compress point: a tensor with one element for each element of the bucket, or the states of compressors, one for
-# each part of the bucket.
 State = Mapping[str, Tensor | tuple[CompressorState, ...]]
+"""A scheme's state by compress point: a tensor like the flat bucket, (numel,), or states of compressors, one a part."""
 
 X = TypeVar("X")  # a bucket: Tensor for flat ones, tuple[SparseRows, ...] for tables
 S = TypeVar("S")  # what a rank owns between push and pull
@@ -288,9 +289,6 @@ class Partitioned(Scheme[X], Generic[X, S]):
     ) -> tuple[Step, ...]:
         n = placement.size
         return (*self.push_steps(specs, profiles, n), *self.pull_steps(specs, profiles, n, n))
-
-
-register, to_expression = expressions.register, expressions.to_expression
 
 
 def registered() -> dict[str, type[Scheme[Any]]]:

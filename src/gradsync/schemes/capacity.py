@@ -65,6 +65,11 @@ class RowCapacity(Nameable):
         return replace(self, capacity=capacity, same_rows=tuple(rows.index(known) for known in rows))
 
     def check(self, specs: tuple[TensorSpec, ...]) -> None:
+        """Checks that the planned `capacity` is one for tables of these shapes.
+
+        Raises:
+            ValueError: the capacity was planned for other tables.
+        """
         if self.capacity:
             self.planned_groups(specs)
 
@@ -116,6 +121,7 @@ class RowCapacity(Nameable):
         )
 
     def has_room_for(self, profiles: Sequence[DensityProfile]) -> bool:
+        """Whether the rows of tables as sparse as these profiles say are expected to fit the messages."""
         return self.expects_to_fit([busiest(profile) for profile in profiles])
 
     def transfers(

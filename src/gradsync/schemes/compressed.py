@@ -411,7 +411,8 @@ class Sparsified(Compressed):
         return max(self.compressor.unchanged_since(step), self.inner.unchanged_since(step))
 
 
-SchemeOrCompressor = Scheme[Any] | Compressor[Any]  # for a compressor the planner chooses one of the `ways`
+SchemeOrCompressor = Scheme[Any] | Compressor[Any]
+"""What users may allow a planner: a scheme, or a compressor for which the planner chooses one of the `ways`."""
 
 
 def ways(compressor: Compressor[Any]) -> tuple[Scheme[Any], ...]:

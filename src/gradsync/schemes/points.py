@@ -93,6 +93,7 @@ class DesignPoint(Nameable):
 
     @property
     def point(self) -> Point:
+        """The scheme's place in Zen's design space."""
         return Point(self.communication, self.aggregation, self.partition, self.balance)
 
     def owners_of(self, num_rows: int, count: int) -> RowOwners:
@@ -192,21 +193,28 @@ _DOUBLING = Point(Communication.HIERARCHY, Aggregation.INCREMENTAL, Partition.CE
 _SERVERS = Point(Communication.POINT_TO_POINT, Aggregation.INCREMENTAL, Partition.PARALLELISM, Balance.IMBALANCED)
 _BLOCKS = Point(Communication.POINT_TO_POINT, Aggregation.ONE_SHOT, Partition.PARALLELISM, Balance.IMBALANCED)
 
-# SparCML's sparse all-reduce by recursive doubling (Renggli et al., SC 2019), Zen's Hierarchical Centralization. Unlike
-# in SparCML, a sum becomes dense as soon as that takes fewer bytes, any number of ranks is allowed, and 16-bit sums
-# travel in float32.
-DOUBLING_OF_ROWS, DOUBLING_OF_ELEMENTS = RowPoint.at(_DOUBLING), ElementPoint.at(_DOUBLING)
-# Sparse parameter servers, one on each rank (Zen's Sparse PS): each owns consecutive rows.
-PARAMETER_SERVER_OF_ROWS, PARAMETER_SERVER_OF_ELEMENTS = RowPoint.at(_SERVERS), ElementPoint.at(_SERVERS)
-# SparCML's split all-gather (SSAR_Split_allgather there; DSAR where sums become dense): a rank sends rows straight to
-# the owner of an even part, and sums go from pair to pair, in log2 n messages. The bytes are those of parameter
-# servers. Unlike in SparCML, a rank sends to one owner at a time, any number of ranks is allowed, and every part takes
-# the smallest of all formats, not one of two.
+# SparCML's sparse all-reduce by recursive doubling. Unlike in SparCML, a sum becomes dense as soon as that takes fewer
+# bytes, any number of ranks is allowed, and 16-bit sums travel in float32.
+DOUBLING_OF_ROWS = RowPoint.at(_DOUBLING)
+"""SparCML's recursive doubling (Renggli et al., SC 2019), Zen's Hierarchical Centralization, for rows of tables."""
+DOUBLING_OF_ELEMENTS = ElementPoint.at(_DOUBLING)
+"""SparCML's recursive doubling, for elements of flat buckets."""
+PARAMETER_SERVER_OF_ROWS = RowPoint.at(_SERVERS)
+"""Sparse parameter servers, one on each rank (Zen's Sparse PS): each owns consecutive rows of a table."""
+PARAMETER_SERVER_OF_ELEMENTS = ElementPoint.at(_SERVERS)
+"""Sparse parameter servers, one on each rank: each owns consecutive elements of a flat bucket."""
+# SSAR_Split_allgather in SparCML; DSAR where sums become dense. A rank sends rows straight to the owner of an even
+# part, and sums go from pair to pair, in log2 n messages. The bytes are those of parameter servers. Unlike in SparCML,
+# a rank sends to one owner at a time, any number of ranks is allowed, and every part takes the smallest of all formats,
+# not one of two.
 _SPLIT = {"pull_by": Communication.HIERARCHY}
-SPLIT_OF_ROWS, SPLIT_OF_ELEMENTS = RowPoint.at(_SERVERS, **_SPLIT), ElementPoint.at(_SERVERS, **_SPLIT)
-# OmniReduce (Fei et al., SIGCOMM 2021): blocks of 256 elements travel whole unless all are zero. Unlike in OmniReduce,
-# the ranks are the aggregators, and there is no pipeline of blocks over RDMA.
+SPLIT_OF_ROWS = RowPoint.at(_SERVERS, **_SPLIT)
+"""SparCML's split all-gather, for rows: they go straight to owners, and sums from pair to pair."""
+SPLIT_OF_ELEMENTS = ElementPoint.at(_SERVERS, **_SPLIT)
+"""SparCML's split all-gather, for elements of flat buckets."""
+# Unlike in OmniReduce, the ranks are the aggregators, and there is no pipeline of blocks over RDMA.
 BLOCKS_OF_256 = ElementPoint.at(_BLOCKS, block=256)
+"""OmniReduce (Fei et al., SIGCOMM 2021): blocks of 256 elements travel whole unless all of them are zero."""
 
 NAMES: dict[DesignPoint, str] = {  # in records and tables
     DOUBLING_OF_ROWS: "recursive_doubling",

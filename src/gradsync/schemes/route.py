@@ -95,6 +95,7 @@ class Route(Scheme[Tensor]):
 
     @property
     def leaf(self) -> Leaf:
+        """The route's tasks as a leaf of the decision tree."""
         return _leaf_of(self.tasks)
 
     @cached_property
@@ -299,6 +300,7 @@ class Route(Scheme[Tensor]):
             yield name if seen[name] == 1 else f"{name} {seen[name]}"
 
     def group_of(self, leg: Leg, group: Group) -> Group:
+        """Returns the ranks among which a leg's collective runs: all of `group`, or those inside or across nodes."""
         match leg.task.scope:
             case Scope.NODE:
                 return group.within_node()

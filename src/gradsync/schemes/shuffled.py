@@ -77,11 +77,13 @@ class Shuffled(Scheme[Tensor]):
 
     @classmethod
     def by(cls, schedule: GroupSchedule, scheme: Scheme[Any] | None = None) -> Shuffled:
+        """Returns the scheme that averages by a schedule's groups, each with `scheme` (default: all-reduce)."""
         rounds, relaxations = zip(*((each.groups, each.relaxations) for each in schedule.rounds), strict=True)
         return cls(rounds, relaxations, scheme or AllReduce())
 
     @cached_property
     def schedule(self) -> GroupSchedule:
+        """The groups of all rounds, and how far each rank goes towards its group's mean."""
         shares = self.relaxations or [()] * len(self.rounds)
         return GroupSchedule(tuple(Round(*each) for each in zip(self.rounds, shares, strict=True)))
 

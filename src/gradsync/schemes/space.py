@@ -83,7 +83,8 @@ def _points() -> Iterator[Point]:
                 yield Point(communication, aggregation, Partition.PARALLELISM, balance)
 
 
-POINTS = tuple(_points())  # all 18
+POINTS = tuple(_points())
+"""All 18 points of the design space: the combinations of its four choices that make sense."""
 
 Ranks = tuple[int, ...]  # ascending
 PartialSum = tuple[int, Ranks]  # the sum over these ranks of one block

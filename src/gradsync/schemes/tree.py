@@ -22,6 +22,7 @@ from ..costs.steps import COMPUTE, OFFLOAD
 from ..inputs.settings import NonNegativeInt, check
 
 DEVICES = (COMPUTE, OFFLOAD)
+"""The resources on which a task may compress or decompress: the core that trains, and the one beside it."""
 COMPRESS, DECOMPRESS = "compress", "decompress"
 ROOTED = ("reduce", "gather")  # first steps that leave everything with one member
 
@@ -101,6 +102,7 @@ class RouteTask:
 
 
 Leaf = tuple[RouteTask, ...]
+"""A complete way through ByteComp's decision tree: the tasks by which a bucket is summed, in their order."""
 
 
 @dataclass(frozen=True)
@@ -290,6 +292,7 @@ def is_local(stage: str) -> bool:
 
 
 def words_of(leaf: Leaf) -> tuple[str, ...]:
+    """Returns the names of a leaf's tasks, in their order."""
     return tuple(task.word for task in leaf)
 
 
@@ -349,6 +352,7 @@ _SECONDS = {
     "gather": "broadcast",
 }
 BYTECOMP = Grammar(MappingProxyType(_RULES), MappingProxyType(_COLLECTIVES), MappingProxyType(_SECONDS))
+"""ByteComp's decision tree (Wang et al., EuroSys 2023) as a grammar."""
 WITH_SUMS = replace(
     BYTECOMP,
     rules=MappingProxyType(
@@ -356,3 +360,4 @@ WITH_SUMS = replace(
     ),
     collectives=MappingProxyType({**_COLLECTIVES, Kind.COMM_L: ("all_reduce",)}),
 )
+"""The same tree with all-reduces of compressed tensors that can be summed."""

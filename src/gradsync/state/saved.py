@@ -14,10 +14,12 @@ from ..inputs.settings import NonNegativeInt, PositiveFinite, PositiveInt, check
 from ..tensors.bucket import TensorSpec
 from .slices import StateSlice
 
-VERSION = 3  # of a `state_dict`; 1 had elements in memory order, 2 had no origin
+VERSION = 3  # 1 had elements in memory order, 2 had no origin
+"""The version of a `state_dict`, the only one that is read."""
 MOST_STEPS = 1 << 53  # a larger step number is refused as damage
 THE_STATES = "the state's "  # before an entry's name in errors
-NOT_STRICT = "load_state_dict(..., strict=False)"  # the call that drops state without a place
+NOT_STRICT = "load_state_dict(..., strict=False)"
+"""The call that drops state without a place, as errors name it."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from .handover import added
 from .saved import VERSION, Origin
 from .slices import StateSlice, left_to_send
 
-SHARD = "shard"  # of a `state_dict`
+SHARD = "shard"
+"""The key of a `state_dict` that says which shard it is of."""
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,14 @@ from ..compressors import RESIDUAL, SENT, CompressorState, copies_at
 from ..kernels import accumulation_dtype
 from ..tensors.bucket import Bucket, Segment
 
-CARRIED = "owed"  # the compress point of carried residuals, as checkpoints name it
+CARRIED = "owed"
+"""The compress point of carried residuals, as checkpoints name it."""
 # Digits of other scripts, and more of them than any tensor has elements, are no index.
 KEY = r"(?P<name>.*)\[(?P<start>[0-9]{1,18}):(?P<stop>[0-9]{1,18})\]/(?P<whole>/?)(?P<point>[^/]+)"
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-Kept = Tensor | tuple[CompressorState, ...]  # at one compress point, see `schemes.State`
+Kept = Tensor | tuple[CompressorState, ...]
+"""The state that a scheme keeps at one compress point, see `schemes.State`."""
 
 
 @dataclass(frozen=True)

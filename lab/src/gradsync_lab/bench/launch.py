@@ -138,14 +138,15 @@ def run_ranks(
 def once_more_after_crash(run: Callable[[], T], notes: list[str], on_event: Callable[[dict[str, Any]], None]) -> T:
     """Calls `run`, and once more if a rank crashed, with a note and an event; for runs with torch's sparse all-reduce.
 
-    torch's own sparse all-reduce on gloo corrupts memory, rarely (docs/semantics.md). The note says that the run was
-    repeated, as a crash may have another cause.
+    torch's own sparse all-reduce on gloo corrupts memory, rarely (docs/concepts/semantics.md). The note says that the
+    run was repeated, as a crash may have another cause.
     """
     try:
         return run()
     except RankCrashedError as crash:
         what = str(crash).splitlines()[0].rstrip(":")
-        notes.append(f"began anew once: {what}; torch's sparse all-reduce on gloo can do that (docs/semantics.md)")
+        cause = "torch's sparse all-reduce on gloo can do that (docs/concepts/semantics.md)"
+        notes.append(f"began anew once: {what}; {cause}")
         on_event({"kind": START_OVER})
         return run()
 

@@ -2,15 +2,16 @@
 
 A template in `benchmarks/figures/` names a page and its records, and has the text of a part of that page, in which each
 figure is a placeholder: `{deepfm gradsync ratio}` is the ratio of the record whose subject is `gradsync` in the file
-that the template calls `deepfm`. `{alexnet ds_sync/ddp@slow-node ms}` also names the baseline and the scenario. The
-part of the page is between the comments `<!-- figures: NAME begin -->` and `<!-- figures: NAME end -->`.
+that the template calls `deepfm`. `{alexnet ds_sync/ddp@slow-node ms}` also names the baseline and the scenario, and
+`{grid auto/ddp_bf16@lstm,1gbit ratio}` workload and link. The part of the page is between the comments
+`<!-- figures: NAME begin -->` and `<!-- figures: NAME end -->`.
 """
 
 from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 from .record import Record, Spread, load_records
 
 TEMPLATES, RESULTS = Path("benchmarks/figures"), Path("benchmarks/results")
-PLACEHOLDER = re.compile(r"\{(\w+) ([\w.]+)(?:/([\w.]+))?(?:@([\w-]+))? (\w+)\}")
+PLACEHOLDER = re.compile(r"\{(\w+) ([\w.]+)(?:/([\w.]+))?(?:@([\w,-]+))? (\w+)\}")
 
 
 def _ratio(spread: Spread) -> str:
@@ -37,6 +38,13 @@ def _steps(record: Record) -> str:
     """Returns the median steps to the loss over the baseline's, of a run that was trained to a loss."""
     mine, base = (statistics.median(record.params[name]) for name in ("steps", "baseline_steps"))
     return f"{mine / base:.2f}"
+
+
+def _is_of(record: Record, cell: Collection[str]) -> bool:
+    """Whether a record is of the workload, link and scenario in `cell`; one of a scenario only if it is named."""
+    scenario = record.params.get("scenario")
+    known = {scenario, *(record.params.get(name) for name in ("workload", "link"))}
+    return known.issuperset(cell) and (scenario is None or scenario in cell)
 
 
 # Each is rounded once, from the record's number; those that a record lacks raise.
@@ -90,12 +98,12 @@ class Template:
         records = {name: load_records(results / f"{file}.json") for name, file in self.files.items()}
 
         def figure(match: re.Match[str]) -> str:
-            file, subject, baseline, scenario, figure = match.groups()
+            file, subject, baseline, cell, figure = match.groups()
             found = [
                 record
                 for record in records.get(file, ())
                 if record.subject == subject and record.baseline == (baseline or record.baseline)
-                and record.params.get("scenario") == scenario and "phase" not in record.params
+                and _is_of(record, cell.split(",") if cell else ()) and "phase" not in record.params
             ]  # fmt: skip
             if len(found) != 1 or figure not in FIGURES:
                 raise ValueError(

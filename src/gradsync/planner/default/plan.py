@@ -28,6 +28,7 @@ WORTH_A_TRIAL = 1.5  # a second scheme is tried up to so many times the cheapest
 BUCKETS_TO_OVERLAP = 4  # number of buckets for the medium size: a guess that a trial checks
 
 SPARSE_SCHEMES: tuple[Scheme[Any], ...] = (BalancedParallelism(), AGSparse())
+"""The schemes that default plans choose from for tables with sparse gradients."""
 
 
 def default_plans(profiles: Sequence[ParameterProfile], world_size: int, network: Network | None = None) -> list[Plan]:

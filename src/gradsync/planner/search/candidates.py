@@ -25,7 +25,8 @@ UNSURE = 0.05  # relative error of predicted steps
 FAR_LONGER = 1.5  # a plan predicted to take so many times as long is hardly worth a trial
 SMALLEST_PIECE_BYTES, MOST_PIECES = 1 << 18, 64  # large gradients are cut into such pieces, about so many per job
 
-Search = Callable[[Job, Constraints], Sequence[Plan]]  # returns at least one plan to be tried on the job
+Search = Callable[[Job, Constraints], Sequence[Plan]]
+"""A search, which returns at least one plan to be tried on the job: `AutoPlanner(search=...)` takes one."""
 
 
 @dataclass(frozen=True)

@@ -118,4 +118,5 @@ class Job:
 
     @property
     def world_size(self) -> int:
+        """The number of ranks of the job."""
         return self.network.placement.size
