@@ -38,11 +38,11 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch.profiler import record_function
 
 from ..costs.steps import COMPUTE, FINISH, OFFLOAD
 from ..costs.timeline import Task
 from ..devices.streams import COMMUNICATION, Event, Moment, NoStreams, Streams
+from ..devices.trace import in_trace
 from .errors import GroupError
 from .group import Pending, waiting_at
 from .threads import CallingThread, JobThread
@@ -330,7 +330,7 @@ class Synchronization:
             if bucket in self._pending:
                 operation, current, issued = self._pending.pop(bucket)
                 place = partial(self._where, bucket, current)
-                with waiting_at(place), record_function(f"gradsync::bucket {bucket} wait for {current}"):
+                with waiting_at(place), in_trace(f"gradsync::bucket {bucket} wait for {current}"):
                     value = operation.wait(self._timeout_s)
                 if isinstance(operation, Work):
                     self.spans.append(
@@ -343,7 +343,7 @@ class Synchronization:
             if resumed is None:
                 resumed = self._streams.moment()
             try:
-                with record_function(f"gradsync::bucket {bucket} {stage}"):
+                with in_trace(f"gradsync::bucket {bucket} {stage}"):
                     operation = self._coroutines[bucket].send(value)
             except StopIteration as done:
                 self.spans.append(Span(f"{bucket}:{FINISH}", "kernel", resumed, self._streams.moment()))

@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from ..comm import Group, Synchronization
 from ..devices import streams
+from ..devices.trace import in_trace
 from ..plans.plan import Plan, What
 from ..plans.profile import Profile
 from ..tensors import allocator as memory
@@ -301,7 +301,7 @@ class Engine:
         if (listener := active()) is not None:
             listener.backward_ended(self)
         try:
-            with record_function("gradsync::finish"):
+            with in_trace("gradsync::finish"):
                 self.peers.end_asides()
                 exchange.wait()
         except BaseException as error:
