@@ -9,6 +9,7 @@ from dataclasses import fields, replace
 import hypothesis.strategies as st
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from torch import nn
 
@@ -80,19 +81,18 @@ def test_what_cannot_travel_together_is_refused(
         Bucket("7", segments, tensors, layout)
 
 
-@given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 60), st.integers(1, 100))
-def test_cuts_keep_order_lose_nothing_and_pass_the_limit_only_for_a_single_tensor(
-    sizes: list[int], first: int, most: int
-) -> None:
-    named = {f"p{i}": nbytes for i, nbytes in enumerate(sizes)}
-    groups = cut_by_bytes(named.items(), first, most)
-    assert [name for group in groups for name in group] == list(named)
-    assert all(groups)
-    for number, group in enumerate(groups):
-        limit = most if number else first
-        assert len(group) == 1 or sum(named[name] for name in group) <= limit
-        if number + 1 < len(groups):  # no group ends before it must
-            assert sum(named[name] for name in group) + named[groups[number + 1][0]] > limit
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 60), st.integers(1, 100))
+def test_cuts_are_those_of_ddp(sizes: list[int], first: int, enough: int) -> None:
+    tensors = [torch.empty(nbytes, dtype=torch.uint8) for nbytes in sizes]
+    places, _ = dist._compute_bucket_assignment_by_size(tensors, [first, enough])
+    named = [(f"p{i}", nbytes) for i, nbytes in enumerate(sizes)]
+    assert cut_by_bytes(named, first, enough) == [[f"p{i}" for i in group] for group in places]
+
+
+def test_few_bytes_before_a_large_tensor_travel_with_it() -> None:
+    named = [("bias", 40), ("weight", 4000), ("next", 60), ("last", 50)]
+    assert cut_by_bytes(named, 1000, 100) == [["bias", "weight"], ["next", "last"]]
+    assert cut_by_bytes([], 1000, 100) == []
 
 
 def test_trainable_parameters_leave_frozen_ones_out_and_name_tied_ones_once() -> None:

@@ -283,21 +283,23 @@ class Bucket:
         return len(self.segments) + 1 + NUM_MARKS
 
 
-def cut_by_bytes(sizes: Iterable[tuple[str, int]], first_bytes: int, most_bytes: int) -> list[list[str]]:
-    """Cuts a sequence of (name, bytes) into lists of names with at most `most_bytes` each, `first_bytes` in the first.
+def cut_by_bytes(sizes: Iterable[tuple[str, int]], first_bytes: int, enough_bytes: int) -> list[list[str]]:
+    """Cuts a sequence of (name, bytes) into lists, as DDP does: a list ends with the name that makes it large enough.
 
-    A name with more bytes has a list of its own. The small first list is DDP's habit: its transfer starts early, while
-    most of backward is still to come.
+    `first_bytes` are enough for the first list, `enough_bytes` for others; the last may have fewer. The first list is
+    small, so that its transfer starts early, while most of backward is still to come. A name with many bytes takes
+    the few before it along, as a message of their own would cost its latency and carry almost nothing.
     """
-    groups: list[list[str]] = [[]]
-    filled, limit = 0, first_bytes
+    groups: list[list[str]] = []
+    filled, limit = enough_bytes, first_bytes
     for name, nbytes in sizes:
-        if groups[-1] and filled + nbytes > limit:
+        if not groups or filled >= limit:
+            limit = enough_bytes if groups else first_bytes
             groups.append([])
-            filled, limit = 0, most_bytes
+            filled = 0
         groups[-1].append(name)
         filled += nbytes
-    return [group for group in groups if group]
+    return groups
 
 
 def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -136,7 +136,7 @@ def in_ready_order(profiles: Sequence[ParameterProfile]) -> list[ParameterProfil
 
 
 def dense_buckets(ready: Sequence[ParameterProfile], bucket_bytes: int) -> Iterator[list[ParameterProfile]]:
-    """Yields each dense bucket's parameters: one dtype, in ready order, up to `bucket_bytes` or one larger tensor."""
+    """Yields each dense bucket's parameters: one dtype, in ready order, until there are `bucket_bytes`."""
     known, first_bytes = {p.name: p for p in ready}, min(FIRST_BUCKET_BYTES, bucket_bytes)
     for _, same in _by_dtype(ready):
         for names in cut_by_bytes([(p.name, p.tensor.nbytes) for p in same], first_bytes, bucket_bytes):
