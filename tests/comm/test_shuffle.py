@@ -18,12 +18,15 @@ from gradsync.comm.shuffle import (
     crossing,
     exact,
     grid,
+    of_nodes,
+    of_ranks,
     one_of,
     thinned,
     together,
     with_local_steps,
     with_ranks_absent,
 )
+from gradsync.costs.cluster import Placement
 
 GRIDS = [(2, 2), (4, 4), (2,) * 4, (2, 3), (3, 4, 5), (8, 8), (4, 4, 4), (2,) * 6, (2,) * 7, (16, 4), (7,)]
 DRAWN = GroupSchedule((Round(((0, 3), (1, 2, 4))), Round(((1, 4), (0, 2, 3))), Round(((0, 2), (1, 3, 4)))))
@@ -220,6 +223,29 @@ def test_a_thinned_schedule_has_its_groups_at_the_same_times(schedule: GroupSche
     assert all(each == schedule.round(step) for step, each in left.items())
     assert len(left) == sum(not each.rests for each in schedule.rounds)
     assert out.left == pytest.approx(schedule.left, abs=1e-12)
+
+
+@pytest.mark.parametrize("nodes", [(0, 0, 1, 1, 2, 2), (0, 1, 2, 0, 1, 2), (2, 0, 0, 1, 1, 2), (0, 0, 0, 1, 2, 2)])
+@pytest.mark.parametrize("schedule", [with_local_steps(exact(3, 2), 2), with_ranks_absent(together(3), (1,), 2)])
+def test_ranks_follow_their_nodes_and_rest_when_all_do(nodes: tuple[int, ...], schedule: GroupSchedule) -> None:
+    """A node is numbered by its first rank, and its ranks are with it in every round but those in which all rest."""
+    placement, order = Placement(nodes), list(dict.fromkeys(nodes))
+    ranks = of_ranks(schedule, placement)
+    assert of_nodes(ranks, placement) == schedule
+    for of_all, of_each in zip(schedule.rounds, ranks.rounds, strict=True):
+        assert of_all.rests == of_each.rests
+        for group, share in of_each.parts if not of_each.rests else ():
+            seats = {order.index(nodes[rank]) for rank in group}
+            assert (tuple(sorted(seats)), share) in of_all.parts
+
+
+def test_groups_that_divide_a_node_are_of_no_nodes() -> None:
+    assert of_nodes(grid((2, 2)), Placement((0, 0, 1, 1))) is None
+    assert of_nodes(together(4), Placement((0, 0, 1, 1))) == together(2)
+
+
+def test_who_is_alone_moves_nowhere() -> None:
+    assert Round(((0, 1), (2,)), (1.5, 1.5)).relaxations == (1.5, 1.0)
 
 
 def test_ranks_may_change_places() -> None:

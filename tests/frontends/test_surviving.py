@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 from torch.optim import SGD
 
 import gradsync
-from gradsync.comm.shuffle import grid, together
+from gradsync.comm.shuffle import exact, grid, together, with_local_steps
 from gradsync.compressors import BlockInt, Compressor
 from gradsync.costs.cluster import Placement
 from gradsync.planner import AveragingPlanner
@@ -270,6 +271,29 @@ def no_thread_is_left() -> None:
 
 def test_a_model_that_is_dropped_takes_its_thread_along(world: Callable[[int], Ranks]) -> None:
     world(2).run(no_thread_is_left)
+
+
+def a_node_dies() -> tuple[list[float], int, bool]:
+    with patch.dict(os.environ, {"GROUP_RANK": str(dist.get_rank() // 2)}):
+        model, optimizer, handle = make(schedule=with_local_steps(exact(3, 2), 2), momentum_every=2)
+        for step in range(16):
+            if dist.get_rank() in (2, 3) and step == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            train(model, optimizer, step)
+        handle.consensus()
+        found = values(model), schedule_of(handle.plan).size
+        rests = any(each.rests for each in schedule_of(handle.plan).rounds)
+        assert all(bucket.predicted_bytes == bucket.sent_bytes for bucket in handle.statistics())
+        handle.detach()
+        return *found, rests
+
+
+def test_the_ranks_of_other_nodes_go_on_by_groups_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.world.GRACE_S", LIMIT_S)
+    with World(6) as world:
+        world.start(a_node_dies)
+        found = left(world.outcomes(LIMIT_S), {2, 3})
+    assert all(other == (found[0][0], 4, True) for other in found)
 
 
 def test_nodes_that_lost_different_numbers_of_ranks_are_averaged_together() -> None:

@@ -24,6 +24,7 @@ from gradsync.schemes import (
     Hierarchical,
     ReduceScatter,
     Scheme,
+    Shuffled,
     SparseReduceScatter,
     State,
     from_expression,
@@ -171,6 +172,10 @@ BUCKET = Bucket("0", (Segment("p", 0, 4),), (TensorSpec((4,), torch.float32),), 
         (lambda: Hierarchical(AllReduce()), r"intra must be a scheme of type Partitioned .*, got AllReduce"),
         (lambda: Hierarchical(ReduceScatter(), 3), "inter must be a scheme .*, got 3"),
         (lambda: Hierarchical(ReduceScatter(), AllReduce(), 0), "ranks_per_node must be at least 1, got 0"),
+        (
+            lambda: Hierarchical(ReduceScatter(), Shuffled((((0, 1),),)), 2),
+            r"inter must sum over all nodes, got shuffled, which averages some of them: .* make a new plan",
+        ),
         (
             lambda: Hierarchical(ReduceScatter(), AGSparse()),
             "the same kind of bucket, got reduce_scatter for flat buckets and ags",

@@ -8,7 +8,17 @@ import pytest
 import torch
 
 from gradsync.comm import LocalGroup
-from gradsync.comm.shuffle import GroupSchedule, Round, crossing, exact, grid, together, with_ranks_absent
+from gradsync.comm.shuffle import (
+    GroupSchedule,
+    Round,
+    crossing,
+    exact,
+    grid,
+    of_ranks,
+    together,
+    with_local_steps,
+    with_ranks_absent,
+)
 from gradsync.compressors import THC, BlockInt, Cast, ErrorFeedback, TopK, Warmup
 from gradsync.costs.cluster import Placement
 from gradsync.costs.steps import transfers
@@ -38,6 +48,13 @@ SCHEDULES = {
     "racks": crossing([range(3), range(3, 6)], 1),
     "irregular": GroupSchedule((Round(((0, 1, 2), (3,), (4,))), Round(((0,), (1,), (2, 3, 4))))),
     "slow": with_ranks_absent(grid((2, 2)), (3,), 2),
+}
+NODES = {  # nodes, ranks on each, and a schedule of the nodes
+    "2x2": (2, 2, with_local_steps(together(2), 3)),
+    "3x2": (3, 2, exact(3, 2)),
+    "2x3": (2, 3, with_ranks_absent(with_local_steps(together(2), 2), (1,), 2)),
+    "4x2": (4, 2, with_ranks_absent(grid((2, 2)), (3,), 2)),
+    "4x2, racks": (4, 2, with_local_steps(crossing([range(2), range(2, 4)], 1), 2)),
 }
 every_schedule = pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 
@@ -74,6 +91,49 @@ def test_recorded_bytes_are_the_predicted_ones(schedule: GroupSchedule) -> None:
         assert scheme.steps(like.specs, (), Placement.one_per_node(n), scheme.unchanged_since(step)) == expected
         for rank, ledger in enumerate(outcome.ledgers):
             assert ledger.sent_bytes == sum(transfer.sent_bytes(rank) for transfer in transfers(expected))
+
+
+@pytest.mark.parametrize("shape", NODES)
+@pytest.mark.parametrize(
+    ("between", "lost", "apart"),
+    [
+        (AllReduce(), 1e-6, 1e-6),
+        (ReduceScatter(), 1e-6, 1e-6),
+        (HalfPrecision(), 2**-8, 0.05),
+        (CompressedAllGather(Cast("bfloat16")), 1e-6, 0.05),
+        (CompressedAllGather(BlockInt(8)), 1e-6, 0.05),
+    ],
+    ids=["all-reduce", "halves", "sums of 16 bits", "16 bits", "8 bits"],
+)
+def test_nodes_with_several_ranks_average_whole_or_rest(
+    shape: str, between: Scheme[Any], lost: float, apart: float
+) -> None:
+    nodes, per_node, of_nodes = NODES[shape]
+    placement, like, n = Placement.regular(nodes, per_node), bucket(torch.float32), nodes * per_node
+    schedule = of_ranks(of_nodes, placement)
+    scheme = Shuffled.by(schedule, Hierarchical(ReduceScatter(), between, per_node))
+    states = [scheme.init(like, group) for group in LocalGroup.world(n, placement)]
+    values = [gradient(rank, like) for rank in range(n)]
+    for step in range(2 * len(schedule.rounds)):
+        before = torch.stack(values)[:, : like.numel].double()
+        flags = torch.stack([gradient(rank, like)[like.numel :] for rank in range(n)])
+        inputs = [torch.cat([x[: like.numel], own]) for x, own in zip(values, flags, strict=True)]
+        outcome = run_scheme(scheme, inputs, 1 / n, states, placement)
+        states, values = outcome.states, [result.clone() for result in outcome.results]
+        after = torch.stack(values)[:, : like.numel].double()
+        largest = float(before.abs().max())
+        assert float((after.mean(dim=0) - before.mean(dim=0)).abs().max()) <= lost * largest, "the mean is kept"
+        mixed = torch.from_numpy(schedule.round(step).mixing) @ before
+        assert float((after - mixed).abs().max()) <= apart * largest
+        for group, share in schedule.round(step).parts:
+            used = flags[list(group)].sum(dim=0) > 0
+            for rank in group:
+                assert torch.equal(values[rank][like.numel :] > 0, used), "the flags of the group"
+                assert share != 1 or scheme.traits.lossy or torch.equal(after[rank], after[group[0]]), "the same bits"
+        expected = transfers(scheme.steps(like.specs, (), placement, step))
+        for rank, ledger in enumerate(outcome.ledgers):
+            assert ledger.sent_bytes == sum(transfer.sent_bytes(rank) for transfer in expected)
+            assert bool(ledger.entries) == (not schedule.round(step).rests), "who rests sends nothing"
 
 
 def test_a_warm_up_goes_on_through_the_rounds() -> None:

@@ -105,8 +105,6 @@ def test_a_hierarchy_is_what_its_parts_are() -> None:
     assert Hierarchical(ReduceScatter(), AllReduce(), 2).traits == FLAT
     lossy = Hierarchical(ReduceScatter(), PowerSGD(), 2).traits
     assert lossy == Traits(Layout.FLAT, lossy=True, carries_flags=False, depends_on_shapes=True)
-    mixing = Hierarchical(ReduceScatter(), Shuffled(PAIR), 2).traits
-    assert (mixing.mixes, mixing.lossy, mixing.exact) == (True, False, False)
     assert Hierarchical(ReduceScatter(), CoarseGrained(freeze=True)).traits.freezes
 
 

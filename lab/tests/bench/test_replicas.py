@@ -12,18 +12,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import SGD
 
 from gradsync import attach
-from gradsync.comm.shuffle import exact, grid, together, with_local_steps
+from gradsync.comm.shuffle import grid, together, with_local_steps
 from gradsync.costs.cluster import Cluster, Link, Placement
 from gradsync.planner import AveragingPlanner
 from gradsync.plans.plan import Plan
-from gradsync.schemes import AllReduce, Hierarchical, ReduceScatter, Shuffled, to_expression
+from gradsync.schemes import AllReduce, Shuffled, to_expression
 from gradsync_lab.bench.averaging import averaging_method
 from gradsync_lab.bench.converge import planner_of, training
 from gradsync_lab.bench.methods import method
 from gradsync_lab.bench.reach import Learner
-from gradsync_lab.bench.replicas import ALIKE_BYTES_PER_S, Replicas, mixings_of
+from gradsync_lab.bench.replicas import ALIKE_BYTES_PER_S, Replicas, mixings_of, rests_of
 from gradsync_lab.workloads import load
 from tests.world import Ranks
 
@@ -86,10 +87,14 @@ def test_the_scheme_of_a_timed_run_is_the_one_that_learns() -> None:
     assert float((given - after_steps("ds_sync_h1_m0", ranks=4)).abs().max()) > 1e-6, "others are in a group"
 
 
-def test_ranks_of_a_node_mix_in_every_round() -> None:
-    scheme = Hierarchical(ReduceScatter(), Shuffled.by(exact(2, 2)), ranks_per_node=2)
-    (w,) = mixings_of(scheme, 4)
-    np.testing.assert_allclose(w, np.full((4, 4), 0.25))
+def test_ranks_of_nodes_mix_as_their_plan_says() -> None:
+    nodes, placement = with_local_steps(together(2), 2), Placement.regular(2, 2)
+    model = nn.Linear(3, 2)
+    plan = AveragingPlanner(schedule=nodes).plan(model, SGD(model.parameters(), lr=0.1), placement)
+    first, second = mixings_of(plan.buckets[0].scheme, 4)
+    np.testing.assert_allclose(first, np.eye(4))
+    np.testing.assert_allclose(second, np.full((4, 4), 0.25))
+    assert rests_of(plan.buckets[0].scheme) == [True, False]
     with pytest.raises(ValueError, match="mixes no parameters"):
         mixings_of(AllReduce(), 4)
 

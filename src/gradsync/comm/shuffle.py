@@ -18,7 +18,7 @@ import numpy as np
 from annotated_types import Interval
 from numpy.typing import NDArray
 
-from ..costs.cluster import MOST_RANKS
+from ..costs.cluster import MOST_RANKS, Placement
 from ..inputs.settings import Decay, FewInt, PositiveInt, SeveralInt, argument, check, shown
 
 Matrix = NDArray[np.float64]
@@ -58,7 +58,8 @@ class Round:
             raise ValueError(f"Round.relaxations must be one for each of {len(self.groups)} groups, got {relaxations}")
         ordered = sorted((tuple(sorted(group)), share) for group, share in zip(self.groups, relaxations, strict=True))
         object.__setattr__(self, "groups", tuple(group for group, _ in ordered))
-        object.__setattr__(self, "relaxations", tuple(float(share) for _, share in ordered))
+        shares = (float(share) if len(group) > 1 else 1.0 for group, share in ordered)  # who is alone moves nowhere
+        object.__setattr__(self, "relaxations", tuple(shares))
 
     @property
     def size(self) -> int:
@@ -399,8 +400,8 @@ def with_local_steps(schedule: GroupSchedule, every: int) -> GroupSchedule:
         ValueError: for `every` below 1.
     """
     argument("every", every, FewInt)
-    alone = Round(tuple((rank,) for rank in range(schedule.size)))
-    return GroupSchedule(tuple(each for meets in schedule.rounds for each in (*[alone] * (every - 1), meets)))
+    alone = [_alone(schedule.size)] * (every - 1)
+    return GroupSchedule(tuple(each for meets in schedule.rounds for each in (*alone, meets)))
 
 
 def thinned(schedule: GroupSchedule, every: int) -> GroupSchedule:
@@ -415,6 +416,47 @@ def thinned(schedule: GroupSchedule, every: int) -> GroupSchedule:
         return schedule
     left = iter(with_ranks_absent(GroupSchedule(meetings), range(schedule.size), every).rounds)
     return GroupSchedule(tuple(each if each.rests else next(left) for each in schedule.rounds * every))
+
+
+def of_ranks(schedule: GroupSchedule, placement: Placement) -> GroupSchedule:
+    """Returns the schedule of averaging by which ranks follow a schedule of their nodes.
+
+    A group of nodes becomes the group of all their ranks. So the ranks of a node that is alone average among
+    themselves: no other node waits for that. But in a round in which every node is alone, every rank is.
+
+    Args:
+        schedule: says which nodes average in which round; nodes are numbered in the order of their first ranks.
+        placement: the node of each rank.
+    """
+    ranks_of = [placement.within(placement.nodes.index(node)) for node in dict.fromkeys(placement.nodes)]
+    rounds = []
+    for each in schedule.rounds:
+        groups = tuple(tuple(chain.from_iterable(ranks_of[node] for node in group)) for group in each.groups)
+        rounds.append(_alone(placement.size) if each.rests else Round(groups, each.relaxations))
+    return GroupSchedule(tuple(rounds))
+
+
+def of_nodes(schedule: GroupSchedule, placement: Placement) -> GroupSchedule | None:
+    """Returns the schedule of nodes that the ranks follow by `schedule`, as `of_ranks` made it.
+
+    It is None for a schedule in which ranks of a node are in different groups while other ranks average.
+
+    Args:
+        schedule: says which ranks average in which round.
+        placement: the node of each rank.
+    """
+    order = {node: place for place, node in enumerate(dict.fromkeys(placement.nodes))}
+    rounds = []
+    for each in schedule.rounds:
+        groups = tuple(tuple({order[placement.nodes[rank]] for rank in group}) for group in each.groups)
+        if sum(map(len, groups)) > len(order) and not each.rests:
+            return None
+        rounds.append(_alone(len(order)) if each.rests else Round(groups, each.relaxations))
+    return GroupSchedule(tuple(rounds))
+
+
+def _alone(size: int) -> Round:
+    return Round(tuple((rank,) for rank in range(size)))
 
 
 def _check_ranks(ranks: Collection[int]) -> None:

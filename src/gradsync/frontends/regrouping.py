@@ -184,8 +184,7 @@ class Regrouping:
     def _count_removed(self, round: int) -> None:
         """Adds up how much averaging rounds cut this rank's squared distance to all ranks' mean (`share_removed`)."""
         if round >= self._removed_from:
-            placement = self._engine.group.placement
-            rank = placement.nodes[self._engine.group.rank]
+            rank = self._engine.group.rank
             relaxation = next(share for group, share in self._schedule.round(round).parts if rank in group)
             distance, norm = self._squares.tolist()  # a host read of two numbers per round
             self._under_way.append(share_removed(distance, norm, relaxation) if norm else 0.0)

@@ -203,7 +203,9 @@ class ParametersOnTrial:
         if made is not None and (schedule := schedule_of(made)) != together(schedule.size):
             expected_s = 0.0
             if cluster is not None:
-                expected_s = self._planner.expected_s(schedule, attached.model, cluster, attached.exclude)
+                expected_s = self._planner.expected_s(
+                    schedule, attached.model, engine.group.placement, cluster, attached.exclude
+                )
             cycle = self._planner.cycle(schedule) if expected_s <= most_s else 0
             self._made = made, cluster
         mine = torch.tensor([cycle], device=engine.device)

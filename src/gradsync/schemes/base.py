@@ -123,6 +123,18 @@ class Scheme(Nameable, ABC, Generic[X]):
             The sum, with shapes and dtypes of `x`, and the next state.
         """
 
+    async def mix(self, x: X, numel: int, state: State, group: Group, scale: float) -> tuple[X, State]:
+        """Returns what `synchronize` does, for averages of parameters: a rank keeps what it did not send of its values.
+
+        A lossy scheme adds, on each rank, ranks times `scale` times what was left out of its own values to its result.
+        So the mean over all ranks loses nothing. Only schemes that `Shuffled` takes need it.
+
+        Args:
+            x, state, group, scale: as in `synchronize`.
+            numel: the elements of `x`; the rest of it are flags.
+        """
+        return await self.synchronize(x, state, group, scale)
+
     @abstractmethod
     def steps(
         self,

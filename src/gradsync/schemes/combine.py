@@ -6,9 +6,9 @@ cost model tells which pair is fastest.
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import zip_longest
 from typing import Any, TypeVar
 
@@ -20,12 +20,13 @@ from ..compressors.expressions import register
 from ..costs.cluster import Placement
 from ..costs.steps import Compute, Step, Transfer
 from ..inputs.settings import PositiveInt
-from ..tensors.bucket import Bucket, FlatSpec, Layout, TensorSpec
+from ..tensors.bucket import Bucket, FlatSpec, Layout, Segment, TensorSpec
 from ..tensors.density import DensityProfile
 from .base import Partitioned, Scheme, State, Traits
 from .dense import AllReduce, ReduceScatter
 
 T = TypeVar("T")
+SumOf = Coroutine[Any, Any, tuple[T, State]]  # what a scheme's `synchronize` or `mix` makes, before it is awaited
 
 
 @register
@@ -60,6 +61,12 @@ class Hierarchical(Scheme[Any]):
                 f"Hierarchical.intra and inter must be for the same kind of bucket, got {self.intra.name} for "
                 f"{self.intra.traits.layout} buckets and {self.inter.name} for {self.inter.traits.layout} buckets"
             )
+        if self.inter.traits.mixes:
+            raise ValueError(
+                f"Hierarchical.inter must sum over all nodes, got {self.inter.name}, which averages some of them: "
+                "average groups of ranks by Shuffled(rounds, scheme=Hierarchical(...)); earlier plans had it the other "
+                "way round, so make a new plan"
+            )
         if self.together > 1 and self.inter.traits.freezes:
             raise ValueError(
                 "Hierarchical.inter must not freeze parameters, as a rank knows only of its own part what arrived, got "
@@ -77,7 +84,6 @@ class Hierarchical(Scheme[Any]):
         return Traits(
             inside.layout,
             lossy=inside.lossy or across.lossy,
-            mixes=across.mixes,
             depends_on_shapes=across.depends_on_shapes,
             freezes=across.freezes,
             waits_for_device=inside.waits_for_device or across.waits_for_device,
@@ -169,10 +175,31 @@ class Hierarchical(Scheme[Any]):
         return state
 
     async def synchronize(self, x: Any, state: State, group: Group, scale: float) -> tuple[Any, State]:
+        return await self._in_two_levels(self.inter.synchronize, x, state, group, scale)
+
+    async def mix(self, x: Tensor, numel: int, state: State, group: Group, scale: float) -> tuple[Tensor, State]:
+        """Returns what `synchronize` does; a node keeps what `inter` leaves out of the sum of its ranks' values.
+
+        `x` and the result are flat tensors, (`numel` + flags,).
+        """
+        within = self._placement(group.placement).within(group.rank)
+        known = FlatSpec((Segment("", 0, numel),), ((numel,),), x.dtype)
+        specs = (TensorSpec((x.numel(),), x.dtype, known),)
+        (part,), _ = self.intra.part_of(specs, (), self.together, within.index(group.rank) % self.together)
+        assert part.flat is not None
+        return await self._in_two_levels(partial(self._mix_part, part.flat.numel), x, state, group, scale)
+
+    def _mix_part(self, numel: int, part: Tensor, state: State, across: Group, scale: float) -> SumOf[Tensor]:
+        return self.inter.mix(part, numel, state, across, scale)
+
+    async def _in_two_levels(
+        self, between: Callable[..., SumOf[Any]], x: Any, state: State, group: Group, scale: float
+    ) -> tuple[Any, State]:
+        """Sums inside nodes, then each part by `between` across nodes: `synchronize` or `mix` of `inter`."""
         placement = self._placement(group.placement)
         g, nodes = self.together, placement.num_nodes
         if g == 1:
-            return await self.inter.synchronize(x, state, group, scale)
+            return await between(x, state, group, scale)
         if nodes == 1:
             return await self.intra.synchronize(x, state, group, scale)
         node, across = (group.subgroup(find(group.rank)) for find in (placement.within, placement.across))
@@ -180,7 +207,7 @@ class Hierarchical(Scheme[Any]):
         push = self.intra.push(x, {}, node, 1.0, keep_fp32=True)
         shard, _ = await in_turns(push, len(self.intra.push_stages(g)))
         # Across the nodes.
-        sums = self.inter.synchronize(self.intra.part(shard), state, across, scale)
+        sums = between(self.intra.part(shard), state, across, scale)
         part, next_state = await in_turns(sums, len(self.inter.stages(nodes)))
         # Pull: from each rank of the node its part of the sum.
         pull = self.intra.pull(self.intra.with_part(shard, part), {}, node)

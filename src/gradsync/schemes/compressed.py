@@ -209,17 +209,19 @@ class CompressedAllGather(Compressed):
         behind.copy_(any_flags(messages, payload, len(behind)))
         return x, {SENT: (next_state,)}
 
-    def own_part(self, x: Tensor, state: State, scale: float) -> Tensor:
-        """Returns `scale` times `x`, (numel,), compressed and decoded: this rank's contribution to the sum.
+    async def mix(self, x: Tensor, numel: int, state: State, group: Group, scale: float) -> tuple[Tensor, State]:
+        """Returns what `synchronize` does; a rank keeps what compression leaves out of its values.
 
-        Call it before `synchronize` with the same state: random numbers are then the same. The result has the dtype of
-        `x`, which is not changed.
+        `x` and the result are flat tensors, (`numel` + flags,).
         """
         (own,) = state[SENT]
-        payload, _ = self.compressor.compress(x, own)
-        part = torch.empty_like(x)
-        self.compressor.sum_into(part, [payload], scale)
-        return part
+        payload, _ = self.compressor.compress(x[:numel], own)  # as below: the same state draws the same random numbers
+        sent = torch.empty_like(x[:numel])
+        self.compressor.sum_into(sent, [payload], scale)
+        rest = x[:numel].mul(scale * group.size).sub_(sent, alpha=group.size)
+        x, next_state = await self.synchronize(x, state, group, scale)
+        x[:numel].add_(rest)
+        return x, next_state
 
     def steps(
         self,

@@ -93,6 +93,19 @@ class HalfPrecision(Scheme[Any]):
         widened = [replace(t, values=t.values.to(of.values.dtype)) for t, of in zip(tables, x, strict=True)]
         return tuple(widened), next_state
 
+    async def mix(self, x: Any, numel: int, state: State, group: Group, scale: float) -> tuple[Any, State]:
+        """Returns what `synchronize` does; a rank keeps the rounding error of its values, but not that of sums.
+
+        `x` and the result are flat tensors, (`numel` + flags,).
+        """
+        if not self.rounds(x.dtype):
+            return await self.synchronize(x, state, group, scale)
+        sent = self._narrowed(x[:numel], scale).to(x.dtype)
+        rest = x[:numel].mul(scale * group.size).sub_(sent, alpha=group.size)
+        x, next_state = await self.synchronize(x, state, group, scale)
+        x[:numel].add_(rest)
+        return x, next_state
+
     def steps(
         self,
         specs: tuple[TensorSpec, ...],
@@ -125,13 +138,6 @@ class HalfPrecision(Scheme[Any]):
     def _rounded(self, table: SparseRows, scale: float) -> SparseRows:
         indices, values = kernels.sum_rows([(table.indices, table.values)], table.num_rows, scale=scale)
         return replace(table, indices=indices, values=self._narrowed(values.flatten(), 1.0).view(values.shape))
-
-    def own_part(self, x: Tensor, state: State, scale: float) -> Tensor | None:
-        """Returns `scale * x` rounded to 16 bits, which is this rank's contribution to the sum; None for a 16-bit `x`.
-
-        `x`, (numel,), is not changed; the result has its shape and dtype. The rounding of sums is left out.
-        """
-        return self._narrowed(x, scale).to(x.dtype) if self.rounds(x.dtype) else None
 
     def _narrowed(self, x: Tensor, scale: float) -> Tensor:
         narrowed = memory.empty_like(x, self.dtype)

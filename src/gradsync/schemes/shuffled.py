@@ -17,7 +17,7 @@ from ..costs.steps import Compute, Step
 from ..tensors.bucket import Bucket, Layout, TensorSpec
 from ..tensors.density import DensityProfile
 from .base import Scheme, State, Traits
-from .combine import at_once, in_turns
+from .combine import Hierarchical, at_once, in_turns
 from .compressed import CompressedAllGather
 from .dense import AllReduce
 from .precision import HalfPrecision
@@ -36,15 +36,17 @@ class Shuffled(Scheme[Tensor]):
     mean of all ranks. Within a group all ranks get the same bits, if `scheme` is exact and the round has no relaxation.
     The flags behind a bucket's elements (did a rank use a parameter?) are summed within the group.
 
-    If `scheme` is lossy, each rank adds to its own result the part of its values that was not sent. So results in a
-    group differ by that much, and the mean over all ranks loses nothing but the rounding of 16-bit sums.
+    If `scheme` is lossy, each rank adds to its own result the part of its values that was not sent (`Scheme.mix`). So
+    results in a group differ by that much, and the mean over all ranks loses nothing but the rounding of 16-bit sums.
+    Where nodes have several ranks, `scheme` is `Hierarchical`, and a group has all ranks of its nodes.
     Wire: that of `scheme` within the group of a rank; a rank alone sends nothing.
 
     Attributes:
         rounds: for each round the groups of ranks, with every rank once; repeated in order.
         relaxations: for each round and group the share of the way to the group's mean that ranks move; (): 1 for all.
         scheme: sums within a group; for flat buckets, without residuals; exact, `HalfPrecision`, or
-            `CompressedAllGather` with a compressor for which the ranks need not agree on numbers.
+            `CompressedAllGather` with a compressor for which the ranks need not agree on numbers; or `Hierarchical`
+            with one of these between nodes.
     """
 
     rounds: tuple[tuple[RankGroup, ...], ...]
@@ -53,14 +55,17 @@ class Shuffled(Scheme[Tensor]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        inner = self.scheme.inner if isinstance(self.scheme, HalfPrecision) else self.scheme
+        sent = self.scheme
+        if isinstance(sent, Hierarchical) and sent.intra.traits.exact:
+            sent = sent.inter
+        inner = sent.inner if isinstance(sent, HalfPrecision) else sent
         is_exact = inner.traits.layout is Layout.FLAT and inner.traits.exact
-        if not is_exact and not isinstance(self.scheme, CompressedAllGather):
+        if not is_exact and not isinstance(sent, CompressedAllGather):
             raise ValueError(
                 f"{type(self).__name__}.scheme must be for flat buckets and exact, HalfPrecision of such a scheme, or "
-                f"CompressedAllGather, got {self.scheme!r}"
+                f"CompressedAllGather, or Hierarchical with one of these between nodes, got {self.scheme!r}"
             )
-        if isinstance(self.scheme, CompressedAllGather) and self.scheme.compressor.traits.agrees:
+        if isinstance(sent, CompressedAllGather) and sent.compressor.traits.agrees:
             raise ValueError(
                 f"{type(self).__name__}.scheme must have a compressor for which ranks agree on no numbers, as a rank "
                 f"must know beforehand what it sends, got {self.scheme.title}"
@@ -107,7 +112,8 @@ class Shuffled(Scheme[Tensor]):
     def init(self, bucket: Bucket, group: Group) -> State:
         """Returns the state before the first round: that of `scheme`, and a counter of rounds.
 
-        Process groups are made for the groups of ranks, in the same order on all ranks.
+        Process groups are made for the groups of ranks, and for those that `scheme` needs within them, in the same
+        order on all ranks.
 
         Raises:
             ValueError: if `rounds` are for another number of ranks, `scheme` keeps residuals (what compression left
@@ -125,7 +131,7 @@ class Shuffled(Scheme[Tensor]):
             self._require_steps(bucket, members, group)
         for members in self.schedule.distinct:
             if group.rank in members:
-                group.subgroup(members)
+                self.scheme.init(bucket, group.subgroup(members))
         return {**state, ROUND: (CompressorState(bucket.flat_spec, group.rank),)}
 
     def _require_steps(self, bucket: Bucket, members: RankGroup, group: Group) -> None:
@@ -144,22 +150,15 @@ class Shuffled(Scheme[Tensor]):
         numel, turns = counted.spec.numel, len(self.stages(group.size))
         members, share = self._part(group.rank, counted.step)
         own = x[:numel].mul(scale * group.size * (1 - share)) if share != 1 else None
-        rest = None
         if len(members) > 1:
             within = group.subgroup(members)
-            share_of_one = scale * group.size / within.size
-            if isinstance(self.scheme, HalfPrecision | CompressedAllGather):
-                sent = self.scheme.own_part(x[:numel], inner, share_of_one)
-                if sent is not None:
-                    rest = x[:numel].mul(scale * group.size).sub_(sent, alpha=within.size)
             # Exchange: the mean of the group.
-            x, _ = await in_turns(self.scheme.synchronize(x, inner, within, share_of_one), turns)
+            x, _ = await in_turns(self.scheme.mix(x, numel, inner, within, scale * group.size / within.size), turns)
         else:
             if turns:
                 await in_turns(_nothing(), turns)
-            x[:numel] *= scale * group.size
-        if rest is not None:
-            x[:numel].add_(rest)
+            if scale * group.size != 1:
+                x[:numel] *= scale * group.size
         if own is not None:
             x[:numel].mul_(share).add_(own)
         following = {point: tuple(part.next() for part in kept) for point, kept in inner.items()}
@@ -178,7 +177,8 @@ class Shuffled(Scheme[Tensor]):
         exchange = tuple(at_once("group", placement.size, groups, within))
         (spec,) = specs
         if groups and self.traits.lossy:
-            exchange = (Compute("keep_rest", 5.0 * spec.nbytes), *exchange, Compute("add_rest", 3.0 * spec.nbytes))
+            part_bytes = spec.nbytes / (self.scheme.together if isinstance(self.scheme, Hierarchical) else 1)
+            exchange = (Compute("keep_rest", 5.0 * part_bytes), *exchange, Compute("add_rest", 3.0 * part_bytes))
         if any(share != 1 for share in now.relaxations):
             exchange = (Compute("relax", 2.0 * spec.nbytes), *exchange, Compute("relax", 3.0 * spec.nbytes))
         return exchange

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradsync.comm.shuffle import RankGroup, Round, grid, together
+from gradsync.comm.shuffle import RankGroup, Round, grid, of_ranks, together, with_local_steps
 from gradsync.costs.cluster import Cluster, Link
 from gradsync.planner import AveragingPlanner
 from gradsync.planner.averaging.grouping import groupings, judge, placed_by_annealing, round_s, step_s
@@ -49,12 +49,16 @@ def test_groups_that_cross_share_the_uplink() -> None:
 
 @st.composite
 def topologies(draw: st.DrawFn) -> Cluster:
-    """Draws racks of any size and rate, the last one perhaps smaller, and up to three nodes with other links."""
+    """Draws racks of any size and rate, the last one perhaps smaller, and up to three nodes with other links.
+
+    Nodes have one to three ranks.
+    """
     nodes = draw(st.one_of(st.integers(2, 12), st.sampled_from([13, 17])))
     trunk = Link(draw(st.floats(0.1, 4.0)) * LINK.bandwidth_bytes_per_s, draw(st.sampled_from([0.0, 30e-6, 1e-3])))
     shares = draw(st.dictionaries(st.integers(0, nodes - 1), st.floats(0.05, 2.0), max_size=3))
     links = {node: Link(share * LINK.bandwidth_bytes_per_s) for node, share in shares.items()}
-    return Cluster(nodes, LINK, slow=links, rack_size=draw(st.integers(1, 8)), trunk=trunk)
+    ranks_per_node = draw(st.integers(1, 3))
+    return Cluster(nodes, LINK, ranks_per_node, slow=links, rack_size=draw(st.integers(1, 8)), trunk=trunk)
 
 
 @settings(max_examples=12)
@@ -77,10 +81,9 @@ def test_whatever_the_racks_all_that_is_returned_keeps_to_what_is_asked_for(
     for grouping in found:
         schedule = grouping.schedule
         assert schedule.size == cluster.nodes
-        assert (
-            schedule.spread() / cluster.nodes == pytest.approx(grouping.spread) and grouping.spread < most_spread + 1e-6
-        )
-        assert schedule.left == pytest.approx(grouping.left) and grouping.left < most_left + 1e-6
+        ranks = of_ranks(schedule, cluster.placement())
+        assert ranks.spread() / ranks.size == pytest.approx(grouping.spread) and grouping.spread < most_spread + 1e-6
+        assert ranks.left == pytest.approx(grouping.left) and grouping.left < most_left + 1e-6
         if largest is not None:
             assert all(len(group) in (*range(largest + 1), cluster.nodes) for group in schedule.distinct)
         for each in schedule.rounds:
@@ -144,6 +147,21 @@ def test_of_what_is_about_as_quick_the_one_that_keeps_nodes_closer_is_taken() ->
     assert AveragingPlanner().grouping(cluster, NBYTES).name == "exact, groups of up to 2, after 3 steps"
     names = [AveragingPlanner(most_local_steps=most).grouping(cluster, NBYTES).name for most in (2, 1)]
     assert names == ["exact, groups of up to 2, after 2 steps", "exact, groups of up to 2"]
+
+
+def test_ranks_of_a_node_that_are_apart_between_averages_count() -> None:
+    """Pairs of nodes with 8 ranks stay close, as means of 8 ranks have little noise, but their ranks do not."""
+    pairs = grid((2,) * 3)
+    for every, allowed in ((1, 0.5), (2, 1.0), (3, 2.0)):
+        (one, eight) = (
+            [
+                each.spread
+                for each in groupings(Cluster(8, LINK, per_node), NBYTES, COMPUTE_S, most_spread=9.0)
+                if each.schedule == with_local_steps(pairs, every)
+            ]
+            for per_node in (1, 8)
+        )
+        assert eight[0] < one[0] and (every - 1) / 2 * (1 - 1 / 8) <= eight[0] < allowed
 
 
 def uplink_loads(groups: Iterable[RankGroup], cluster: Cluster) -> list[float]:

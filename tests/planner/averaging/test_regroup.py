@@ -9,7 +9,16 @@ import pytest
 from torch import nn
 from torch.optim import SGD
 
-from gradsync.comm.shuffle import GroupSchedule, Round, crossing, exact, grid, together, with_ranks_absent
+from gradsync.comm.shuffle import (
+    GroupSchedule,
+    Round,
+    crossing,
+    exact,
+    grid,
+    together,
+    with_local_steps,
+    with_ranks_absent,
+)
 from gradsync.costs.cluster import Cluster, Link, Placement
 from gradsync.planner import AveragingPlanner
 from gradsync.planner.averaging.grouping import Grouping, judge, round_s
@@ -242,7 +251,7 @@ def test_what_rounds_remove_says_how_far_apart_ranks_are(schedule: GroupSchedule
         if step >= 10 * len(schedule.rounds):
             removed += [share_removed(d, norm, share) for d, share in zip(distances, shares, strict=True)]
             apart.append(np.square(values - values.mean(axis=0)).sum() / n / norm)
-    spread = spread_for(np.sqrt(np.mean(apart)), float(np.mean(removed)), n, 1)
+    spread = spread_for(np.sqrt(np.mean(apart)), float(np.mean(removed)), n)
     assert spread == pytest.approx(schedule.spread() / n, rel=0.1, abs=1e-9)
 
 
@@ -258,9 +267,12 @@ def test_rounds_that_go_short_of_the_mean_or_beyond_remove_less_than_they_change
     assert removed == pytest.approx(apart(values) - apart(mixed))
 
 
-def test_ranks_of_a_node_count_as_one() -> None:
-    """3 nodes of 2 ranks: each rank's noise is 1, a node's mean has half of it, rounds remove all but the mean's."""
-    assert spread_for(1.0, 1 - 1 / 6, nodes=3, per_node=2) == pytest.approx(1 / 0.5)
+@pytest.mark.parametrize("every", [1, 3])
+def test_ranks_of_a_node_are_ranks(every: int) -> None:
+    """3 nodes of 2 ranks: each rank's noise is 1, and a round removes all that `every` steps have added."""
+    judged = judge("", with_local_steps(together(3), every), Cluster(3, LINK, 2), NBYTES, 0.0)
+    assert judged.spread == pytest.approx((every - 1) / 2 * (1 - 1 / 6))
+    assert spread_for(1.0, 1 - 1 / 6, 6) == pytest.approx(1.0)
 
 
 def regrouped_spread(planner: AveragingPlanner, present: GroupSchedule, removed: float) -> GroupSchedule | None:
@@ -276,7 +288,7 @@ def test_groups_grow_where_ranks_are_apart_and_shrink_where_there_is_room() -> N
     planner = AveragingPlanner(most_apart=1.0, most_local_steps=1)
     pairs, fours, all_together = grid((2,) * 4), grid((4, 4)), together(16)
     spreads = [schedule.spread() / 16 for schedule in (pairs, fours)]
-    calm, restless, wild = (spread_for(1.0, spread, 16, 1) for spread in (2 * spreads[0], 2 * spreads[1], 0.01))
+    calm, restless, wild = (spread_for(1.0, spread, 16) for spread in (2 * spreads[0], 2 * spreads[1], 0.01))
     assert exact(16, 2) == pairs and exact(16, 4) == fours
     for present in (fours, all_together):
         assert regrouped_spread(planner, present, calm) == pairs
@@ -292,7 +304,7 @@ def test_groups_grow_where_ranks_are_apart_and_shrink_where_there_is_room() -> N
 def test_distances_near_the_bound_leave_groups_as_they_are() -> None:
     planner, spread = AveragingPlanner(most_apart=1.0, most_local_steps=1), grid((2,) * 4).spread() / 16
     for nearly in (1.05 * spread, 0.95 * spread):
-        removed = spread_for(1.0, nearly, 16, 1)
+        removed = spread_for(1.0, nearly, 16)
         assert regrouped_spread(planner, grid((2,) * 4), removed) is None
         assert regrouped_spread(planner, grid((4, 4)), removed) is None
 

@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterator
 from itertools import count
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -38,22 +37,13 @@ def mixings_of(scheme: Scheme[Any], size: int) -> list[Matrix]:
     """
     if isinstance(scheme, Gossip):
         return [scheme.mixing(size, round) for round in range(len(scheme.distances))]
-    if isinstance(scheme, Hierarchical):
-        together = scheme.together
-        within = np.kron(np.eye(size // together), np.full((together, together), 1 / together))
-        blocks = np.ones((together, together)) / together
-        return [
-            (np.kron(each, blocks) @ within).astype(np.float64) for each in mixings_of(scheme.inter, size // together)
-        ]
     if isinstance(scheme, Shuffled):
         return [each.mixing for each in scheme.schedule.rounds]
     raise ValueError(f"{scheme.title} mixes no parameters")
 
 
 def rests_of(scheme: Scheme[Any]) -> list[bool]:
-    """Returns, for each round of the scheme's cycle, whether no ranks, or no nodes in `Hierarchical`, meet."""
-    if isinstance(scheme, Hierarchical):
-        return rests_of(scheme.inter)
+    """Returns, for each round of the scheme's cycle, whether no ranks meet."""
     if isinstance(scheme, Shuffled):
         return [each.rests for each in scheme.schedule.rounds]
     return [False] * (len(scheme.distances) if isinstance(scheme, Gossip) else 1)
@@ -173,8 +163,8 @@ class Replicas:
 
 def _compressor_of(scheme: Scheme[Any]) -> Compressor[Any] | None:
     """Returns the compressor by which the scheme sends parameters within groups; None if it sends them unchanged."""
-    inner: Any = scheme.inter if isinstance(scheme, Hierarchical) else scheme
-    inner = inner.scheme if isinstance(inner, Shuffled) else inner
+    inner: Any = scheme.scheme if isinstance(scheme, Shuffled) else scheme
+    inner = inner.inter if isinstance(inner, Hierarchical) else inner
     if isinstance(inner, HalfPrecision):
         return Cast(inner.values)
     return inner.compressor if isinstance(inner, CompressedAllGather) else None

@@ -6,7 +6,8 @@ and schedules in which all nodes do. Where a schedule leaves open which node tak
 until the busiest links carry least. The time of each schedule is computed round by round from the cluster's links;
 nodes with nobody to wait for go on.
 
-Members are nodes, not ranks: ranks of one node sum first, and each exchanges a part of that sum between nodes.
+Members are nodes, not ranks: ranks of one node sum first, and each exchanges a part of that sum between nodes. But
+distances are those of ranks: `of_ranks` in `comm/shuffle.py` says which ranks average while their nodes rest.
 """
 
 from __future__ import annotations
@@ -49,18 +50,18 @@ COOLEST = 1e-3  # last temperature of the annealing, as a share of the first cos
 
 @dataclass(frozen=True)
 class Grouping:
-    """A schedule of averaging, judged on a cluster: its step time, and how far it lets nodes' parameters differ.
+    """A schedule of averaging, judged on a cluster: its step time, and how far it lets ranks' parameters differ.
 
-    The schedule says which nodes average their parameters in which round. `spread` is the nodes' mean squared distance
-    to their mean, in variances of one training step's noise; `left`, the largest share of a difference between nodes
-    that remains after all rounds of the schedule.
+    The schedule says which nodes average their parameters in which round. `spread` is the ranks' mean squared distance
+    to their mean, in variances of the noise of one rank's training step; `left`, the largest share of a difference
+    between ranks that remains after all rounds of the schedule.
     """
 
     name: str
     schedule: GroupSchedule
     step_s: float  # mean seconds of a step in the long run, computation and exchange
-    spread: float  # how far nodes drift apart: `GroupSchedule.spread`, per node
-    left: float  # share of a disagreement that a cycle leaves: `GroupSchedule.left`
+    spread: float  # how far ranks drift apart: `GroupSchedule.spread` of the schedule `of_ranks`, per rank
+    left: float  # share of a disagreement that a cycle leaves: `GroupSchedule.left` of the same
     crossing: int  # most groups that cross one rack's uplink in a round
 
 
@@ -82,13 +83,13 @@ def groupings(
     several rounds.
 
     Args:
-        cluster: the nodes and their links.
+        cluster: the nodes, the ranks on each of them, and their links.
         nbytes: bytes that each node averages in a step.
         compute_s: seconds of a step without the exchange.
         largest: most nodes of a group, except a group of all; None: the square root of all, a whole rack, or all but
             the slow nodes.
         budget: most groups that may cross a rack's uplink in the same round; None: any number.
-        most_spread: largest mean squared distance of nodes to their mean, in variances of one step's noise.
+        most_spread: largest mean squared distance of ranks to their mean, in variances of one step's noise.
         most_left: largest share of the squared distances to the mean that may be left after one pass through all
             rounds.
         most_local_steps: most training steps per average, on all nodes; 1 averages after each step.
@@ -114,33 +115,65 @@ def groupings(
         if judged.crossing > budget or judged.left > most_left + EXACT:  # exact ones but for rounding
             continue
         for every in range(1, most_local_steps + 1):
-            if _rested_spread(judged.spread, every, cluster.nodes) <= most_spread + EXACT:
+            if _rested_spread(judged.spread, every, cluster.world_size) <= most_spread + EXACT:
                 rested = judged if every == 1 else _with_local_steps(judged, every, cluster, nbytes, compute_s)
                 found.setdefault(rested.schedule, rested)
     return sorted(found.values(), key=lambda grouping: grouping.step_s)
 
 
 def judge(name: str, schedule: GroupSchedule, cluster: Cluster, nbytes: float, compute_s: float) -> Grouping:
-    """Returns a schedule of averaging with its expected seconds per step, and how far nodes' parameters stay apart.
+    """Returns a schedule of averaging with its expected seconds per step, and how far ranks' parameters stay apart.
 
-    `Grouping.spread` is their mean squared distance to their mean, in variances of one training step's noise;
-    `Grouping.left` is the largest share of such a distance that is left after one pass through all rounds.
+    `Grouping.spread` is their mean squared distance to their mean, in variances of the noise of one rank's training
+    step; `Grouping.left` is the largest share of such a distance that is left after one pass through all rounds.
+
+    A rank is as far from the mean as its node's mean, of which noise is smaller by the number of ranks, and in addition
+    as far from that mean as `_within_nodes` says.
 
     Args:
         name: a name for the result.
         schedule: says which nodes average in which round.
-        cluster: the nodes and their links.
+        cluster: the nodes, the ranks on each of them, and their links.
         nbytes: bytes that each node averages in a step.
         compute_s: seconds of a step without the exchange.
     """
+    within_spread, within_left = _within_nodes(schedule, cluster.ranks_per_node)
     return Grouping(
         name,
         schedule,
         step_s=step_s(schedule, cluster, nbytes, compute_s),
-        spread=schedule.spread() / cluster.nodes,
-        left=schedule.left,
+        spread=schedule.spread() / cluster.world_size + within_spread,
+        left=max(schedule.left, within_left),
         crossing=max(_most_crossing(each, cluster) for each in schedule.rounds),
     )
+
+
+def _within_nodes(schedule: GroupSchedule, per_node: int) -> tuple[float, float]:
+    """Returns how far ranks are from their node's mean, as (`Grouping.spread`, `Grouping.left`) of that part alone.
+
+    In a round in which every node rests, ranks move by their step's noise, as all of them are alone. In other rounds
+    they come to their node's mean, or go beyond it by what a relaxation does.
+
+    Args:
+        schedule: says which nodes average in which round.
+        per_node: the number of ranks on each node.
+    """
+    if per_node == 1:
+        return 0.0, 0.0
+    shares = np.ones((len(schedule.rounds), schedule.size))  # of the way to their node's mean, by round and node
+    for number, each in enumerate(schedule.rounds):
+        for group, share in each.parts:
+            shares[number, list(group)] = 0.0 if each.rests else share
+    kept, noise = np.square(1 - shares), 1 - 1 / per_node
+    after_a_cycle = np.zeros(schedule.size)
+    for each in kept:
+        after_a_cycle = each * (after_a_cycle + noise)
+    left = kept.prod(axis=0)
+    apart, found = after_a_cycle / (1 - left), []  # in steady state; below 1, as all meet others in some round
+    for each in kept:
+        apart = each * (apart + noise)
+        found.append(apart.mean())
+    return float(np.mean(found)), float(left.max())
 
 
 def _with_local_steps(judged: Grouping, every: int, cluster: Cluster, nbytes: float, compute_s: float) -> Grouping:
@@ -151,24 +184,24 @@ def _with_local_steps(judged: Grouping, every: int, cluster: Cluster, nbytes: fl
         name=f"{judged.name}, after {every} steps",
         schedule=schedule,
         step_s=step_s(schedule, cluster, nbytes, compute_s),
-        spread=_rested_spread(judged.spread, every, cluster.nodes),
+        spread=_rested_spread(judged.spread, every, cluster.world_size),
     )
 
 
-def _rested_spread(spread: float, every: int, nodes: int) -> float:
-    """Returns the mean squared distance of nodes to their mean if they average after each `every`-th step only.
+def _rested_spread(spread: float, every: int, ranks: int) -> float:
+    """Returns the mean squared distance of ranks to their mean if they average after each `every`-th step only.
 
-    `spread`: the same if they average after each step, both in variances of one step's noise; `nodes`: their number. An
+    `spread`: the same if they average after each step, both in variances of one step's noise; `ranks`: their number. An
     average removes the noise of `every` steps, and each local step before it adds one step's noise.
     """
-    return every * spread + (every - 1) / 2 * (1 - 1 / nodes)
+    return every * spread + (every - 1) / 2 * (1 - 1 / ranks)
 
 
 def step_s(schedule: GroupSchedule, cluster: Cluster, nbytes: float, compute_s: float) -> float:
     """Simulates a schedule of averaging, and returns the mean seconds of a training step in the long run.
 
     In each round the schedule divides the nodes into groups, which average their parameters. A group's exchange begins
-    when its last node has arrived, and its nodes go on when it ends.
+    when its last node has arrived, and its nodes go on when it ends. Exchanges inside nodes take no time.
 
     Args:
         schedule: says which nodes average in which round; a round follows each training step.

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RAdam
 
-from ...comm.shuffle import GroupSchedule, thinned, together
+from ...comm.shuffle import GroupSchedule, of_nodes, of_ranks, thinned, together
 from ...compressors import Cast, Compressor
 from ...costs.cluster import Cluster, Placement
 from ...inputs.settings import (
@@ -43,8 +43,9 @@ class AveragingPlanner:
     """A planner for `attach(model, optimizer, AveragingPlanner())`, to average parameters in groups of nodes.
 
     A schedule says which nodes average in which round. The planner takes the one with the shortest expected step by the
-    rates of links, within the limits below; among schedules that are about as quick, the one that keeps nodes closest
-    together. Ranks of a node are averaged in every round, and each rank exchanges a part of that average between nodes.
+    rates of links, within the limits below; among schedules that are about as quick, the one that keeps ranks closest
+    together. In a round with averages the ranks of a node are averaged, too, and each rank exchanges a part of that
+    average between nodes; in a local step, on all nodes, every rank is alone.
 
     Args:
         cluster: links of the nodes; None: rates between all nodes are measured when attached, with a few MiB each.
@@ -52,9 +53,9 @@ class AveragingPlanner:
         largest: most nodes of a group, except a group of all; None: the square root of all, a whole rack, or all but
             slow nodes, which then average in few rounds.
         budget: most groups that may cross a rack's uplink in the same round; None: any number.
-        most_spread: how far apart nodes may stay: their mean squared distance to their mean, in variances of a step's
-            noise. It is up to 1.5 if all average after each fourth step, up to 1 in pairs with changing partners (as in
-            a hypercube) after each step.
+        most_spread: how far apart ranks may stay: their mean squared distance to their mean, in variances of the noise
+            of a rank's step. It is up to 1.5 if all average after each fourth step, up to 1 in pairs with changing
+            partners (as in a hypercube) after each step; pairs of nodes with several ranks stay closer.
         most_left: largest share of the squared distances to the mean that a cycle of rounds may leave.
         most_local_steps: most steps per average, on all nodes; 1 averages after each step. The number within this limit
             follows from the links and `most_spread`.
@@ -149,19 +150,18 @@ class AveragingPlanner:
         parameters = _parameters(model, exclude)
         specs = {name: TensorSpec.of(p) for name, p in parameters.items()}
         schedule = self._schedule(placement, self.cluster or cluster, _total_bytes(parameters))
-        by_node = schedule.size != placement.size
         ordered = list(reversed(specs)) if self.early else list(specs)
-        scheme = _of_ranks(Shuffled.by(schedule, self._exchange(schedule)), placement, by_node)
+        scheme = _shuffled(schedule, self._exchange(schedule), placement)
         buckets = [(names, scheme) for names in filled(ordered, specs)]
         buffers = {n: TensorSpec.of(b) for n, b in model.named_buffers() if _is_averaged(n, b, exclude)}
-        exact = _of_ranks(Shuffled.by(schedule), placement, by_node)
+        exact = _shuffled(schedule, AllReduce(), placement)
         buckets += [(names, exact) for names in filled(list(buffers), buffers)]
         beside = dict(buffers)
         if self.momentum_every:
             names = [n for n in ordered if id(parameters[n]) in _with_momentum(optimizer)]
             states = {state_name(n, key): specs[n] for n in names for key in _states_of(optimizer)}
             seldom = thinned(schedule, self.momentum_every)
-            rounded = _of_ranks(Shuffled.by(seldom, HalfPrecision()), placement, by_node)
+            rounded = _shuffled(seldom, HalfPrecision(), placement)
             buckets += [(names, rounded) for names in filled(list(states), states)]
             beside |= states
         what = What.EARLY_PARAMETER if self.early else What.PARAMETER
@@ -172,13 +172,13 @@ class AveragingPlanner:
         return replace(self, cluster=None, schedule=None)
 
     def grouping(self, cluster: Cluster, nbytes: float) -> Grouping:
-        """Returns the schedule of averaging to use on these links, with its step time and how far it lets nodes differ.
+        """Returns the schedule of averaging to use on these links, with its step time and how far it lets ranks differ.
 
         A schedule says which nodes average in which round. Of those about as quick as the quickest, the one that keeps
-        nodes' parameters closest together is chosen.
+        ranks' parameters closest together is chosen.
 
         Args:
-            cluster: the nodes and their links.
+            cluster: the nodes, the ranks on each of them, and their links.
             nbytes: bytes that each node averages in a step.
         """
         found = groupings(
@@ -208,7 +208,7 @@ class AveragingPlanner:
         """Returns a plan with better groups of nodes than `present`; None if none are expected to be clearly better.
 
         Args:
-            present: the schedule in use, which says which nodes average in which round.
+            present: the schedule in use, which says which ranks average in which round, made of groups of nodes.
             model, optimizer: the model that is averaged, and its optimiser.
             placement: the node of each rank.
             cluster: the links between nodes, as measured now.
@@ -216,33 +216,43 @@ class AveragingPlanner:
             removed: how much of the ranks' squared distances a round removed, see `regroup.share_removed`; None: not
                 known.
         """
-        nbytes = _total_bytes(_parameters(model, exclude))
-        judged = judge("present", present, cluster, nbytes, self.compute_s)
+        nbytes, cluster = _total_bytes(_parameters(model, exclude)), _with_ranks_of(placement, cluster)
+        nodes = of_nodes(present, placement)
+        assert nodes is not None, "only groups that the planner chose are changed, which are of nodes"
+        judged = judge("present", nodes, cluster, nbytes, self.compute_s)
         most_spread, too_far = self.most_spread, False
         if self.most_apart is not None and removed is not None:
-            nodes = placement.num_nodes
-            allowed = spread_for(self.most_apart, removed, nodes, placement.size // nodes)
+            allowed = spread_for(self.most_apart, removed, placement.size)
             too_far = CLEARLY * judged.spread > allowed
             most_spread = min(most_spread, allowed if too_far else ROOM * allowed)
         found = replace(self, most_spread=most_spread).grouping(cluster, nbytes)
-        if found.schedule == present or not (too_far or is_better(found, judged, self.budget)):
+        if found.schedule == nodes or not (too_far or is_better(found, judged, self.budget)):
             return None
         settled = replace(self, schedule=found.schedule, most_apart=None)
         return settled.plan(model, optimizer, placement, None, exclude)
 
     def expected_s(
-        self, schedule: GroupSchedule, model: nn.Module, cluster: Cluster, exclude: Sequence[str] = ()
+        self,
+        schedule: GroupSchedule,
+        model: nn.Module,
+        placement: Placement,
+        cluster: Cluster,
+        exclude: Sequence[str] = (),
     ) -> float:
         """Returns the expected seconds of a training step on these links, computation included.
 
         Args:
-            schedule: says which nodes average in which round.
+            schedule: says which ranks average in which round.
             model: the model whose parameters are averaged.
+            placement: the node of each rank.
             cluster: the nodes and their links.
             exclude: names or shell patterns of parameters that are not averaged.
+
+        Returns:
+            The seconds; 0 for a schedule whose groups divide the ranks of a node, of which nothing is expected.
         """
-        nbytes = _total_bytes(_parameters(model, exclude))
-        return step_s(schedule, cluster, nbytes, self.compute_s)
+        nodes, nbytes = of_nodes(schedule, placement), _total_bytes(_parameters(model, exclude))
+        return 0.0 if nodes is None else step_s(nodes, cluster, nbytes, self.compute_s)
 
     def cycle(self, schedule: GroupSchedule) -> int:
         """Returns the number of rounds of averaging after which a plan with this schedule repeats itself.
@@ -257,7 +267,7 @@ class AveragingPlanner:
             if nodes == 1 or self._averages_all_together(placement):
                 return together(placement.size)
             assert cluster is not None, "a cluster is given, or its links were measured"
-            schedule = self.grouping(cluster, nbytes).schedule
+            schedule = self.grouping(_with_ranks_of(placement, cluster), nbytes).schedule
         if schedule.size not in (nodes, placement.size):
             raise ValueError(
                 f"the schedule is for {schedule.size}, the job has {placement.size} ranks on {nodes} nodes: expected "
@@ -282,11 +292,10 @@ class AveragingPlanner:
 
 
 def schedule_of(plan: Plan) -> GroupSchedule:
-    """Returns the schedule of a plan of `AveragingPlanner`: which ranks, or nodes, average in which round."""
+    """Returns the schedule of a plan of `AveragingPlanner`: which ranks average in which round."""
     scheme = plan.buckets[0].scheme
-    between = scheme.inter if isinstance(scheme, Hierarchical) else scheme
-    assert isinstance(between, Shuffled)
-    return between.schedule
+    assert isinstance(scheme, Shuffled)
+    return scheme.schedule
 
 
 def filled(names: Sequence[str], specs: Mapping[str, TensorSpec]) -> list[list[str]]:
@@ -311,21 +320,27 @@ def _parameters(model: nn.Module, exclude: Sequence[str]) -> dict[str, nn.Parame
     return {n: p for n, p in trainable_parameters(model).items() if not matches(n, exclude)}
 
 
+def _with_ranks_of(placement: Placement, cluster: Cluster) -> Cluster:
+    """Returns the cluster with as many ranks on each node as the job has."""
+    return replace(cluster, ranks_per_node=placement.ranks_per_node or 1)
+
+
 def _total_bytes(parameters: Mapping[str, Tensor]) -> float:
     return float(sum(TensorSpec.of(p).nbytes for p in parameters.values()))
 
 
-def _of_ranks(between: Scheme[Any], placement: Placement, by_node: bool) -> Scheme[Any]:
-    """Returns `between`, a scheme that averages among ranks, or, if it does among nodes (`by_node`), a two-level one.
+def _shuffled(schedule: GroupSchedule, scheme: Scheme[Any], placement: Placement) -> Shuffled:
+    """Returns the scheme that averages by the schedule, of ranks or of nodes, and within its groups by `scheme`.
 
-    In the two-level scheme the ranks of a node sum first, and each exchanges a part of the sum between nodes.
+    In groups of nodes with several ranks, the ranks of a node sum first, and each exchanges a part of the sum by
+    `scheme` between nodes.
     """
-    if not by_node:
-        return between
+    if schedule.size == placement.size:
+        return Shuffled.by(schedule, scheme)
     per_node = placement.ranks_per_node
     if per_node is None:
         raise ValueError("groups of nodes need as many ranks on each node, and here they differ")
-    return Hierarchical(ReduceScatter(), between, per_node)
+    return Shuffled.by(of_ranks(schedule, placement), Hierarchical(ReduceScatter(), scheme, per_node))
 
 
 def _states_of(optimizer: Optimizer) -> tuple[str, ...]:

@@ -73,7 +73,7 @@ def links_changed(young_s: Sequence[float], now_s: Sequence[float]) -> bool:
 def is_better(found: Grouping, present: Grouping, budget: int | None) -> bool:
     """Whether averaging should go over from the groups of nodes in `present` to those in `found`.
 
-    True if `found` is clearly quicker; or keeps nodes' parameters clearly closer together in steps about as long, as
+    True if `found` is clearly quicker; or keeps ranks' parameters clearly closer together in steps about as long, as
     where a slow node that sat out has recovered; or if more than `budget` groups of `present` cross one rack's uplink.
     """
     if budget is not None and present.crossing > budget:
@@ -97,17 +97,17 @@ def share_removed(distance: float, norm: float, relaxation: float = 1.0) -> floa
     return distance / norm * (2 - relaxation) / relaxation
 
 
-def spread_for(most_apart: float, removed: float, nodes: int, per_node: int) -> float:
+def spread_for(most_apart: float, removed: float, ranks: int) -> float:
     """Returns the largest `Grouping.spread` with which ranks stay within the distance `most_apart` after a round.
 
-    Distances are of a rank's parameters to the ranks' mean, over the parameters' norm. A spread is the nodes' mean
-    squared distance, in units of what a training step adds to it. In the long run rounds of averaging remove what steps
+    Distances are of a rank's parameters to the ranks' mean, over the parameters' norm. A spread is the ranks' mean
+    squared distance, in units of the variance of a step's noise. In the long run rounds of averaging remove what steps
     add, so `removed` measures the unit. If each rank keeps its own momentum of 0.9, measured distances are 0.7 to 1.1
     times `most_apart`, and twice if groups cross racks.
 
     Args:
         most_apart: the allowed distance, root mean square over ranks.
         removed: the mean of `share_removed` over ranks and rounds; 0 gives infinity.
-        nodes, per_node: the number of nodes, and of ranks on each.
+        ranks: the number of ranks.
     """
-    return most_apart**2 * (per_node - 1 / nodes) / removed if removed else math.inf
+    return most_apart**2 * (1 - 1 / ranks) / removed if removed else math.inf
