@@ -78,7 +78,7 @@ def test_a_killed_rank_is_noticed_naming_bucket_stage_and_step(short_lived: Worl
 
 
 def test_a_killed_rank_is_named_to_ranks_that_swap_no_message_with_it() -> None:
-    """Of four ranks, 0 and 1 swap their sums of the small bucket with ranks 2 and 3 only after these have met."""
+    """Ranks 0 and 1 swap their sums of the small bucket with 2 and 3 only after these have swapped theirs."""
     with World(4) as world:
         world.start(fall, 3, signal.SIGKILL)
         for first, _ in survivors(world.outcomes(limit_s=30), 3):
