@@ -29,9 +29,9 @@ from gradsync.comm.backends import GROUP_OF_BACKEND
 from gradsync.comm.gloo import FAST_BYTES_PER_S, MOST_DIRECT_BYTES
 from gradsync.comm.group import Group
 from gradsync.comm.network_cost import network_cost
-from gradsync.comm.rounds import CHUNK_BYTES
+from gradsync.comm.rounds import CHUNK_BYTES, Rounds
 from gradsync.costs.steps import Pattern, Transfer
-from gradsync.costs.transport import DIRECT_BYTES
+from gradsync.costs.transport import DIRECT_BYTES, DOUBLED_BYTES, SUMMED_BYTES
 from tests.world import Ranks
 from tests.world import World as ShortLived
 
@@ -267,10 +267,10 @@ def half_sums(length: int) -> torch.Tensor:
     return total
 
 
-@pytest.mark.parametrize("length", [10, DIRECT_BYTES // 4])
+@pytest.mark.parametrize("length", [10, SUMMED_BYTES // 2])
 def test_half_precision_is_summed_in_full_and_alike_on_all_ranks(world: World, length: int) -> None:
-    totals = world(4).run(half_sums, length)
-    exact = sum(torch.full((length,), 1 / 3 + r, dtype=torch.bfloat16).float() for r in range(4))
+    totals = world(3).run(half_sums, length)
+    exact = sum(torch.full((length,), 1 / 3 + r, dtype=torch.bfloat16).float() for r in range(3))
     for total in totals:
         assert torch.equal(total, torch.as_tensor(exact).bfloat16())
 
@@ -321,6 +321,78 @@ def test_messages_start_at_once_where_latency_costs_more_than_their_order_saves(
     world: World, alpha_s: float, ways: list[str]
 ) -> None:
     assert world(3).run(ways_by_size, alpha_s, SLOW) == [(ways, ways)] * 3
+
+
+SUMMED_LENGTHS = [1, SUMMED_BYTES // 4, SUMMED_BYTES // 4 + 1, DOUBLED_BYTES // 4, DOUBLED_BYTES // 4 + 1]
+
+
+def sums_by_size(alpha_s: float, bytes_per_s: float) -> tuple[list[str], list[float], list[list[float]]]:
+    """Returns the algorithm of all-reduces of several sizes, the bytes that the ledger has of each, and the sums."""
+    group = GlooGroup(timeout_s=20, bytes_per_s=bytes_per_s)
+    group.alpha_s, group.stage_s, ways, sums, ledger = alpha_s, 0.0, [], [], Ledger()
+
+    def noted(way: str, operation: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            ways.append(way)
+            return operation(*args)
+
+        return call
+
+    with (
+        patch.object(TorchGroup, "all_reduce", noted("ring", TorchGroup.all_reduce)),
+        patch.object(GlooGroup, "_all_to_all", noted("direct", GlooGroup._all_to_all)),
+        patch.object(Rounds, "all_reduce", noted("doubling", Rounds.all_reduce)),
+    ):
+        for length in SUMMED_LENGTHS:
+            mine = torch.randn(length, generator=torch.Generator().manual_seed(group.rank))
+            sums.append(RecordingGroup(group, ledger).all_reduce(mine).wait(20).tolist())
+    group.close()
+    return ways, [entry.sent_bytes for entry in ledger.entries], sums
+
+
+@pytest.mark.parametrize(
+    ("size", "ways"),
+    [
+        (2, ["direct"] * 5),
+        (3, ["direct"] * 2 + ["ring"] * 3),
+        (4, ["doubling"] * 4 + ["ring"]),
+    ],
+)
+def test_an_all_reduce_sums_by_size_alone_whatever_was_measured(world: World, size: int, ways: list[str]) -> None:
+    """Rounding depends on the algorithm: a choice by measured links would change last bits from run to run."""
+    share = {"direct": size - 1, "ring": 2 * (size - 1) / size, "doubling": 2}
+    sent = [4 * length * share[way] for length, way in zip(SUMMED_LENGTHS, ways, strict=True)]
+    (found, recorded, sums), *others = world(size).run(sums_by_size, 1e-6, SLOW)
+    assert (found, recorded) == (ways, pytest.approx(sent))
+    assert [*others, *world(size).run(sums_by_size, 1e-2, 100 * FAST)] == [(ways, recorded, sums)] * (2 * size - 1)
+
+
+def sums_of_halves(length: int) -> list[float]:
+    group = GlooGroup(timeout_s=20, bytes_per_s=FAST)
+    mine = torch.randn(length, generator=torch.Generator().manual_seed(group.rank)).bfloat16()
+    total = group.all_reduce(mine).wait(20)
+    group.close()
+    return total.tolist()
+
+
+def test_sums_by_doubling_are_rounded_at_each_of_their_additions(world: World) -> None:
+    a, b, c, d = (torch.randn(1000, generator=torch.Generator().manual_seed(rank)).bfloat16() for rank in range(4))
+    assert world(4).run(sums_of_halves, 1000) == [((a + b) + (c + d)).tolist()] * 4
+
+
+def small_sum_beside_a_large_exchange() -> bool:
+    """Returns whether a small all-reduce ends although a large all-to-all, issued before it, cannot."""
+    group = GlooGroup(timeout_s=20, bytes_per_s=SLOW)
+    blocked = threading.Event()
+    group._rounds._thread.submit(lambda: blocked.wait(20) and None)
+    total = group.all_reduce(torch.ones(3)).wait(20)
+    blocked.set()
+    group.close()
+    return total.tolist() == [4.0] * 3
+
+
+def test_a_small_all_reduce_does_not_wait_for_large_messages(world: World) -> None:
+    assert world(4).run(small_sum_beside_a_large_exchange) == [True] * 4
 
 
 def left_over_after_half_a_start() -> tuple[int, list[str]]:

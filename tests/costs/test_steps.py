@@ -14,7 +14,14 @@ from gradsync.costs.cost_model import CostModel
 from gradsync.costs.forecast import forecast
 from gradsync.costs.steps import Compute, Pattern, Transfer, transfers
 from gradsync.costs.timeline import Task, covered_s
-from gradsync.costs.transport import DEFAULT_TRANSPORT, DIRECT_BYTES, RingOrDirect, Transport
+from gradsync.costs.transport import (
+    DEFAULT_TRANSPORT,
+    DIRECT_BYTES,
+    DOUBLED_BYTES,
+    SUMMED_BYTES,
+    RingOrDirect,
+    Transport,
+)
 
 EQUAL_PARTS = {Pattern.ALL_REDUCE}  # one buffer length for all
 
@@ -50,6 +57,8 @@ def test_sent_and_received_bytes_are_the_same_messages(pattern: Pattern, parts: 
     due = [whole - part for whole, part in zip(every, parts, strict=True)]
     if pattern is Pattern.ALL_REDUCE and step.carried_by(DEFAULT_TRANSPORT).is_forwarded:
         due = [2 * (n - 1) / n * part for part in parts]
+    elif pattern is Pattern.ALL_REDUCE and n in (2, 4, 8):
+        due = [{2: 1, 4: 2, 8: 3}[n] * part for part in parts]
     assert received == pytest.approx([0.0] * n if pattern is Pattern.MESSAGES else due)
     assert step.busiest_bytes == pytest.approx(max([*sent, *received]))
 
@@ -63,7 +72,8 @@ def test_a_group_of_one_moves_nothing(pattern: Pattern) -> None:
 @pytest.mark.parametrize(
     ("pattern", "parts", "total", "busiest", "rounds"),
     [
-        (Pattern.ALL_REDUCE, [12.0] * 4, 12 * 12, 36, 3),  # small: to every other member
+        (Pattern.ALL_REDUCE, [12.0] * 4, 8 * 12, 24, 2),  # small: swapped with two other members
+        (Pattern.ALL_REDUCE, [12.0] * 5, 20 * 12, 48, 4),  # no power of two: to every other member
         (Pattern.ALL_REDUCE, [4.0 * DIRECT_BYTES] * 4, 24 * DIRECT_BYTES, 6 * DIRECT_BYTES, 6),  # ring: 2 (n-1)/n
         (Pattern.ALL_GATHER, [1.0, 2.0, 3.0, 4.0], 3 * 10, 12, 3),  # member 3 sends 3 x 4
         (Pattern.ALL_TO_ALL, [1.0, 2.0, 3.0, 4.0], 3 * 10, 12, 3),  # member 3 receives 3 x 4
@@ -75,6 +85,26 @@ def test_bytes_and_rounds_of_each_pattern(
 ) -> None:
     step = transfer(pattern, parts)
     assert (total_bytes(step), step.busiest_bytes, step.rounds) == (total, busiest, rounds)
+
+
+@pytest.mark.parametrize(
+    ("members", "nbytes", "is_ring"),
+    [
+        (2, DIRECT_BYTES, False),  # to the only other member: a ring would send as much
+        (2, DIRECT_BYTES + 4, True),
+        (4, DOUBLED_BYTES, False),
+        (4, DOUBLED_BYTES + 4, True),
+        (64, DOUBLED_BYTES, False),
+        (3, SUMMED_BYTES, False),
+        (3, SUMMED_BYTES + 4, True),
+        (33, DIRECT_BYTES // 32, False),
+        (33, DIRECT_BYTES // 32 + 4, True),
+    ],
+)
+def test_an_all_reduce_is_a_ring_by_its_bytes_and_members_alone(members: int, nbytes: int, is_ring: bool) -> None:
+    reduced = transfer(Pattern.ALL_REDUCE, [float(nbytes)] * members)
+    for at_once_bytes in (0.0, 1e9):
+        assert reduced.carried_by(RingOrDirect(at_once_bytes)).is_forwarded == is_ring
 
 
 def test_transfers_keeps_the_order_and_leaves_computations_out() -> None:

@@ -77,6 +77,14 @@ def test_a_killed_rank_is_noticed_naming_bucket_stage_and_step(short_lived: Worl
         assert after.startswith(f"gradient synchronisation stopped earlier: {first}; detach() and attach again"), after
 
 
+def test_a_killed_rank_is_named_to_ranks_that_swap_no_message_with_it() -> None:
+    """Ranks 0 and 1 swap their sums of the small bucket with 2 and 3 only after these have swapped theirs."""
+    with World(4) as world:
+        world.start(fall, 3, signal.SIGKILL)
+        for first, _ in survivors(world.outcomes(limit_s=30), 3):
+            assert PLACE.match(first) and missing(world, 3) in first, first
+
+
 @pytest.mark.parametrize(("short_lived", "victim"), [(False, 2), (True, 0)], indirect=["short_lived"])
 def test_a_stopped_rank_is_noticed_at_the_timeout(short_lived: World, victim: int) -> None:
     short_lived.start(fall, victim, signal.SIGSTOP)

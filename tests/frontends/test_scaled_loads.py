@@ -15,10 +15,12 @@ import gradsync
 from gradsync import Plan
 from gradsync.comm import Group, LocalGroup
 from gradsync.compressors import RESIDUAL
+from gradsync.costs.steps import transfers
 from gradsync.engine.bucket_run import BucketRun
 from gradsync.schemes import AllReduce, HalfPrecision, ReduceScatter, Scheme, State, Traits
 from gradsync.schemes.base import register
 from gradsync.tensors.bucket import Bucket, Layout, Segment, TensorSpec
+from gradsync.tensors.density import ParameterProfile
 from tests.frontends.models import Branches, MixedPrecision
 from tests.world import Ranks
 
@@ -55,6 +57,12 @@ def test_gradients_are_scaled_early_only_for_schemes_that_begin_with_that(
     run = run_of(scheme)
     run.begin()
     assert run.gradients.factor == factor
+
+
+def test_scaling_is_no_part_of_the_exchange_that_is_predicted_where_the_engine_scales() -> None:
+    profile = ParameterProfile("w", TensorSpec((4,), torch.float32), sparse=False)
+    steps = run_of(AllReduce()).expected_steps({"w": profile}, 0)
+    assert steps is not None and transfers(steps) == steps
 
 
 def test_gradients_are_not_scaled_early_where_a_residual_is_added_to_them() -> None:

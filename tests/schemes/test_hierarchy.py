@@ -76,6 +76,32 @@ def test_any_flat_bucket_on_any_nodes_gives_the_scaled_sum(
     assert all(torch.equal(result, 0.5 * sum(inputs)) for result in outcome.results)
 
 
+class GetsScaled(AllReduce):
+    """An all-reduce that refuses to scale: `steps` has no time for that."""
+
+    async def synchronize(self, x: Any, state: State, group: Any, scale: float) -> Any:
+        assert scale == 1.0
+        return await super().synchronize(x, state, group, scale)
+
+
+class ScalesItself(AllReduce):
+    """An all-reduce that gets sums as they are."""
+
+    traits = replace(AllReduce.traits, scales_first=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("intra", [ReduceScatter(), SparseReduceScatter()])
+def test_sums_inside_nodes_are_scaled_where_the_next_scheme_begins_with_that(intra: Any, dtype: torch.dtype) -> None:
+    placement = Placement.regular(3, 2)
+    inputs = make_inputs(ReduceScatter(), "few non-zeros", placement.size, dtype)
+    early, late = (
+        run_scheme(Hierarchical(intra, inter, 2), inputs, 1 / 6, placement=placement)
+        for inter in (GetsScaled(), ScalesItself())
+    )
+    assert [bits(x) for x in early.results] == [bits(x) for x in late.results]
+
+
 def test_ranks_of_a_node_need_not_be_neighbours() -> None:
     placement = Placement((0, 1, 0, 1))
     scheme = Hierarchical(ReduceScatter(), AllReduce(), 2)

@@ -16,7 +16,7 @@ from gradsync.compressors import THC, Cast, Compressor, ErrorFeedback, SharedBlo
 from gradsync.costs.cluster import Placement
 from gradsync.costs.cost_model import KernelCost
 from gradsync.costs.steps import Compute
-from gradsync.schemes import AGSparse, AllReduce, CompressedTwoWay, PowerSGD, Scheme, ways
+from gradsync.schemes import AGSparse, CompressedTwoWay, PowerSGD, Route, Scheme, ways
 from gradsync.tuning import kernels as rehearsed
 from gradsync.tuning.kernels import (
     CANDIDATES,
@@ -39,7 +39,7 @@ def test_a_compressor_stands_for_the_schemes_that_may_carry_it() -> None:
         flat_schemes([AGSparse()])
 
 
-@pytest.mark.parametrize("candidate", [AllReduce(), *CANDIDATES], ids=lambda scheme: scheme.title)
+@pytest.mark.parametrize("candidate", [Route(("all_reduce",)), *CANDIDATES], ids=lambda scheme: scheme.title)
 def test_dense_buckets_are_rehearsed_part_by_part_with_what_schemes_keep(candidate: Scheme[Any]) -> None:
     samples = at_once(rehearse_dense([candidate], 1 << 10))
     steps = [step for computed, _ in samples for step in computed]

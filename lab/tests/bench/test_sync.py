@@ -88,10 +88,14 @@ def test_on_loopback_a_node_has_its_share_of_the_one_interface(ranks_per_node: i
     assert record.params["link"] == "loopback (not shaped)"
 
 
-@pytest.mark.parametrize("pattern", [Pattern.ALL_REDUCE, Pattern.ALL_TO_ALL, Pattern.ALL_GATHER])
-def test_the_bound_takes_one_latency_of_what_can_hide_the_others_behind_its_bytes(pattern: Pattern) -> None:
+@pytest.mark.parametrize(
+    ("pattern", "rounds"), [(Pattern.ALL_REDUCE, 2), (Pattern.ALL_TO_ALL, 3), (Pattern.ALL_GATHER, 3)]
+)
+def test_the_bound_takes_one_latency_of_what_can_hide_the_others_behind_its_bytes(
+    pattern: Pattern, rounds: int
+) -> None:
     small, large = (Transfer("", pattern, (nbytes,) * 4) for nbytes in (8.0, 2.0 * DIRECT_BYTES))
-    assert (bound_rounds(small), bound_rounds(large)) == (3, 1)
+    assert (bound_rounds(small), bound_rounds(large)) == (rounds, 1)
 
 
 def selecting(times: dict[str, list[float]], selected: str) -> Any:

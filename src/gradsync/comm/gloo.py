@@ -4,12 +4,12 @@ Measured on nodes with links of 200 Mbit to 1 Gbit (docs/concepts/collectives.md
 member, where messages that all start at once pay one in all. gloo's all-to-all, which starts all messages at once,
 reaches 60-75 % of the line rate for large messages, where rounds of one message per rank reach 95 %. On links faster
 than the cores that drive them, rounds only cost. All members choose alike: by sizes, a latency and a rate that are the
-same on all.
+same on all. How an all-reduce sums depends on its size alone, so that a plan gives the same bits in every run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch import Tensor
 from .. import kernels
 from ..costs.cluster import Placement
 from ..costs.steps import Transfer
-from ..costs.transport import DIRECT_BYTES, Pattern
+from ..costs.transport import DIRECT_BYTES, Pattern, RingOrDirect
 from ..tensors import allocator as memory
 from .distributed import TorchGroup
 from .framing import cut_messages, cut_to_lengths, split, swapped, with_lengths
@@ -91,12 +91,12 @@ class GlooGroup(TorchGroup):
         )
 
     def all_reduce(self, buffer: Tensor) -> Pending[Tensor]:
-        nbytes = buffer.numel() * buffer.element_size()
-        if not self.transport.passes_on(Pattern.ALL_REDUCE, (float(nbytes),) * self.size):
-            return self._gather_and_sum(buffer)
-        if nbytes <= DIRECT_BYTES:
-            return self._sum_by_owners(buffer)
-        return super().all_reduce(buffer)
+        part_bytes, transport = (float(buffer.nbytes),) * self.size, RingOrDirect(self.at_once_bytes)
+        if transport.passes_on(Pattern.ALL_REDUCE, part_bytes):
+            return super().all_reduce(buffer)  # gloo's ring
+        if self.size > 2 and buffer.is_cpu and transport.doubles(Pattern.ALL_REDUCE, part_bytes):
+            return self._pending(self._rounds.all_reduce(buffer), lambda: buffer)
+        return self._gather_and_sum(buffer)
 
     def all_gather(self, buffer: Tensor, sizes: Sequence[int] | None = None) -> Pending[list[Tensor]]:
         lengths = list(sizes) if sizes is not None else [buffer.numel()] * self.size
@@ -182,19 +182,7 @@ class GlooGroup(TorchGroup):
     def _gather_and_sum(self, buffer: Tensor) -> Pending[Tensor]:
         """All-reduces `buffer` in place: every member receives all members' buffers, and sums them in rank order."""
         gathered = self._all_to_all(buffer.repeat(self.size), *[[buffer.numel()] * self.size] * 2)
-        return _then(gathered, lambda parts, _: _sum_into(buffer, parts))
-
-    def _sum_by_owners(self, buffer: Tensor) -> Pending[Tensor]:
-        """All-reduces `buffer` in place: each member sums one part of it, in rank order, and sends the sum to all."""
-        lengths = [len(part) for part in buffer.tensor_split(self.size)]
-        mine = lengths[self.rank]
-
-        def hand_out(parts: list[Tensor], timeout_s: float) -> Tensor:
-            total = _sum_into(parts[self.rank], parts)
-            output = self._all_to_all(total.repeat(self.size), [mine] * self.size, lengths).wait(timeout_s)
-            return torch.cat(output, out=buffer)
-
-        return _then(self._all_to_all(buffer, lengths, [mine] * self.size), hand_out)
+        return Pending(lambda timeout_s: _sum_into(buffer, gathered.wait(timeout_s)))
 
     def _at_once(self, nbytes: int) -> Exchange:
         """Returns an all-to-all, all messages at once: each member divides `nbytes` zeros evenly among all members."""
@@ -202,11 +190,6 @@ class GlooGroup(TorchGroup):
         buffer = torch.zeros(sum(lengths), dtype=torch.uint8, device=self._device)
         transfer = Transfer("", Pattern.ALL_TO_ALL, (float(lengths[0]),) * self.size)
         return Exchange(transfer, lambda: self._all_to_all(buffer, lengths, lengths))
-
-
-def _then(pending: Pending[list[Tensor]], finish: Callable[[list[Tensor], float], Tensor]) -> Pending[Tensor]:
-    """Returns the operation that waits for `pending`, and whose result is `finish(result of pending, timeout_s)`."""
-    return Pending(lambda timeout_s: finish(pending.wait(timeout_s), timeout_s))
 
 
 def _sum_into(buffer: Tensor, parts: Sequence[Tensor]) -> Tensor:

@@ -1,5 +1,7 @@
 """All-to-all in rounds: in round k rank r sends one message to rank r + k and receives one from rank r - k.
 
+Small all-reduces go in rounds, too: in round k ranks swap their sums with the rank that differs in bit k.
+
 gloo's own all-to-all starts all messages at once. They share the senders' links and meet on the receivers', in an order
 that leaves links idle: 60-75 % of the line rate on shaped links, where rounds reach 95 %.
 """
@@ -11,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from itertools import count
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -22,7 +25,7 @@ MAX_TAG = 1 << 30
 
 
 class RoundsWork:
-    """The handle of an all-to-all in rounds that is under way, with the interface of `torch.distributed.Work`."""
+    """The handle of an operation in rounds that is under way, with the interface of `torch.distributed.Work`."""
 
     def __init__(self) -> None:
         self._ended = threading.Event()
@@ -32,7 +35,7 @@ class RoundsWork:
         return self._ended.is_set()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Blocks until the all-to-all has ended, and returns True.
+        """Blocks until the operation has ended, and returns True.
 
         Raises:
             RuntimeError: after `timeout`, or when a message failed.
@@ -49,10 +52,12 @@ class RoundsWork:
 
 
 class Rounds:
-    """A thread that runs one group's all-to-alls in rounds, one after the other, on a communicator of its own.
+    """Two threads that run one group's operations in rounds, on a communicator of their own.
 
-    In round k rank r sends to rank r + k and receives from rank r - k. torch can wait for a message, but cannot ask
-    whether it has arrived. So a thread waits, and rounds proceed while the communication thread does something else.
+    One runs all-to-alls, one after the other, the other one small all-reduces, which need not wait for large messages.
+    torch can wait for a message, but cannot ask whether it has arrived. So a thread waits, and rounds proceed while the
+    communication thread does something else. Each operation has a tag, by which messages of both threads are told
+    apart.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, rank: int, size: int) -> None:
@@ -61,6 +66,7 @@ class Rounds:
         self._size = size
         self._tags = count()
         self._thread = JobThread("gradsync rounds")
+        self._small = JobThread("gradsync small sums")
 
     def exchange(
         self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], *, together: bool = False, bounded: bool = False
@@ -74,27 +80,36 @@ class Rounds:
             together: all messages start at once, without rounds.
             bounded: whether messages may be shorter than their `incoming` tensors; they then begin with their length.
         """
-        work, tag = RoundsWork(), next(self._tags) % MAX_TAG
+        return _run(self._thread, self._turns(outgoing, incoming, together, bounded, self._next_tag()))
 
-        def run() -> None:
-            try:
-                for turn in self._turns(outgoing, incoming, together, bounded, tag):
-                    for message in turn:
-                        message.wait()
-                work.end(None)
-            except Exception as error:  # raised again where the work is waited for
-                work.end(error)
+    def all_reduce(self, buffer: Tensor) -> RoundsWork:
+        """Begins to sum `buffer`, (numel,), over the members in place, by recursive doubling; there are 2^k members.
 
-        self._thread.submit(run)
-        return work
+        In round k rank r and rank r xor 2^k swap their sums so far. Both add the same two sums, so all members end with
+        the same bits.
+        """
+        return _run(self._small, self._doubling(buffer, self._next_tag()))
 
     def stop(self, patience_s: float) -> None:
-        """Stops the thread after its queued all-to-alls; returns after `patience_s` even if one hangs and runs on.
+        """Stops each thread after its queued operations, or after `patience_s` even if one hangs and runs on.
 
         It also drops the communicator, so that sockets close when that is destroyed, not when garbage is collected.
         """
         self._thread.stop(patience_s)
+        self._small.stop(patience_s)
         del self._process_group
+
+    def _next_tag(self) -> int:
+        return next(self._tags) % MAX_TAG
+
+    def _doubling(self, buffer: Tensor, tag: int) -> Iterator[list[dist.Work]]:
+        """Starts the messages of one round after another, yields their works, and adds what was received."""
+        received, distance = torch.empty_like(buffer), 1
+        while distance < self._size:
+            peer = self._rank ^ distance
+            yield [self._process_group.recv([received], peer, tag), self._process_group.send([buffer], peer, tag)]
+            buffer += received
+            distance *= 2
 
     def _turns(
         self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], together: bool, bounded: bool, tag: int
@@ -126,3 +141,20 @@ class Rounds:
         to = (self._rank + distance) % self._size
         part = outgoing[to][chunk]
         return [self._process_group.send([part], to, tag)] if part.numel() else []
+
+
+def _run(thread: JobThread, turns: Iterator[list[dist.Work]]) -> RoundsWork:
+    """Submits an operation to a thread, which waits for the works of each turn before it starts the next one."""
+    work = RoundsWork()
+
+    def run() -> None:
+        try:
+            for turn in turns:
+                for message in turn:
+                    message.wait()
+            work.end(None)
+        except Exception as error:  # raised again where the work is waited for
+            work.end(error)
+
+    thread.submit(run)
+    return work

@@ -14,6 +14,10 @@ from enum import StrEnum
 from typing import ClassVar
 
 DIRECT_BYTES = 256 << 10  # a collective in which a member sends no more goes straight to every other member
+# The most bytes of an all-reduce by recursive doubling, among 2^k members, and of one that goes straight to all others;
+# larger ones go in a ring. No measurement decides, as the order of a sum decides its last bits, except of two.
+# Doubling wins up to 32 KiB at 200 Mbit, and to 64 KiB or more at 1 Gbit: docs/concepts/collectives.md
+DOUBLED_BYTES, SUMMED_BYTES = 64 << 10, 32 << 10
 
 
 class Pattern(StrEnum):
@@ -76,6 +80,8 @@ class Transport(ABC):
 class RingOrDirect(Transport):
     """A transport that sends large all-reduces and large all-gathers of equal parts in a ring, and all else directly.
 
+    Small all-reduces among 2^k members are sums by recursive doubling: k rounds of one message each.
+
     gloo carries collectives like this (docs/concepts/collectives.md). Backends without a transport of their own are
     priced the same way. `at_once_bytes`: most bytes that a member sends in an all-gather whose messages all start at
     once; above, it is a ring.
@@ -92,12 +98,21 @@ class RingOrDirect(Transport):
     def passes_on(self, pattern: Pattern, part_bytes: Sequence[float]) -> bool:
         others = len(part_bytes) - 1
         if pattern is Pattern.ALL_REDUCE:
-            return others * part_bytes[0] > DIRECT_BYTES
+            if others > 1 and _is_power_of_2(len(part_bytes)):
+                return part_bytes[0] > DOUBLED_BYTES
+            return others * part_bytes[0] > DIRECT_BYTES or (others > 1 and part_bytes[0] > SUMMED_BYTES)
         if pattern is Pattern.ALL_GATHER:  # gloo's ring takes equal parts only
             return len(set(part_bytes)) == 1 and others * part_bytes[0] > self.at_once_bytes
         return False
 
+    def doubles(self, pattern: Pattern, part_bytes: Sequence[float]) -> bool:
+        """Whether members sum by recursive doubling: in round k with the member whose number differs in bit k."""
+        small = pattern is Pattern.ALL_REDUCE and not self.passes_on(pattern, part_bytes)
+        return small and _is_power_of_2(len(part_bytes))
+
     def rounds(self, pattern: Pattern, part_bytes: Sequence[float]) -> int:
+        if self.doubles(pattern, part_bytes):
+            return len(part_bytes).bit_length() - 1
         passes = 2 if pattern is Pattern.ALL_REDUCE and self.passes_on(pattern, part_bytes) else 1
         return passes * (len(part_bytes) - 1)
 
@@ -107,10 +122,16 @@ class RingOrDirect(Transport):
         if self.passes_on(pattern, part_bytes):
             share = 2 * (n - 1) / n if pattern is Pattern.ALL_REDUCE else n - 1
             yield (member + 1) % n, share * own
+        elif self.doubles(pattern, part_bytes):
+            yield from ((member ^ 1 << k, own) for k in range(n.bit_length() - 1))
         elif pattern is Pattern.ALL_TO_ALL:
             yield from ((peer, part_bytes[peer]) for peer in others)
         elif pattern is not Pattern.BROADCAST or member == 0:
             yield from ((peer, own) for peer in others)
+
+
+def _is_power_of_2(members: int) -> bool:
+    return members & (members - 1) == 0
 
 
 DEFAULT_TRANSPORT = RingOrDirect()

@@ -203,11 +203,12 @@ class Hierarchical(Scheme[Any]):
         if nodes == 1:
             return await self.intra.synchronize(x, state, group, scale)
         node, across = (group.subgroup(find(group.rank)) for find in (placement.within, placement.across))
+        early, late = (scale, 1.0) if self.inter.traits.scales_first and not state else (1.0, scale)
         # Push: to each rank of the node its part.
-        push = self.intra.push(x, {}, node, 1.0, keep_fp32=True)
+        push = self.intra.push(x, {}, node, early, keep_fp32=True)
         shard, _ = await in_turns(push, len(self.intra.push_stages(g)))
         # Across the nodes.
-        sums = between(self.intra.part(shard), state, across, scale)
+        sums = between(self.intra.part(shard), state, across, late)
         part, next_state = await in_turns(sums, len(self.inter.stages(nodes)))
         # Pull: from each rank of the node its part of the sum.
         pull = self.intra.pull(self.intra.with_part(shard, part), {}, node)

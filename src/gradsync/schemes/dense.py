@@ -32,7 +32,7 @@ class AllReduce(Scheme[Tensor]):
         return ("all_reduce",)
 
     async def synchronize(self, x: Tensor, state: State, group: Group, scale: float) -> tuple[Tensor, State]:
-        # Scaling before the sum keeps a half-precision sum inside its range.
+        # Scaling before the sum keeps a half-precision sum inside its range. The engine did so as it filled the bucket.
         if scale != 1:
             x.mul_(scale)
         return await group.all_reduce(x), state
@@ -45,10 +45,7 @@ class AllReduce(Scheme[Tensor]):
         step: int = 0,
     ) -> tuple[Step, ...]:
         (flat,) = specs
-        return (
-            Compute("scale", 2 * flat.nbytes),
-            Transfer("all_reduce", Pattern.ALL_REDUCE, (float(flat.nbytes),) * placement.size),
-        )
+        return (Transfer("all_reduce", Pattern.ALL_REDUCE, (float(flat.nbytes),) * placement.size),)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,6 @@ from ..devices import host, streams
 from ..planner.default.network import planned_schemes
 from ..plans.profile import HostEstimate, KernelEstimate
 from ..schemes import (
-    AllReduce,
     CompressedAllGather,
     CompressedAllReduce,
     CompressedTwoWay,
@@ -86,7 +85,7 @@ def measured_kernels(
         earlier: times of earlier jobs that are used instead where all ranks have them; None: none.
     """
     planned = planned_schemes(placement)
-    dense = [AllReduce(), ReduceScatter(), *flat_schemes(candidates), *_adding(candidates)]
+    dense = [Route(("all_reduce",)), ReduceScatter(), *flat_schemes(candidates), *_adding(candidates)]
 
     def rehearsed() -> Pieces[list[Sample]]:
         found = yield from rehearse(planned, device)

@@ -23,14 +23,16 @@ from gradsync.plans.plan import Plan
 from gradsync.schemes import HalfPrecision
 from gradsync.tensors.bucket import TensorSpec
 from gradsync.tensors.density import ParameterProfile
-from tests.planner.search.test_options import PARAMETERS, job
+from tests.planner.search.test_options import PARAMETERS, Straight, job
 
 FEEDBACK = ErrorFeedback(BlockInt(8))
 SPECS = {p.name: p.tensor for p in PARAMETERS}
 
 
 def on(bandwidth_bytes_per_s: float) -> Job:
-    return replace(job(), network=Network(CostModel(3e-4, bandwidth_bytes_per_s), Placement.one_per_node(4)))
+    return replace(
+        job(), network=Network(CostModel(3e-4, bandwidth_bytes_per_s, transport=Straight()), Placement.one_per_node(4))
+    )
 
 
 def test_candidates_fit_the_model_the_quickest_first_and_are_the_same_again() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import inf, nan
 from typing import Any
 
@@ -14,6 +14,7 @@ from gradsync.compressors import BlockInt, ErrorFeedback, TopK
 from gradsync.costs.cluster import Link, Placement
 from gradsync.costs.cost_model import CostModel, KernelCost
 from gradsync.costs.steps import FINISH, Compute
+from gradsync.costs.transport import DIRECT_BYTES, Pattern, RingOrDirect
 from gradsync.planner.default.compressing import LATE
 from gradsync.planner.default.network import Network
 from gradsync.planner.search.errors import name_of
@@ -42,7 +43,22 @@ FEEDBACK = ErrorFeedback(BlockInt(8))
 LOW_RANK = [Way(PowerSGD(2), among=frozenset({"head.weight", "head.bias"}))]
 AT_MEMORY = ("round_values", "widen_values", FEEDBACK.kernel("compress"), FEEDBACK.kernel("decompress"))
 KERNELS = {"scale": KernelCost(1e-5, 1e-10), **dict.fromkeys(AT_MEMORY, KernelCost(0.0, 1e-10))}
-COST = CostModel(3e-4, 25e6, kernels=KERNELS, intra=Link(1e9, 1e-5), stage_s=1e-3)
+
+
+@dataclass(frozen=True)
+class Straight(RingOrDirect):
+    """A transport without recursive doubling, on which small all-reduces cost enough that searches merge buckets."""
+
+    def passes_on(self, pattern: Pattern, part_bytes: Sequence[float]) -> bool:
+        if pattern is Pattern.ALL_REDUCE:
+            return (len(part_bytes) - 1) * part_bytes[0] > DIRECT_BYTES
+        return super().passes_on(pattern, part_bytes)
+
+    def doubles(self, pattern: Pattern, part_bytes: Sequence[float]) -> bool:
+        return False
+
+
+COST = CostModel(3e-4, 25e6, kernels=KERNELS, intra=Link(1e9, 1e-5), stage_s=1e-3, transport=Straight())
 
 
 def dense(name: str, *shape: int, position: int, dtype: torch.dtype = torch.float32) -> ParameterProfile:

@@ -24,7 +24,7 @@ from .launch import LOOPBACK, Loopback, cluster, once_more_after_crash, run_rank
 from .methods import SPARSE_SCHEMES
 from .provenance import code, machine
 
-DENSE_SIZES_BYTES = (4 << 10, 256 << 10, 4 << 20)
+DENSE_SIZES_BYTES = (4 << 10, 16 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10, 4 << 20)
 # ddp: dense all-reduce, compared with DDP's sparse one; ddp_bf16: in 16 bits, compared with ddp.
 SUBJECTS = (AllReduce.name, *SPARSE_SCHEMES, BalancedElements.name, "ddp", "ddp_bf16")
 FIT_SIZES_BYTES = (8, 4 << 10, 1 << 20, 4 << 20)
