@@ -36,7 +36,7 @@ from .observation import Observer
 from .peers import Peers, said
 from .plan_control import PlanController, Planner
 from .running_plan import RunningPlan
-from .step_listener import active
+from .step_listener import RecordingDone, StepListener, active
 from .step_times import Step
 from .totals import Totals
 
@@ -309,32 +309,8 @@ class Engine:
             raise
         finally:
             self._exchange = None
-        for run in self.running_plan.runs:
-            if run.bucket.id not in self._collected:
-                self._accept(run, exchange)
-        self.arrivals = Arrivals(run.arrival for run in self.running_plan.runs)
-        self._ended_well = True
-        if self.running_plan.runs.have_state:
-            self._look_for_non_finite()
-        ended = self._streams.moment()
-        self.running_plan.times.step_ended(
-            Step(exchange.began, backward_ended, ended, exchange.ready, exchange.spans, self.running_plan.runs)
-        )
-        for run in self.running_plan.runs:
-            run.count_bytes()
-        if self.running_plan.runs:
-            self._told_marks, self.late = self._streams.to_host(self.running_plan.runs.marks()), None
-            if self._told_marks.has_arrived:  # else the host would wait for the device: the next step looks
-                self._check_marks()
-        if self._guard.is_under_way:
-            self._compare()
-        if self._apart:
-            self._controller.leave_out_step()
-        else:
-            self._plan_on(exchange.began, ended)
-        self.step += 1
-        if listener is not None:
-            listener.step_ended(self, self.parameters)  # may end the script
+        with self._telling_interruptions("what follows a step"):
+            self._conclude(exchange, backward_ended, listener)
 
     def forbid_late(self, why: str) -> None:
         """Stops all synchronisation if some rank was late in the last step.
@@ -472,13 +448,8 @@ class Engine:
         if self.in_step:
             raise RuntimeError(f"{what} was called inside a step; call it between two steps, on every rank")
         self.peers.call(what, lambda group: group.barrier(what, self.timeout_s))
-        try:
+        with self._telling_interruptions(what):
             yield
-        except Exception:
-            raise
-        except BaseException as error:
-            self.peers.fail(f"{what}, step {self.step}: {said(error)}")
-            raise
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a checkpoint needs of this rank: the step's number, the plan, and the schemes' state.
@@ -536,6 +507,54 @@ class Engine:
         memory.release()
 
     # Below here: how.
+
+    @contextmanager
+    def _telling_interruptions(self, what: str) -> Iterator[None]:
+        """Tells the other ranks, which may wait for this one, of an interruption in the block, as by the keyboard.
+
+        All synchronisation has stopped then. Other errors are told where they are raised. `what` names the block.
+        """
+        try:
+            yield
+        except (Exception, RecordingDone):  # all ranks end a recording in the same step
+            raise
+        except BaseException as error:
+            self.peers.fail(f"{what}, step {self.step}: {said(error)}")
+            raise
+
+    def _conclude(
+        self, exchange: Synchronization, backward_ended: streams.Moment, listener: StepListener | None
+    ) -> None:
+        """Ends a step whose exchange has ended: accepts results, and lets the ranks decide about coming steps.
+
+        `listener`: the one that has seen the step, as another one may begin to listen here.
+        """
+        for run in self.running_plan.runs:
+            if run.bucket.id not in self._collected:
+                self._accept(run, exchange)
+        self.arrivals = Arrivals(run.arrival for run in self.running_plan.runs)
+        self._ended_well = True
+        if self.running_plan.runs.have_state:
+            self._look_for_non_finite()
+        ended = self._streams.moment()
+        self.running_plan.times.step_ended(
+            Step(exchange.began, backward_ended, ended, exchange.ready, exchange.spans, self.running_plan.runs)
+        )
+        for run in self.running_plan.runs:
+            run.count_bytes()
+        if self.running_plan.runs:
+            self._told_marks, self.late = self._streams.to_host(self.running_plan.runs.marks()), None
+            if self._told_marks.has_arrived:  # else the host would wait for the device: the next step looks
+                self._check_marks()
+        if self._guard.is_under_way:
+            self._compare()
+        if self._apart:
+            self._controller.leave_out_step()
+        else:
+            self._plan_on(exchange.began, ended)
+        self.step += 1
+        if listener is not None:
+            listener.step_ended(self, self.parameters)  # may end the script
 
     def _accept(self, run: BucketRun, exchange: Synchronization) -> None:
         run.accept(exchange.results[run.bucket.id], self.step)
