@@ -24,9 +24,10 @@ from gradsync import Plan
 from gradsync.compressors import BlockInt, ErrorFeedback, TopK
 from gradsync.frontends import fsdp_internals
 from gradsync.frontends.fsdp_internals import ParameterGroup, groups_of
-from gradsync.planner import AveragingPlanner
+from gradsync.frontends.shard_ranks import ShardRanks
+from gradsync.planner import AveragingPlanner, Job, candidate_plans
 from gradsync.planner.search.ways import Constraints
-from gradsync.schemes import CoarseGrained, CompressedAllGather, HalfPrecision, PowerSGD, Scheme
+from gradsync.schemes import AllReduce, CoarseGrained, CompressedAllGather, HalfPrecision, PowerSGD, Scheme
 from gradsync.tensors.density import ParameterProfile
 from gradsync.tuning.auto import AutoPlanner
 from tests.quick import FEWER, patched
@@ -476,6 +477,127 @@ def test_a_model_may_be_on_a_part_of_the_jobs_ranks(world: World) -> None:
     found = world(4).run(in_a_part_of_the_job, True)
     assert found[2:] == ["0.0"] * 2
     assert all("'first': a custom gradient divide factor is set" in text for text in found[:2])
+
+
+def shard_here() -> int:
+    return dist.get_rank() % 2  # on the mesh of `meshes`, with two shards
+
+
+def no_plan_for_shard_1(job: Job, constraints: Constraints) -> list[Plan]:
+    if shard_here() == 1:
+        raise ValueError("nothing will do")
+    return candidate_plans(job, constraints)
+
+
+def fails_in_the_second_call(kind: str) -> Callable[[Sequence[ParameterProfile], int], Plan]:
+    """Returns a planner that fails after the first step: for shard 1, or by Ctrl-C on rank 3."""
+    calls: list[int] = []
+
+    def plan(profiles: Sequence[ParameterProfile], size: int) -> Plan:
+        calls.append(size)
+        if len(calls) > 1 and kind == "planner" and shard_here() == 1:
+            raise ValueError("there is no further plan")
+        if len(calls) > 1 and kind == "ctrl-c" and dist.get_rank() == 3:
+            raise KeyboardInterrupt
+        return by_one_bucket(FEEDBACK)(profiles, size)
+
+    return plan
+
+
+@patched(FEWER)
+def fails_for_one_shard(kind: str) -> list[str]:
+    """Trains until shard 1, or rank 3 of it, fails in a step; returns the errors of this and a further try."""
+    net = sharded(meshes())
+    auto = AutoPlanner(steps=2, warmup=3, search=no_plan_for_shard_1, must_plan=True)
+    handle = gradsync.attach(net, plan=auto if kind == "search" else fails_in_the_second_call(kind), timeout=TIMEOUT_S)
+    if kind == "hook" and dist.get_rank() == 3:
+        net.sometimes.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    said = []
+    for _ in range(1 if kind == "hook" else 2):  # raised inside FSDP, an error leaves FSDP in the middle of a step
+        try:
+            train(net, steps=40)
+        except (RuntimeError, ValueError, KeyboardInterrupt) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    handle.detach()
+    return said
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause"),
+    [
+        ("search", "no plan was found: ValueError: nothing will do"),
+        ("planner", "there is no further plan"),
+        ("ctrl-c", "KeyboardInterrupt"),
+        ("hook", "'sometimes.weight' has a hook by register_post_accumulate_grad_hook"),
+    ],
+)
+def test_what_fails_for_one_shard_is_said_on_all_ranks_in_the_same_step(world: World, kind: str, cause: str) -> None:
+    for first, *again in world(4).run(fails_for_one_shard, kind):
+        assert cause in first
+        assert all("gradient synchronisation stopped earlier" in text and cause in text for text in again)
+
+
+def with_nan_in(net: Any, unit: int) -> None:
+    """Lets the gradients of one output of the first layer be NaN from now on: those of one row and one bias."""
+
+    def spoil(gradient: Tensor) -> Tensor:
+        spoilt = gradient.clone()
+        spoilt[:, unit] = torch.nan
+        return spoilt
+
+    net.first.register_forward_hook(lambda module, given, output: output.register_hook(spoil) and None)
+
+
+def bad_in_one_shard(shard: int, keeps: int | None) -> tuple[bool, bool, bool]:
+    """Makes a step in which one shard of one replica alone sees NaN; the shard `keeps` alone has residuals, or all.
+
+    Returns whether gradients without NaN show it on this rank, whether it is as it was before, and has some residual.
+    """
+    mesh = meshes()
+    net = sharded(mesh)
+    scheme = FEEDBACK if keeps in (None, mesh.get_local_rank("shard")) else AllReduce()
+    handle = gradsync.attach(net, plan=by_one_bucket(scheme), timeout=TIMEOUT_S)
+    train(net)
+    before = copy.deepcopy(handle.state_dict()["state"])
+    if mesh.get_local_rank("replicate") == 1:
+        with_nan_in(net, (0, 6)[shard])
+    net(batch(torch.Generator().manual_seed(dist.get_rank()))).square().mean().backward()
+    others = [p.grad.to_local() for n, p in net.second.named_parameters()]
+    shows = all(gradient.isnan().all() for gradient in others)
+    net.zero_grad()
+    after = handle.state_dict()["state"]
+    is_same = after.keys() == before.keys() and all(torch.equal(after[key], values) for key, values in before.items())
+    return shows, is_same, any(values.any() for values in before.values())
+
+
+@pytest.mark.parametrize("keeps", [None, 0, 1], ids=["all keep residuals", "shard 0 does", "shard 1 does"])
+@pytest.mark.parametrize("shard", [0, 1])
+def test_no_shard_counts_what_was_sent_in_a_step_that_another_must_skip(
+    world: World, shard: int, keeps: int | None
+) -> None:
+    """Users skip a step as a whole, where the norm of its gradients is not finite."""
+    for rank, found in enumerate(world(4).run(bad_in_one_shard, shard, keeps)):
+        has_state = keeps in (None, rank % 2)
+        assert found == (has_state, True, has_state), rank
+
+
+def told_in_each_step(scheme: Scheme[Any]) -> list[int]:
+    """Returns how often this rank told the other shards about its step, in each of the steps."""
+    net, told = sharded(meshes()), []
+    gradsync.attach(net, plan=by_one_bucket(scheme), timeout=TIMEOUT_S)
+    with patch.object(ShardRanks, "summed", autospec=True, side_effect=ShardRanks.summed) as summed:
+        for step in range(6):
+            summed.reset_mock()
+            train(net, steps=1, seed=step)
+            told.append(summed.call_count)
+    return told
+
+
+def test_shards_tell_each_other_of_steps_only_while_there_may_be_something_to_tell(world: World) -> None:
+    for told in world(4).run(told_in_each_step, AllReduce()):
+        assert told[0] == 1 and told[-3:] == [0] * 3
+    for told in world(4).run(told_in_each_step, FEEDBACK):
+        assert told == [1] * 6
 
 
 def message(attach: Callable[[], Any]) -> str:

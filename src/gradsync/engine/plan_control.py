@@ -168,6 +168,11 @@ class PlanController:
         return not undecided and self._follows is Follows.NO
 
     @property
+    def may_propose(self) -> bool:
+        """Whether the planner may measure the job, again and again, and propose other plans."""
+        return self._proposer is not None
+
+    @property
     def looks(self) -> bool:
         """Whether the gradients of this step are sampled for zeros, by which plans are made or revised."""
         return self._observations_left > 0 or self._steps_to_look == 1

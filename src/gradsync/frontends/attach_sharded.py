@@ -9,10 +9,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..comm import Group
+from ..comm import Group, LocalGroup
 from ..engine.engine import Engine
 from ..engine.plan_control import Planner
 from ..inputs.settings import shown
@@ -31,7 +32,7 @@ from .agreement import (
     require_values,
     sparse_tables,
 )
-from .arguments import Arguments
+from .arguments import Arguments, Communicator
 from .fsdp_internals import (
     TESTED,
     Mesh,
@@ -43,6 +44,7 @@ from .fsdp_internals import (
     reshard,
 )
 from .fsdp_probe import probe
+from .shard_ranks import ShardRanks
 from .sharded import AFTER_ACCUMULATION, FREEZES, ShardedGradients, stand_ins, why_not_plan
 from .switching import Attached, Frontend, FrontendSwitch, level
 from .torch_hooks import is_backward
@@ -117,13 +119,34 @@ def sharded_switch(
             except Exception as error:  # told to all, then raised
                 problem = error
             meeting.agree(problem)
-        with ExitStack() as stack:
+        with ExitStack() as undo:
             try:
-                switch = stack.enter_context(_installed(attached, plan, sharding, given))
+                replica = _replica_of(attached, sharding)
+                undo.callback(replica.close)
             except Exception as error:  # told to all, then raised
                 problem = error
             meeting.agree(problem)
+            with ExitStack() as stack:
+                try:
+                    switch = stack.enter_context(_installed(attached, plan, sharding, given, replica))
+                except Exception as error:  # told to all, then raised
+                    problem = error
+                meeting.agree(problem)
+            undo.pop_all()
     return switch
+
+
+def _replica_of(attached: Attached, sharding: Sharding) -> Group:
+    """Returns the group of the ranks of this rank's replica; alone where there are no shards. Collective."""
+    if sharding.mesh.shard_group is None:
+        return LocalGroup.world(1)[0]
+    device = device_of(attached.model)
+    return group_of(sharding.mesh.shard_group, attached.timeout_s, SHARDED, device, _communicator(device))
+
+
+def _communicator(device: torch.device) -> Communicator:
+    """Returns whose communicators are used: FSDP has collectives, which accelerators want in one order with ours."""
+    return "own" if device.type == "cpu" else "shared"
 
 
 class _Meeting:
@@ -266,8 +289,6 @@ def _replicate_group(mesh: Mesh, given: Any) -> dist.ProcessGroup:
         if given is not None:
             raise ValueError(GROUP_OF_MESH)
         if not is_tested_torch():
-            import torch
-
             raise RuntimeError(
                 f"this release of torch ({torch.__version__}) is none of those that gradsync knows the inside of "
                 f"({', '.join(TESTED)}), which a mesh with replicas needs: shard on a mesh of the shards alone, and "
@@ -295,9 +316,12 @@ def _not_joinable() -> NoReturn:
 
 @contextmanager
 def _installed(
-    attached: Attached, plan: Plan | Planner, sharding: Sharding, given: Arguments
+    attached: Attached, plan: Plan | Planner, sharding: Sharding, given: Arguments, replica: Group
 ) -> Iterator[FrontendSwitch]:
-    """Installs the hooks, over the ranks with this rank's shard; removes them if the block raises. Collective."""
+    """Installs the hooks, over the ranks with this rank's shard; removes them if the block raises. Collective.
+
+    `replica`: the ranks of this rank's replica.
+    """
     model, optimizer, mesh = attached.model, given.optimizer, sharding.mesh
     guarded = {name: shard.local for name, shard in sharding.shards.items()}  # in the parameters' own element types
     if sharding.replicate_group.size() == 1:
@@ -312,8 +336,7 @@ def _installed(
             f"{given}, shard {mesh.shard} of {mesh.shards}",
             what=SHARDED,
             verification=attached.verification,
-            # FSDP issues collectives of its own, which an accelerator's backend wants in one order on all ranks.
-            communicator="own" if device_of(model).type == "cpu" else "shared",
+            communicator=_communicator(device_of(model)),
             parameters=stand_ins(sharding.shards, sharding.groups),
             guarded=guarded,
         ) as (engine, _),
@@ -327,13 +350,26 @@ def _installed(
             undo.callback(group.disconnect)
             if sharding.replaces_torchs:
                 group.take_out_all_reduce()
+        ranks = ShardRanks(engine, replica)
         hooks = ShardedGradients(
-            model, sharding.groups, sharding.shards, engine, guarded, optimizer=optimizer, exclude=attached.exclude
+            model,
+            sharding.groups,
+            sharding.shards,
+            engine,
+            guarded,
+            ranks,
+            optimizer=optimizer,
+            exclude=attached.exclude,
         )
         undo.callback(hooks.remove)
         if optimizer is not None:
             hooks.check_momentum(optimizer)
-        yield FrontendSwitch(Frontend(engine, hooks.no_sync, hooks.remove, joinable=_not_joinable, sharded=hooks))
+
+        def remove() -> None:
+            hooks.remove()
+            ranks.close()
+
+        yield FrontendSwitch(Frontend(engine, hooks.no_sync, remove, joinable=_not_joinable, sharded=hooks))
         undo.pop_all()
 
 
