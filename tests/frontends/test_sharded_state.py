@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from torch.distributed.tensor import Shard
 import gradsync
 from gradsync import Plan
 from gradsync.compressors import ErrorFeedback, MomentumCorrection, TopK, copies_at
+from gradsync.frontends import checkpoint, shard_ranks
 from gradsync.schemes import AllReduce, CoarseGrained, CompressedAllGather, CompressedTwoWay, PowerSGD, Scheme
 from gradsync.tensors.density import ParameterProfile
 from tests.frontends.test_state_checkpoints import quiet_library
@@ -377,6 +380,47 @@ def test_a_load_that_fails_midway_ends_training_on_all_ranks(world: World) -> No
     said = world(4).run(some_load, "fails")
     assert "there is no memory" in said[1]
     assert all("there is no memory" in text for text in said), said
+
+
+NO_MEMORY = {
+    "packing for a shard": ((4, 1), (2, 2), shard_ranks, "to_bytes"),
+    "adding up": ((4, 1), (2, 2), shard_ranks, "added"),
+    "packing for replicas": ((1, 2), (2, 2), checkpoint, "to_bytes"),
+    "looking": ((2, 2), (2, 2), checkpoint, "has_ranks"),
+}
+
+
+def without_memory(folder: str, kind: str, loads: bool) -> tuple[str, bool]:
+    """Saves, or loads while one rank has no memory; returns the error, and whether training goes on with its state."""
+    before, after, module, function = NO_MEMORY[kind]
+    net, handle = attached(after if loads else before, GATHERED)
+    train(net)
+    if not loads:
+        handle.checkpoint().save(folder)
+        return "", True
+    kept = copy.deepcopy(handle.state_dict()["state"])
+    with patch.object(module, function, side_effect=MemoryError) if dist.get_rank() == 0 else nullcontext():
+        said = ""
+        try:
+            handle.checkpoint().load(folder, missing_ok=True)
+        except (MemoryError, RuntimeError) as error:
+            said = f"{type(error).__name__}: {error}"
+    state = handle.state_dict()["state"]
+    is_same = all(torch.equal(state[key], values) for key, values in kept.items())
+    return said, is_same and bool(train(net, 2, seed=4).isfinite().all())
+
+
+@pytest.mark.parametrize("kind", NO_MEMORY)
+def test_what_one_rank_cannot_do_while_it_loads_is_an_error_on_all_and_training_goes_on(
+    world: World, kind: str, tmp_path: Path
+) -> None:
+    replicas, shards = NO_MEMORY[kind][0]
+    world(replicas * shards).run(without_memory, str(tmp_path), kind, False)
+    for rank, (said, goes_on) in enumerate(world(4).run(without_memory, str(tmp_path), kind, True)):
+        assert said == (
+            "MemoryError: " if rank == 0 else "RuntimeError: loading of state: rank 0 could not: MemoryError"
+        )
+        assert goes_on
 
 
 def between_kinds() -> tuple[str, str]:

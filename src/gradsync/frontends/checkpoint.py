@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from ..engine.engine_state import LOADING
 from ..state import SHARD, Shard, from_bytes, handed_over, has_ranks, place_of, read_ranks, to_bytes, write_rank
 from .shard_ranks import ShardRanks
 from .sharded import ShardedGradients
+
+T = TypeVar("T")
 
 MOST_RANKS = 1024  # entries of a checkpoint; an empty one takes a kilobyte
 GATHERING, LOADING_PARTS = "gathering of state", "loading of a checkpoint"
@@ -173,7 +175,7 @@ class Checkpoint:
         """
 
         def find(ranks: Ranks) -> Mapping[str, Any]:
-            if missing_ok and not any(ranks.tell(LOADING, has_ranks(folder))):
+            if missing_ok and not any(ranks.tell(LOADING, _on_all(ranks, lambda: has_ranks(folder)))):
                 raise _NothingSavedError
             return self._own_state(ranks, lambda: read_ranks(folder, ranks.rank, ranks.size), strict=strict)
 
@@ -188,15 +190,14 @@ class Checkpoint:
 
         All ranks raise if the state of some saved rank is missing.
         """
-        parts: dict[int, dict[str, Any]] = {}
-        problem: Exception | None = None
-        try:
+
+        def read() -> dict[int, dict[str, Any]]:
             parts = _parts(find(), ranks.rank, ranks.size)
             for part in parts.values():
                 self._require_kind(part, strict=strict)
-        except Exception as error:  # told to all, then raised
-            problem = error
-        ranks.agree(LOADING, problem)
+            return parts
+
+        parts = _on_all(ranks, read)
         mine = [[*place_of(part), _shards_of(part), repr(part.get("step"))] for part in parts.values()]
         told = [each for theirs in ranks.tell(LOADING, mine) for each in theirs]
         world = _world_of([(rank, of) for rank, of, _, _ in told])
@@ -231,18 +232,17 @@ class Checkpoint:
         engine = self._source.engine()
         peers = engine.peers
         mine = {key: value for key, value in parts[0].items() if key not in HEAD} if peers.rank == 0 else {}
-        like = from_bytes(peers.gather(LOADING, to_bytes({**mine, "state": {}}))[0])
-        found: dict[str, Any] = {}
-        problem: Exception | None = None
-        try:
+        packed = _on_all(ranks, lambda: to_bytes({**mine, "state": {}}))
+        told = peers.gather(LOADING, packed)
+
+        def taken_over() -> dict[str, Any]:
+            like = from_bytes(told[0])
             steps = sorted({repr(part.get("step")) for part in (*parts, like)})
             if len(steps) > 1:
                 raise ValueError(f"the parts are of different steps: {', '.join(steps)}")
-            found = handed_over(parts, parts[0] if parts else like, peers.rank, peers.size)
-        except Exception as error:  # told to all, then raised
-            problem = error
-        ranks.agree(LOADING, problem)
-        return found
+            return handed_over(parts, parts[0] if parts else like, peers.rank, peers.size)
+
+        return _on_all(ranks, taken_over)
 
     def _of_other_shards(self, ranks: Ranks, parts: Sequence[Mapping[str, Any]], step: int) -> Mapping[str, Any]:
         """Returns the state for this rank's shard, of the parts of other shards that its replica has read.
@@ -253,6 +253,17 @@ class Checkpoint:
         assert sharded is not None and isinstance(ranks, ShardRanks)
         state = ranks.taken_over(LOADING, parts, sharded.shard)
         return {**self._source.state_dict(), "step": step, "state": state, "per_rank": True}
+
+
+def _on_all(ranks: Ranks, make: Callable[[], T]) -> T:
+    """Returns `make()`, which must not be collective, if it succeeds on all ranks; else all raise. Collective."""
+    problem: Exception | None = None
+    try:
+        made = make()
+    except Exception as error:  # told to all, then raised
+        problem = error
+    ranks.agree(LOADING, problem)
+    return made
 
 
 def _alike(told: Sequence[tuple[int, str]]) -> tuple[int, int]:

@@ -127,18 +127,23 @@ class ShardRanks:
             ValueError, RuntimeError: on all ranks of the model, where the states of one cannot be taken over.
         """
         problem: Exception | None = None
-        found: list[dict[str, Any]] = []
+        parts: list[bytes] = []
+        found: dict[str, Tensor] = {}
         for shard, target in enumerate(self.within(what, json.dumps(mine.entry()).encode())):
-            pieces: dict[str, Tensor] = {}
+            packed = b""
             try:
-                pieces = moved(states, Shard.of(json.loads(target)))
+                packed = to_bytes(moved(states, Shard.of(json.loads(target))))
             except Exception as error:  # told to all, then raised
                 problem = error
-            parts = self.within(what, to_bytes(pieces))
-            if shard == self._replica.rank:
-                found = [from_bytes(part) for part in parts]
+            told = self.within(what, packed)
+            parts = told if shard == self._replica.rank else parts
         self.agree(what, problem)
-        return added(found)
+        try:
+            found = added([from_bytes(part) for part in parts])
+        except Exception as error:  # told to all, then raised
+            problem = error
+        self.agree(what, problem)
+        return found
 
     @contextmanager
     def met(self, what: str) -> Iterator[ShardRanks]:
