@@ -25,7 +25,7 @@ from gradsync.compressors import BlockInt, ErrorFeedback, TopK
 from gradsync.frontends import fsdp_internals
 from gradsync.frontends.fsdp_internals import ParameterGroup, groups_of
 from gradsync.frontends.shard_ranks import ShardRanks
-from gradsync.planner import AveragingPlanner, Job, candidate_plans
+from gradsync.planner import AveragingPlanner, CompressingPlanner, Job, candidate_plans
 from gradsync.planner.search.ways import Constraints
 from gradsync.schemes import AllReduce, CoarseGrained, CompressedAllGather, HalfPrecision, PowerSGD, Scheme
 from gradsync.tensors.density import ParameterProfile
@@ -598,6 +598,87 @@ def test_shards_tell_each_other_of_steps_only_while_there_may_be_something_to_te
         assert told[0] == 1 and told[-3:] == [0] * 3
     for told in world(4).run(told_in_each_step, FEEDBACK):
         assert told == [1] * 6
+
+
+def one_row() -> Any:
+    """Returns a model in shards with parameters of one row, of which the second shard has nothing."""
+    torch.manual_seed(0)
+    net: Any = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 1))
+    for module in (net[0], net):
+        fully_shard(module, mesh=meshes())
+    return net
+
+
+def each_alone(scheme: Scheme[Any]) -> Callable[[Sequence[ParameterProfile], int], Plan]:
+    """Returns a planner with a bucket for each parameter, so that some buckets of the second shard are empty."""
+    return lambda profiles, size: Plan.make(
+        {p.name: p.tensor for p in profiles}, size, [([p.name], scheme) for p in profiles]
+    )
+
+
+@patched(FEWER)
+def with_empty_shards(kind: str) -> tuple[bool, bool]:
+    """Trains by a planner that names a parameter of one row; returns whether it is exact, and whether others are."""
+    net, expected = one_row(), one_row()
+    exact = ("1.weight",)
+    planner: Any = CompressingPlanner(ErrorFeedback(TopK(0.2)), exact=exact)
+    if kind == "auto":
+        lossy = Constraints((ErrorFeedback(TopK(0.2)),), always=True, exact=exact)
+        planner = AutoPlanner(lossy, steps=2, warmup=3, must_plan=True)
+    handle = gradsync.attach(net, plan=planner, timeout=TIMEOUT_S)
+    generator, steps = torch.Generator().manual_seed(dist.get_rank()), 0
+    while (steps < 3 or not handle.settled) and steps < 300:
+        x, steps = batch(generator), steps + 1
+        for each in (net, expected):
+            each.zero_grad()
+            each(x).square().mean().backward()
+    gradients = [{n: p.grad.to_local() for n, p in each.named_parameters()} for each in (net, expected)]
+    is_equal = {name: torch.equal(one, gradients[1][name]) for name, one in gradients[0].items()}
+    return is_equal["1.weight"], is_equal["0.weight"]
+
+
+@pytest.mark.parametrize("kind", ["compressing", "auto"])
+def test_planners_may_name_a_parameter_that_some_shards_have_nothing_of(world: World, kind: str) -> None:
+    assert world(4).run(with_empty_shards, kind) == [(True, False)] * 4
+
+
+def empty_buckets(scheme: Scheme[Any]) -> bool:
+    """Trains by buckets that are empty in the second shard; saves and loads; returns whether replicas are alike."""
+    net = one_row()
+    handle = gradsync.attach(net, plan=each_alone(scheme), timeout=TIMEOUT_S, verify_every=2)
+    for _ in range(2):
+        optimizer, generator = torch.optim.SGD(net.parameters(), lr=0.1), torch.Generator().manual_seed(dist.get_rank())
+        for _ in range(4):
+            net(batch(generator)).square().mean().backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        handle.checkpoint().load_state_dict(handle.checkpoint(gather=True).state_dict())
+    return replicas_are_equal(shards_of(net), meshes())
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [AllReduce(), FEEDBACK, PowerSGD(1, min_compression=1.0), COARSE, HalfPrecision(values="bfloat16"), EIGHT_BITS],
+    ids=["exact", "top-k", "low rank", "chunks", "16 bits", "8 bits"],
+)
+def test_buckets_may_be_empty_in_some_shards(world: World, scheme: Scheme[Any]) -> None:
+    assert world(4).run(empty_buckets, scheme) == [True] * 4
+
+
+def used_by_one_replica() -> float:
+    """Returns the norm of gradients of a model whose layer of one row was used by the first replica only."""
+    net = one_row()
+    gradsync.attach(net, timeout=TIMEOUT_S)
+    x = batch(torch.Generator().manual_seed(dist.get_rank()))
+    (net(x) if dist.get_rank() < 2 else net[0](x)).square().mean().backward()
+    return float(nn.utils.clip_grad_norm_(net.parameters(), 1.0).full_tensor())
+
+
+def test_all_shards_of_what_one_replica_used_get_gradients(world: World) -> None:
+    """Otherwise ranks would sum the norms of more gradients than others do."""
+    found = world(4).run(used_by_one_replica)
+    assert len(set(found)) == 1
 
 
 def message(attach: Callable[[], Any]) -> str:

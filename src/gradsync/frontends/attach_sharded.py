@@ -75,7 +75,7 @@ class Sharding:
 
     Attributes:
         groups: all groups of parameters in shards.
-        shards: the parameters to average between replicas, by name; those with an empty shard here are left out.
+        shards: the parameters to average between replicas, by name, also those with an empty shard here.
         replicate_group: the ranks with this rank's shard.
         mesh: the mesh of all groups.
     """
@@ -234,8 +234,7 @@ def _examined(
         raise ValueError("modules of the model are on several meshes; one is supported")
     named = names_of(model, groups)
     _require_parameters(model, exclude, named)
-    parameters = {n: p for n, (_, p) in named.items() if p.parameter.requires_grad and not matches(n, exclude)}
-    shards = {name: shard for name, shard in parameters.items() if shard.local.numel()}
+    shards = {n: p for n, (_, p) in named.items() if p.parameter.requires_grad and not matches(n, exclude)}
     return Sharding(groups, shards, _replicate_group(mesh, replicate_group), mesh)
 
 

@@ -69,7 +69,7 @@ class ShardedGradients:
 
     Args:
         groups: all groups of the model's parameters in shards.
-        shards: the parameters to average between replicas, by name; none has an empty shard here.
+        shards: the parameters to average between replicas, by name; some may have an empty shard here.
         guarded: the shards' tensors as the engine's guard compares them, by name; follows memory that torch replaces.
         ranks: all ranks of the model.
 
@@ -114,12 +114,8 @@ class ShardedGradients:
         self._ids: set[int] = set()
         self._momentum = MomentumCheck({})
         self._look_at_parameters()
-        averaged = {
-            name: shard
-            for name, (_, shard) in named.items()
-            if shard.parameter.requires_grad and not matches(name, exclude)
-        }
-        self.shard = _shard_of(groups[0].mesh, averaged, {name: named[name][0].wire_dtype for name in averaged})
+        dtypes_on_wire = {name: group.wire_dtype for name, group in self._group_of.items()}
+        self.shard = _shard_of(groups[0].mesh, self._shards, dtypes_on_wire)
         for number, group in enumerate(groups):
             before = Hook(self, lambda owner, number=number: owner._on_post_backward(number))
             reduced = Hook(self, lambda owner, flat, number=number: owner._on_reduced(number, flat))
@@ -421,7 +417,7 @@ class ShardedGradients:
 
 
 def _shard_of(mesh: Mesh, averaged: Mapping[str, ShardedParameter], dtypes: Mapping[str, torch.dtype | None]) -> Shard:
-    """Returns what state says of the shard that this rank has of these parameters, some of which may be empty here.
+    """Returns what state says of the shard that this rank has of these parameters.
 
     `dtypes`: those in which FSDP reduces gradients, by parameter; None: the parameter's.
     """
