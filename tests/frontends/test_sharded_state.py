@@ -17,16 +17,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 import gradsync
-from gradsync import Plan
 from gradsync.compressors import ErrorFeedback, MomentumCorrection, TopK, copies_at
 from gradsync.frontends import checkpoint, shard_ranks
 from gradsync.schemes import AllReduce, CoarseGrained, CompressedAllGather, CompressedTwoWay, PowerSGD, Scheme
-from gradsync.tensors.density import ParameterProfile
+from tests.frontends.test_sharded import by_one_bucket
 from tests.frontends.test_state_checkpoints import quiet_library
 from tests.world import Ranks
 
@@ -58,16 +57,12 @@ def attached(
     mesh: Mesh, scheme: Scheme[Any], net: Any = None, timeout: float = TIMEOUT_S, **settings: Any
 ) -> tuple[Any, gradsync.Attachment]:
     """Returns a model in shards, the same in every call, on (replicas, shards), all in one bucket."""
-
-    def plan(profiles: list[ParameterProfile], size: int) -> Plan:
-        return Plan.make({p.name: p.tensor for p in profiles}, size, [([p.name for p in profiles], scheme)])
-
     torch.manual_seed(0)
     net = Net() if net is None else net
     on = init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
     for module in (net.first, net.second, net):
         fully_shard(module, mesh=on, **settings)
-    return net, gradsync.attach(net, plan=plan, timeout=timeout)
+    return net, gradsync.attach(net, plan=by_one_bucket(scheme), timeout=timeout)
 
 
 def train(net: Any, steps: int = 3, seed: int = 0) -> Tensor:
@@ -186,6 +181,50 @@ def test_the_sum_of_what_is_left_is_kept_on_other_meshes(
 ) -> None:
     left = world(before[0] * before[1]).run(saved, str(tmp_path), before, scheme)[0]
     world(after[0] * after[1]).run(loaded_elsewhere, str(tmp_path), after, scheme, left)
+
+
+def in_another_order(folder: str, by_hand: bool) -> bool:
+    """Goes on from each way of saving on a mesh whose replicas are in another order for each shard."""
+    on = DeviceMesh("cpu", [[0, 3], [1, 2]], mesh_dim_names=("replicate", "shard"))
+
+    def attached_on_it() -> tuple[Any, gradsync.Attachment]:
+        torch.manual_seed(0)
+        net: Any = Net()
+        for module in (net.first, net.second, net):
+            fully_shard(module, mesh=on["shard"] if by_hand else on)
+        return net, gradsync.attach(
+            net,
+            plan=by_one_bucket(GATHERED),
+            replicate_group=on.get_group("replicate") if by_hand else None,
+            timeout=TIMEOUT_S,
+        )
+
+    net, handle = attached_on_it()
+    train(net)
+    write(folder, net, handle)
+    handle.checkpoint().save(f"{folder}/files")
+    written: list[Any] = [handle.checkpoint(gather=True).state_dict()]
+    dist.broadcast_object_list(written)  # rank 0's, as libraries do in which it alone writes
+    left = left_in_all(net, handle)
+    handle.detach()
+    for way in ("dcp", "files", "gathered"):
+        other, handle = attached_on_it()
+        if way == "dcp":
+            read(folder, other, handle)
+        elif way == "files":
+            assert handle.checkpoint().load(f"{folder}/files")
+        else:
+            handle.checkpoint().load_state_dict(written[0])
+        found = left_in_all(other, handle)
+        assert all(torch.equal(found[name], values) for name, values in left.items()), way
+        train(other, 1)
+        handle.detach()
+    return handle.rank == on.get_coordinate()[0]
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_replicas_may_be_in_another_order_for_each_shard(world: World, by_hand: bool, tmp_path: Path) -> None:
+    assert world(4).run(in_another_order, str(tmp_path), by_hand) == [True, True, False, False]
 
 
 def momentum_moves() -> bool:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .fsdp_internals import ParameterGroup, ShardedParameter, groups_of
+from .fsdp_internals import Mesh, ParameterGroup, ShardedParameter, groups_of
 
 Gradients = dict[str, list[Tensor]]  # local ones, by layer
 Wrap = Callable[[nn.Module], Any]  # applies `fully_shard` or `replicate`, on the mesh of the model
@@ -68,7 +68,8 @@ def _trained(
         for group in groups:
             replace(group)
     # Replicas differ, and gradients are whole numbers after division, too, so that any order of sums will do.
-    factor, size = 1 + replicate_group.rank() % 2, groups[0].mesh.shards * replicate_group.size()
+    factor = 2 if _is_in_first_replica(groups[0].mesh, replicate_group, device) else 1
+    size = groups[0].mesh.shards * replicate_group.size()
     inputs = (torch.arange(12.0, device=device) % 3 - 1).view(4, 3) * factor
     held: list[int] = []
     for _ in range(2):  # in the first forward FSDP finds its root
@@ -77,6 +78,14 @@ def _trained(
         held = [shard.held_bytes for group in groups for shard in group.parameters]
         (output.sum() * size * factor).backward()
     return {g.name: [shard.parameter.grad._local_tensor for shard in g.parameters] for g in groups}, held
+
+
+def _is_in_first_replica(mesh: Mesh, replicate_group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether this rank's replica is the one with the lowest rank: ranks may number replicas differently by shard."""
+    lowest = dist.get_rank() if mesh.shard_group is None else min(dist.get_process_group_ranks(mesh.shard_group))
+    of_all = torch.tensor([lowest], device=device)
+    dist.all_reduce(of_all, op=dist.ReduceOp.MIN, group=replicate_group)
+    return int(of_all) == lowest
 
 
 def _replace(group: ParameterGroup, replicate_group: dist.ProcessGroup, seen: list[bool], reduced: Gradients) -> None:

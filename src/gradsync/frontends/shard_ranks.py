@@ -18,13 +18,15 @@ from ..engine.engine import Engine
 from ..engine.peers import Peers, said
 from ..state import Shard, added, from_bytes, moved, to_bytes
 
+NUMBER_BYTES = 8  # of a rank's number before what it sends, the highest first, by which bytes are sorted
+
 
 class OtherShardError(RuntimeError):
     """An error: ranks with another shard have failed, and have said why."""
 
 
 class ShardRanks:
-    """All ranks of a model in shards, replica by replica. Where synchronisation stops on one of them, it does on all.
+    """All ranks of a model in shards. Where synchronisation stops on one of them, it does on all.
 
     Between two steps they meet (`met`) for calls that all of them make. Ranks of a replica then tell each other
     everything in one way, `within`, each time with the same collectives. So a rank that fails can tell it there,
@@ -65,7 +67,10 @@ class ShardRanks:
 
     @property
     def rank(self) -> int:
-        """This rank's number among all ranks of the model, from 0."""
+        """This rank's number among all ranks of the model, from 0: those of the replicas, one after the other.
+
+        Replicas are counted for each shard apart, by the group of the ranks with this shard.
+        """
         return self._engine.group.rank * self._replica.size + self._replica.rank
 
     @property
@@ -91,8 +96,10 @@ class ShardRanks:
 
     def gather(self, what: str, mine: bytes) -> list[bytes]:
         """Sends bytes, at least one, to all ranks of the model; returns all ranks' bytes, by rank. Collective."""
-        of_shards = [self._engine.peers.gather(what, part) for part in self.within(what, mine)]
-        return [part for of_replica in zip(*of_shards, strict=True) for part in of_replica]
+        numbered = self.rank.to_bytes(NUMBER_BYTES) + mine
+        told = [part for each in self.within(what, numbered) for part in self._engine.peers.gather(what, each)]
+        # Replicas may be in another order in the group of each shard, and so in each rank's list.
+        return [part[NUMBER_BYTES:] for part in sorted(told, key=lambda part: part[:NUMBER_BYTES])]
 
     def within(self, what: str, mine: bytes, *, is_failure: bool = False) -> list[bytes]:
         """Sends bytes to the ranks of this rank's replica; returns theirs, by shard. Collective.
