@@ -208,7 +208,7 @@ class Attachment:
 
         Args:
             strict: False drops state that has no place here, was saved by another rank, or is of a parameter of another
-                size, and accepts other dtypes.
+                size, and accepts other dtypes. A model in shards refuses the state of another rank or mesh even so.
 
         Raises:
             TypeError, ValueError: on all ranks, before anything has changed, for state of another format version, rank,

@@ -171,10 +171,10 @@ class ShardedGradients:
         Args:
             state: what `Attachment.state_dict` returned.
             ranks: all ranks of the model, which call this.
-            strict: whether the state must be of the same model.
+            strict: whether the state must be of the same model. It must be this rank's whatever `strict` is.
 
         Raises:
-            ValueError: for the state of another shard, replica, number of either, or model.
+            ValueError: for the state of another shard, replica, number of either, or, if `strict`, model.
             RuntimeError: where another rank raised.
         """
         problem: Exception | None = None
