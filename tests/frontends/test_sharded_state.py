@@ -23,10 +23,15 @@ from torch.distributed.tensor import Shard
 
 import gradsync
 from gradsync.compressors import ErrorFeedback, MomentumCorrection, TopK, copies_at
+from gradsync.engine.plan_control import PlanController
 from gradsync.frontends import checkpoint, shard_ranks
+from gradsync.planner import Constraints
+from gradsync.plans.profile import Profile
 from gradsync.schemes import AllReduce, CoarseGrained, CompressedAllGather, CompressedTwoWay, PowerSGD, Scheme
+from gradsync.tuning.auto import AutoPlanner
 from tests.frontends.test_sharded import by_one_bucket
 from tests.frontends.test_state_checkpoints import quiet_library
+from tests.quick import FEWER, patched
 from tests.world import Ranks
 
 pytestmark = pytest.mark.shards
@@ -225,6 +230,101 @@ def in_another_order(folder: str, by_hand: bool) -> bool:
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_replicas_may_be_in_another_order_for_each_shard(world: World, by_hand: bool, tmp_path: Path) -> None:
     assert world(4).run(in_another_order, str(tmp_path), by_hand) == [True, True, False, False]
+
+
+def planned(net: Any, **settings: Any) -> gradsync.Attachment:
+    planner = AutoPlanner(Constraints((FEEDBACK,), always=True), steps=2, warmup=3, must_plan=True, **settings)
+    return gradsync.attach(net, plan=planner, timeout=TIMEOUT_S)
+
+
+def settle(net: Any, handle: gradsync.Attachment) -> int:
+    """Trains until the plans of all shards have settled; returns after how many steps."""
+    steps = 0
+    while not handle.settled and steps < 300:
+        train(net, 1, seed=steps)
+        steps += 1
+    assert handle.settled
+    return steps
+
+
+def in_shards() -> Any:
+    torch.manual_seed(0)
+    net: Any = Net()
+    on = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for module in (net.first, net.second, net):
+        fully_shard(module, mesh=on)
+    return net
+
+
+@patched(FEWER)
+def goes_on_with_plans(folder: str) -> tuple[bool, int]:
+    """Saves a job whose plans have settled, and resumes it in each way; returns whether state and plans are the same.
+
+    Where the plan of one shard cannot be gone on with, as its measurements are of another torch, that shard is measured
+    anew: returned is also after how many steps all have settled then.
+    """
+    net = in_shards()
+    handle = planned(net)
+    settle(net, handle)
+    train(net)
+    write(folder, net, handle)
+    handle.checkpoint().save(f"{folder}/files")
+    state, plan = copy.deepcopy(handle.state_dict()), handle.plan
+    assert "planned" in state
+    handle.detach()
+    found = []
+    for way in ("dcp", "files", "own"):
+        net = in_shards()
+        handle = planned(net)
+        if way == "dcp":
+            read(folder, net, handle)
+        elif way == "files":
+            assert handle.checkpoint().load(f"{folder}/files")
+        else:
+            handle.load_state_dict(state)
+        found.append(handle.settled and handle.plan == plan)
+        now = handle.state_dict()
+        found.append(now["planned"] == state["planned"] and now["state"].keys() == state["state"].keys())
+        found += [torch.equal(now["state"][key], values) for key, values in state["state"].items()]
+        train(net, 2)
+        found.append(handle.settled and handle.plan == plan)
+        handle.detach()
+    net = in_shards()
+    handle = planned(net)
+    if dist.get_rank() % 2:
+        profile = Profile.from_json(state["planned"]["profile"]).model_copy(update={"torch": "2.0"})
+        state["planned"] = state["planned"] | {"profile": profile.to_json()}
+    handle.load_state_dict(state)
+    found.append(not handle.settled)
+    found.append((handle.plan == plan) == (dist.get_rank() % 2 == 0))
+    return all(found), settle(net, handle)
+
+
+def test_a_job_goes_on_with_the_plans_of_its_shards(world: World, tmp_path: Path) -> None:
+    found = world(4).run(goes_on_with_plans, str(tmp_path))
+    assert len(set(found)) == 1
+    assert found[0][0] and found[0][1] > 3 + 2 * 2
+
+
+@patched(FEWER)
+def one_shard_drifts() -> list[bool]:
+    """Returns, for each step after all plans have settled, whether they still were, while shard 1 is measured anew."""
+    net = in_shards()
+    handle = planned(net)
+    settle(net, handle)
+    drifts = iter([False, dist.get_rank() % 2 == 1])
+    settled = []
+    with patch.object(PlanController, "drifted", lambda *arguments: next(drifts, False)):
+        while len(settled) < 4 or (not settled[-1] and len(settled) < 300):
+            train(net, 1, seed=len(settled))
+            settled.append(handle.settled)
+    return settled
+
+
+def test_all_ranks_know_that_a_shard_is_measured_anew(world: World) -> None:
+    found = world(4).run(one_shard_drifts)
+    assert all(settled == found[0] for settled in found)
+    assert found[0][:3] == [True, False, False] and found[0][-1]
 
 
 def momentum_moves() -> bool:

@@ -102,7 +102,10 @@ class Attachment:
 
     @property
     def settled(self) -> bool:
-        """Whether the trials of several plans are over, so that the plan in force stays; the same on all ranks."""
+        """Whether the trials of several plans are over, so that the plan in force stays; the same on all ranks.
+
+        Of a model in shards: the plans of all shards, as the ranks told each other in the last backward or load.
+        """
         if (sharded := self._switch.present.sharded) is not None:  # whose ranks plan for each shard apart
             return sharded.settled
         return self._engine.settled and (self._switch.choice is None or self._switch.choice.made)
@@ -251,6 +254,9 @@ class Attachment:
                     self._regrouping.go_on(groups)
                 if averaging is not None:
                     averaging.load_state_dict(state)
+                if (sharded := self._switch.present.sharded) is not None:
+                    assert isinstance(ranks, ShardRanks)
+                    sharded.loaded(ranks)
 
     def arrived(self, parameter: Tensor) -> Sections | None:
         """Returns which elements of the parameter's gradient the last step synchronised; None: all of them.

@@ -106,7 +106,7 @@ class ShardedGradients:
         self._ranks = ranks
         self._tells = True  # whether shards tell each other how each step ended; the same on all
         self._told: HostCopy | None = None  # so of the last step, until it is read
-        self._all_settled = False  # whether the plans of all shards had settled then
+        self._all_settled = False  # whether the plans of all shards had settled then, or when state was loaded
         self._loaded: Event | None = None  # behind all that FSDP's hooks have done, on a stream of FSDP's
         self._has_local = False  # whether a backward without synchronisation came after the synchronised one
         self._rounds = OptimizerRounds()
@@ -157,7 +157,7 @@ class ShardedGradients:
 
     @property
     def settled(self) -> bool:
-        """Whether the plans of all shards had settled at the end of the last backward, the same on all ranks."""
+        """Whether the plans of all shards had settled after the last backward or load; the same on all ranks."""
         self._read_told()
         return self._all_settled
 
@@ -200,6 +200,12 @@ class ShardedGradients:
         if len(set(steps)) > 1:
             raise ValueError(f"{LOADING}: the ranks were given states of different steps, {', '.join(steps)} by rank")
 
+    def loaded(self, ranks: ShardRanks) -> None:
+        """Tells the other shards, when all ranks have loaded state, whether plans may change here. Collective."""
+        engine = self._engine
+        told = ranks.tell(LOADING, [not engine.settled, engine.may_keep_state])
+        self._know(*map(sum, zip(*told, strict=True)))
+
     def require_model(self, saved: Shard) -> None:
         """Checks that saved state is of this model.
 
@@ -227,7 +233,11 @@ class ShardedGradients:
     def _read_told(self) -> None:
         if self._told is not None:
             unsettled, may_keep, _ = self._told.tolist()
-            self._told, self._all_settled, self._tells = None, not unsettled, bool(unsettled or may_keep)
+            self._know(unsettled, may_keep)
+
+    def _know(self, unsettled: float, may_keep: float) -> None:
+        """Takes over what all shards have told: whether plans of some may change, or some may keep state."""
+        self._told, self._all_settled, self._tells = None, not unsettled, bool(unsettled or may_keep)
 
     # Callbacks of FSDP, autograd, the model and optimisers.
 
