@@ -511,7 +511,7 @@ def fails_for_one_shard(kind: str) -> list[str]:
     auto = AutoPlanner(steps=2, warmup=3, search=no_plan_for_shard_1, must_plan=True)
     handle = gradsync.attach(net, plan=auto if kind == "search" else fails_in_the_second_call(kind), timeout=TIMEOUT_S)
     if kind == "hook" and dist.get_rank() == 3:
-        net.sometimes.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+        net.first.weight.register_post_accumulate_grad_hook(lambda parameter: None)
     said = []
     for _ in range(1 if kind == "hook" else 2):  # raised inside FSDP, an error leaves FSDP in the middle of a step
         try:
@@ -528,7 +528,7 @@ def fails_for_one_shard(kind: str) -> list[str]:
         ("search", "no plan was found: ValueError: nothing will do"),
         ("planner", "there is no further plan"),
         ("ctrl-c", "KeyboardInterrupt"),
-        ("hook", "'sometimes.weight' has a hook by register_post_accumulate_grad_hook"),
+        ("hook", "'first.weight' has a hook by register_post_accumulate_grad_hook"),
     ],
 )
 def test_what_fails_for_one_shard_is_said_on_all_ranks_in_the_same_step(world: World, kind: str, cause: str) -> None:
@@ -776,7 +776,7 @@ REFUSALS = {
     "plan fails on one rank": "there is no plan",
     "settings differ": "the settings of attach differ between the ranks",
     "buffers differ": "the ranks differ: 2 replicas of 2 shards, broadcast_buffers=False",
-    "other shard": "differ between the ranks",
+    "other shard": "the ranks of replicate_group have the shards 0 to 1 of 2; expected the ranks with the same shard",
     "offload": "CPU offload moves gradients to the host",
     "part": "a part of the model is in shards",
     "embedding": "'weight' gets sparse gradients",
@@ -795,7 +795,12 @@ def test_what_is_wrong_is_said_on_all_ranks(world: World, kind: str) -> None:
 def changed_torch(kind: str) -> str:
     """Attaches under a torch that has changed inside, on rank 3 or on all."""
     mesh = meshes()
-    take_out = ParameterGroup.take_out_all_reduce
+    take_out, reduced = ParameterGroup.take_out_all_reduce, ParameterGroup.reduced
+    if kind.startswith("another order"):
+        by_hand = kind.endswith("by hand")
+        net, group = sharded(mesh["shard"] if by_hand else mesh), mesh.get_group("replicate") if by_hand else None
+        with patch.object(ParameterGroup, "reduced", lambda group: reduced(group)[::-1]):
+            return message(lambda: gradsync.attach(net, replicate_group=group, timeout=TIMEOUT_S))
 
     def takes_out_badly(group: ParameterGroup) -> None:
         if kind == "averages itself":
@@ -817,6 +822,8 @@ def changed_torch(kind: str) -> str:
     [
         ("release", "this release of torch (9.9.0) is none of those that gradsync knows the inside of"),
         ("averages itself", "gradients are averaged over replicas already when a hook sees them"),
+        ("another order", "where a hook finds it differs by"),
+        ("another order, replicas given by hand", "where a hook finds it differs by"),
         ("copies a shard", "bytes of whole parameters, and [0, 0, 0, 0, 0, 0] were expected"),
     ],
 )

@@ -399,7 +399,7 @@ def changed(parts: dict[str, Any], number: int, **entries: Any) -> dict[str, Any
 def damaged(parts: dict[str, Any], rank: int) -> dict[str, Any]:
     """Returns parts of all ranks, with one number of one rank's state that is not finite."""
     state = gradsync.state.from_bytes(bytes(parts[f"rank {rank}"].numpy()))
-    next(iter(state["state"].values()))[0] = torch.nan
+    next(values for values in state["state"].values() if values.numel())[0] = torch.nan
     return changed(parts, rank, state=state["state"])
 
 

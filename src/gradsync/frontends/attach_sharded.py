@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,8 @@ from .shard_ranks import ShardRanks
 from .sharded import AFTER_ACCUMULATION, FREEZES, ShardedGradients, stand_ins, why_not_plan
 from .switching import Attached, Frontend, FrontendSwitch, level
 from .torch_hooks import is_backward
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -113,35 +115,44 @@ def sharded_switch(
         meeting = _Meeting(attached, replicate_group, opened)
         meeting.agree(problem, _alike(sharding, given))
         assert sharding is not None and not isinstance(plan, AveragingPlanner)
-        if sharding.replaces_torchs:
-            try:
-                probe(sharding.groups[0].alike, sharding.replicate_group, device_of(attached.model))
-            except Exception as error:  # told to all, then raised
-                problem = error
-            meeting.agree(problem)
+        meeting.attempt(lambda: _require_one_shard(attached.model, sharding))
         with ExitStack() as undo:
-            try:
-                replica = _replica_of(attached, sharding)
-                undo.callback(replica.close)
-            except Exception as error:  # told to all, then raised
-                problem = error
-            meeting.agree(problem)
+            replica = meeting.attempt(lambda: _replica_of(attached, sharding, undo))
+            meeting.attempt(
+                lambda: probe(sharding.groups[0].alike, sharding.replicate_group, device_of(attached.model))
+            )
             with ExitStack() as stack:
-                try:
-                    switch = stack.enter_context(_installed(attached, plan, sharding, given, replica))
-                except Exception as error:  # told to all, then raised
-                    problem = error
-                meeting.agree(problem)
+                switch = meeting.attempt(
+                    lambda: stack.enter_context(_installed(attached, plan, sharding, given, replica))
+                )
             undo.pop_all()
     return switch
 
 
-def _replica_of(attached: Attached, sharding: Sharding) -> Group:
-    """Returns the group of the ranks of this rank's replica; alone where there are no shards. Collective."""
+def _require_one_shard(model: nn.Module, sharding: Sharding) -> None:
+    """Raises on all ranks of the replicate group where they have several shards, as one given by hand may."""
+    shard = sharding.mesh.shard
+    bounds = torch.tensor([-shard, shard], device=device_of(model))
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=sharding.replicate_group)
+    lowest, highest = -int(bounds[0]), int(bounds[1])
+    if lowest != highest:
+        raise ValueError(
+            f"the ranks of replicate_group have the shards {lowest} to {highest} of {sharding.mesh.shards}; expected "
+            "the ranks with the same shard, one of each replica"
+        )
+
+
+def _replica_of(attached: Attached, sharding: Sharding, undo: ExitStack) -> Group:
+    """Returns the group of the ranks of this rank's replica; alone where there are no shards. Collective.
+
+    `undo`: gets the call that closes the group.
+    """
     if sharding.mesh.shard_group is None:
         return LocalGroup.world(1)[0]
     device = device_of(attached.model)
-    return group_of(sharding.mesh.shard_group, attached.timeout_s, SHARDED, device, _communicator(device))
+    group = group_of(sharding.mesh.shard_group, attached.timeout_s, SHARDED, device, _communicator(device))
+    undo.callback(group.close)
+    return group
 
 
 def _communicator(device: torch.device) -> Communicator:
@@ -162,6 +173,16 @@ class _Meeting:
         for process_group in _ranks_of(attached.model, replicate_group):
             self._groups.append(group_of(process_group, self._timeout_s, SHARDED, device))
             opened.callback(self._groups[-1].close)
+
+    def attempt(self, make: Callable[[], T]) -> T:
+        """Returns `make()` if it succeeds on all ranks; else all raise. Collective."""
+        problem: Exception | None = None
+        try:
+            made = make()
+        except Exception as error:  # told to all, then raised
+            problem = error
+        self.agree(problem)
+        return made
 
     def agree(self, problem: Exception | None, alike: str = "") -> None:
         """Raises on all ranks if one has a problem, its own where this rank has one, or if `alike` differs."""

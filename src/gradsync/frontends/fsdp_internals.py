@@ -1,7 +1,7 @@
 """Private parts of torch's `fully_shard` and `replicate` that gradsync reads or replaces, all of them in this module.
 
-torch may change them in any release. `TESTED` lists the releases on which the tests ran. Where torch would exchange
-gradients between replicas itself, `fsdp_probe.py` also trains a small model before a user's model is touched.
+torch may change them in any release. `TESTED` lists the releases on which the tests ran. Before a user's model is
+touched, `fsdp_probe.py` trains a small one.
 """
 
 from __future__ import annotations
