@@ -525,7 +525,7 @@ def test_a_load_that_fails_midway_ends_training_on_all_ranks(world: World) -> No
 
 NO_MEMORY = {
     "packing for a shard": ((4, 1), (2, 2), shard_ranks, "to_bytes"),
-    "adding up": ((4, 1), (2, 2), shard_ranks, "added"),
+    "adding up": ((4, 1), (2, 2), shard_ranks, "sum_of_states"),
     "packing for replicas": ((1, 2), (2, 2), checkpoint, "to_bytes"),
     "looking": ((2, 2), (2, 2), checkpoint, "has_ranks"),
 }

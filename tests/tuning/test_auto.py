@@ -19,12 +19,12 @@ from torch import nn
 
 import gradsync
 from gradsync.characterization.recording import Recorder
-from gradsync.comm.pieces import InPieces, Pieces
 from gradsync.compressors import ErrorFeedback, Signum, TopK, dgc
 from gradsync.devices.streams import Moment
 from gradsync.engine.step_listener import active, recording
 from gradsync.engine.trial import ROUNDS, RUN_OFF_ROUNDS, TURN_STEPS
 from gradsync.planner import Constraints, Job, Search, candidate_plans, default_plan
+from gradsync.planner.pieces import InPieces, Pieces
 from gradsync.plans.profile import Profile
 from gradsync.schemes import MajorityVote
 from gradsync.tensors.bucket import Layout, TensorSpec

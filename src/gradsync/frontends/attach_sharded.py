@@ -34,7 +34,7 @@ from .agreement import (
 )
 from .arguments import Arguments, Communicator
 from .fsdp_internals import (
-    TESTED,
+    TESTED_TORCH,
     Mesh,
     ParameterGroup,
     ShardedParameter,
@@ -118,9 +118,7 @@ def sharded_switch(
         meeting.attempt(lambda: _require_one_shard(attached.model, sharding))
         with ExitStack() as undo:
             replica = meeting.attempt(lambda: _replica_of(attached, sharding, undo))
-            meeting.attempt(
-                lambda: probe(sharding.groups[0].alike, sharding.replicate_group, device_of(attached.model))
-            )
+            meeting.attempt(lambda: probe(sharding.groups[0].wrap, sharding.replicate_group, device_of(attached.model)))
             with ExitStack() as stack:
                 switch = meeting.attempt(
                     lambda: stack.enter_context(_installed(attached, plan, sharding, given, replica))
@@ -311,8 +309,8 @@ def _replicate_group(mesh: Mesh, given: Any) -> dist.ProcessGroup:
         if not is_tested_torch():
             raise RuntimeError(
                 f"this release of torch ({torch.__version__}) is none of those that gradsync knows the inside of "
-                f"({', '.join(TESTED)}), which a mesh with replicas needs: shard on a mesh of the shards alone, and "
-                "give attach() the replicate_group"
+                f"({', '.join(TESTED_TORCH)}), which a mesh with replicas needs: shard on a mesh of the shards alone, "
+                "and give attach() the replicate_group"
             )
         return mesh.replicate_group
     if given is None:

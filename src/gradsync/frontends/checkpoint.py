@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 MOST_RANKS = 1024  # entries of a checkpoint; an empty one takes a kilobyte
 GATHERING, LOADING_PARTS = "gathering of state", "loading of a checkpoint"
-HEAD = {"references"}  # keys that are left out for ranks that take over no part
+LEFT_OUT = {"references"}  # entries of state that ranks which take over no part do not need
 
 
 class Ranks(Protocol):
@@ -203,7 +203,7 @@ class Checkpoint:
         world = _world_of([(rank, of) for rank, of, _, _ in told])
         sharded = self._source.sharded()
         if sharded is not None:
-            shards, step = _alike([(count, step) for _, _, count, step in told])
+            shards, step = _shards_and_step([(count, step) for _, _, count, step in told])
             if shards != sharded.shard.count:
                 return self._of_other_shards(ranks, list(parts.values()), step)
         if world == ranks.size:
@@ -231,7 +231,7 @@ class Checkpoint:
         """
         engine = self._source.engine()
         peers = engine.peers
-        mine = {key: value for key, value in parts[0].items() if key not in HEAD} if peers.rank == 0 else {}
+        mine = {key: value for key, value in parts[0].items() if key not in LEFT_OUT} if peers.rank == 0 else {}
         packed = _on_all(ranks, lambda: to_bytes({**mine, "state": {}}))
         told = peers.gather(LOADING, packed)
 
@@ -266,7 +266,7 @@ def _on_all(ranks: Ranks, make: Callable[[], T]) -> T:
     return made
 
 
-def _alike(told: Sequence[tuple[int, str]]) -> tuple[int, int]:
+def _shards_and_step(told: Sequence[tuple[int, str]]) -> tuple[int, int]:
     """Returns the number of shards and the step of which all parts are, given these of each part.
 
     Raises:

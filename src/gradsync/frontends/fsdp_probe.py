@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .fsdp_internals import TESTED, Mesh, ParameterGroup, ShardedParameter, groups_of
+from .fsdp_internals import TESTED_TORCH, Mesh, ParameterGroup, ShardedParameter, groups_of
 
 Gradients = dict[str, list[Tensor]]  # local ones, by layer
 Wrap = Callable[[nn.Module], Any]  # applies `fully_shard` or `replicate`, on the mesh of the model
@@ -49,8 +49,8 @@ def probe(wrap: Wrap, replicate_group: dist.ProcessGroup, device: torch.device) 
 def _changed(what: str) -> str:
     return (
         f"torch {torch.__version__} reduces gradients in another way than gradsync knows: {what}. gradsync was tested "
-        f"with torch {' and '.join(TESTED)}. If the mesh names replicas, shard on a mesh of the shards alone, and give "
-        "attach() the replicate_group"
+        f"with torch {' and '.join(TESTED_TORCH)}. If the mesh names replicas, shard on a mesh of the shards alone, "
+        "and give attach() the replicate_group"
     )
 
 

@@ -16,7 +16,7 @@ from ..comm import Group
 from ..devices.streams import streams_of
 from ..engine.engine import Engine
 from ..engine.peers import Peers, said
-from ..state import Shard, added, from_bytes, moved, to_bytes
+from ..state import Shard, from_bytes, moved, sum_of_states, to_bytes
 
 NUMBER_BYTES = 8  # of a rank's number before what it sends, the highest first, by which bytes are sorted
 
@@ -146,7 +146,7 @@ class ShardRanks:
             parts = told if shard == self._replica.rank else parts
         self.agree(what, problem)
         try:
-            found = added([from_bytes(part) for part in parts])
+            found = sum_of_states([from_bytes(part) for part in parts])
         except Exception as error:  # told to all, then raised
             problem = error
         self.agree(what, problem)
