@@ -831,6 +831,12 @@ def test_a_torch_that_has_changed_is_refused_on_all_ranks(world: World, kind: st
     assert [expected in text or text for text in world(4).run(changed_torch, kind)] == [True] * 4
 
 
+def detaching(x: Tensor, handle: gradsync.Attachment) -> Tensor:
+    """Returns `x`, whose gradient lets the handle be detached in the middle of a backward."""
+    x.register_hook(lambda gradient: handle.detach())
+    return x
+
+
 def in_training(kind: str) -> str:
     """Does in training what cannot be followed."""
     mesh = meshes()
@@ -846,6 +852,8 @@ def in_training(kind: str) -> str:
         net.forward = lambda x: checkpoint(net.second, net.first(x), use_reentrant=True)
     if kind == "further":
         net.further = fully_shard(nn.Linear(2, 2), mesh=mesh)
+    if kind == "detached":
+        net.forward = lambda x: net.second(detaching(net.first(x), handle))
     if kind == "unfrozen":
         net.still.requires_grad_(True)
         net.step = 1
@@ -857,6 +865,7 @@ def in_training(kind: str) -> str:
     [
         ("join", "RuntimeError: join() is not supported for a model in shards"),
         ("attached", "RuntimeError: gradsync is attached to this model"),
+        ("detached", "RuntimeError: gradsync was detached from this model"),
         ("twice", "RuntimeError: 'second' got gradients twice in one backward"),
         ("nested", "RuntimeError: gradients became ready inside a nested backward"),
         ("further", "RuntimeError: fully_shard() was applied to a further module after attach()"),

@@ -171,7 +171,8 @@ class Peers:
             text = why if isinstance(why, str) else said(why)
             ranks = why.ranks if isinstance(why, GroupError) else None
             self.failure = RuntimeError(text) if ranks is None else GroupError(text, ranks)
-            self.group.announce_failure(text, ranks)
+            if not self.is_closed:
+                self.group.announce_failure(text, ranks)
             if self.beside is not None:
                 self.beside.fail(why)
 

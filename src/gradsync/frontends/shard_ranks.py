@@ -18,7 +18,7 @@ from ..engine.engine import Engine
 from ..engine.peers import Peers, said
 from ..state import Shard, from_bytes, moved, sum_of_states, to_bytes
 
-NUMBER_BYTES = 8  # of a rank's number before what it sends, the highest first, by which bytes are sorted
+NUMBER_BYTES = 8  # of a rank's number before what it sends
 
 
 class OtherShardError(RuntimeError):
@@ -55,6 +55,8 @@ class ShardRanks:
     def summed(self, flags: Tensor) -> Tensor:
         """Returns flags of a step, (numbers,), summed over the ranks of this rank's replica. Collective.
 
+        The host does not wait for a device.
+
         Raises:
             GroupError: where another rank of the replica has failed, or does not come in time.
         """
@@ -62,6 +64,8 @@ class ShardRanks:
         def total(group: Group) -> Tensor:
             return group.all_reduce(flags.to(group.payload_device)).wait(self._engine.timeout_s).to(flags.device)
 
+        if self._replica.size == 1:
+            return flags
         found: Tensor = self._replica.call("the end of a step in all shards", total)
         return found
 
@@ -96,7 +100,7 @@ class ShardRanks:
 
     def gather(self, what: str, mine: bytes) -> list[bytes]:
         """Sends bytes, at least one, to all ranks of the model; returns all ranks' bytes, by rank. Collective."""
-        numbered = self.rank.to_bytes(NUMBER_BYTES) + mine
+        numbered = self.rank.to_bytes(NUMBER_BYTES, "big") + mine
         told = [part for each in self.within(what, numbered) for part in self._engine.peers.gather(what, each)]
         # Replicas may be in another order in the group of each shard, and so in each rank's list.
         return [part[NUMBER_BYTES:] for part in sorted(told, key=lambda part: part[:NUMBER_BYTES])]
