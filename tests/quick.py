@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 from gradsync.comm.links import Highest
-from gradsync.comm.pieces import Pieces, T, at_once
+from gradsync.planner.pieces import Pieces, T, at_once
 from gradsync.tuning import auto, default, links, measurement, overlap, rehearsal
 from gradsync.tuning import kernels as rehearsed
 

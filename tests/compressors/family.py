@@ -35,6 +35,7 @@ from gradsync.compressors import (
     TernGrad,
     Threshold,
     TopK,
+    Unbiased,
     Warmup,
 )
 from gradsync.tensors.bucket import FlatSpec, Segment
@@ -131,6 +132,14 @@ def data(size: int = 4096) -> dict[str, Tensor]:
         "small": 1e-20 * normal,
         "mostly zero": normal * (gradient(size, torch.float32, 1) > 1.5),
     }
+
+
+def no_feedback(compressor: Compressor, spec: FlatSpec) -> str:
+    """Returns words of the error by which error feedback refuses the compressor, or ""."""
+    law = compressor.law(spec)
+    if not compressor.traits.feeds_back:
+        return "CountSketch|count_sketch"
+    return "may diverge" if isinstance(law, Unbiased) and law.omega >= 1 else ""
 
 
 def compressed(

@@ -22,7 +22,17 @@ from gradsync.compressors import (
     Unbiased,
 )
 from gradsync.tensors.bucket import FlatSpec
-from tests.compressors.family import MEMBERS, SHARES, Member, compressed, data, gradient, spec_of, with_agreement
+from tests.compressors.family import (
+    MEMBERS,
+    SHARES,
+    Member,
+    compressed,
+    data,
+    gradient,
+    no_feedback,
+    spec_of,
+    with_agreement,
+)
 from tests.kernels.native import DTYPES, assert_same_bits, special_values
 
 pytestmark = pytest.mark.usefixtures("stale_memory")
@@ -141,14 +151,6 @@ def test_residual_plus_sent_equals_what_came_in(member: Member, dtype: torch.dty
         assert left.dtype == came_in.dtype
         rounding = torch.finfo(came_in.dtype).eps * came_in.abs().max() * 2
         assert (sent + left - came_in).abs().max() <= rounding + member.tolerance * came_in.abs().max()
-
-
-def no_feedback(compressor: Compressor, spec: FlatSpec) -> str:
-    """Returns why error feedback refuses the compressor, or None."""
-    law = compressor.law(spec)
-    if not compressor.traits.feeds_back:
-        return "CountSketch|count_sketch"
-    return "may diverge" if isinstance(law, Unbiased) and law.omega >= 1 else ""
 
 
 @members

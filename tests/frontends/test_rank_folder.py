@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import gradsync
 from gradsync.compressors import ErrorFeedback, TopK
+from gradsync.frontends import checkpoint
 from gradsync.schemes import AllReduce, CompressedAllGather, Scheme
 from gradsync.state import MissingStateError, load_file, read_ranks
 from tests.frontends.conservation import left_to_send
@@ -55,6 +57,29 @@ def saved(folder: str) -> list[Tensor]:
     handle.checkpoint().save(folder)
     handle.detach()
     return totals
+
+
+def cannot_be_looked_at(folder: str) -> tuple[str, bool]:
+    """Loads a folder that rank 1 must not look at; returns the error, and whether training goes on with all state."""
+    model, handle = attached(GATHERED)
+    train(model, 3, seed=0)
+    kept = {name: values.clone() for name, values in left_to_send(model, handle.state_dict()["state"]).items()}
+    denied = PermissionError(f"[Errno 13] Permission denied: {folder!r}") if dist.get_rank() == 1 else None
+    with patch.object(checkpoint, "has_ranks", side_effect=denied, return_value=True), pytest.raises(Exception) as said:
+        handle.checkpoint().load(folder, missing_ok=True)
+    found = same(model, handle, kept)
+    train(model, 2, seed=9)
+    handle.detach()
+    return f"{said.type.__name__}: {said.value}", found
+
+
+def test_a_folder_that_one_rank_cannot_look_at_is_an_error_on_all_and_training_goes_on(
+    world: World, tmp_path: Path
+) -> None:
+    (first, goes_on), (second, second_goes_on) = world(2).run(cannot_be_looked_at, str(tmp_path))
+    assert first.startswith("RuntimeError: loading of state: rank 1 could not: [Errno 13] Permission denied")
+    assert second.startswith("PermissionError: [Errno 13] Permission denied")
+    assert goes_on and second_goes_on
 
 
 def loaded(folder: str) -> list[Tensor]:

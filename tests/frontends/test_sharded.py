@@ -24,9 +24,10 @@ from gradsync import Plan
 from gradsync.compressors import BlockInt, ErrorFeedback, TopK
 from gradsync.frontends import fsdp_internals
 from gradsync.frontends.fsdp_internals import ParameterGroup, groups_of
-from gradsync.planner import AveragingPlanner
+from gradsync.frontends.shard_ranks import ShardRanks
+from gradsync.planner import AveragingPlanner, CompressingPlanner, Job, candidate_plans
 from gradsync.planner.search.ways import Constraints
-from gradsync.schemes import CoarseGrained, CompressedAllGather, HalfPrecision, PowerSGD, Scheme
+from gradsync.schemes import AllReduce, CoarseGrained, CompressedAllGather, HalfPrecision, PowerSGD, Scheme
 from gradsync.tensors.density import ParameterProfile
 from gradsync.tuning.auto import AutoPlanner
 from tests.quick import FEWER, patched
@@ -478,6 +479,208 @@ def test_a_model_may_be_on_a_part_of_the_jobs_ranks(world: World) -> None:
     assert all("'first': a custom gradient divide factor is set" in text for text in found[:2])
 
 
+def shard_here() -> int:
+    return dist.get_rank() % 2  # on the mesh of `meshes`, with two shards
+
+
+def no_plan_for_shard_1(job: Job, constraints: Constraints) -> list[Plan]:
+    if shard_here() == 1:
+        raise ValueError("nothing will do")
+    return candidate_plans(job, constraints)
+
+
+def fails_in_the_second_call(kind: str) -> Callable[[Sequence[ParameterProfile], int], Plan]:
+    """Returns a planner that fails after the first step: for shard 1, or by Ctrl-C on rank 3."""
+    calls: list[int] = []
+
+    def plan(profiles: Sequence[ParameterProfile], size: int) -> Plan:
+        calls.append(size)
+        if len(calls) > 1 and kind == "planner" and shard_here() == 1:
+            raise ValueError("there is no further plan")
+        if len(calls) > 1 and kind == "ctrl-c" and dist.get_rank() == 3:
+            raise KeyboardInterrupt
+        return by_one_bucket(FEEDBACK)(profiles, size)
+
+    return plan
+
+
+@patched(FEWER)
+def fails_for_one_shard(kind: str) -> list[str]:
+    """Trains until shard 1, or rank 3 of it, fails in a step; returns the errors of this and a further try."""
+    net = sharded(meshes())
+    auto = AutoPlanner(steps=2, warmup=3, search=no_plan_for_shard_1, must_plan=True)
+    handle = gradsync.attach(net, plan=auto if kind == "search" else fails_in_the_second_call(kind), timeout=TIMEOUT_S)
+    if kind == "hook" and dist.get_rank() == 3:
+        net.first.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    said = []
+    for _ in range(1 if kind == "hook" else 2):  # raised inside FSDP, an error leaves FSDP in the middle of a step
+        try:
+            train(net, steps=40)
+        except (RuntimeError, ValueError, KeyboardInterrupt) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    handle.detach()
+    return said
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause"),
+    [
+        ("search", "no plan was found: ValueError: nothing will do"),
+        ("planner", "there is no further plan"),
+        ("ctrl-c", "KeyboardInterrupt"),
+        ("hook", "'first.weight' has a hook by register_post_accumulate_grad_hook"),
+    ],
+)
+def test_what_fails_for_one_shard_is_said_on_all_ranks_in_the_same_step(world: World, kind: str, cause: str) -> None:
+    for first, *again in world(4).run(fails_for_one_shard, kind):
+        assert cause in first
+        assert all("gradient synchronisation stopped earlier" in text and cause in text for text in again)
+
+
+def with_nan_in(net: Any, unit: int) -> None:
+    """Lets the gradients of one output of the first layer be NaN from now on: those of one row and one bias."""
+
+    def spoil(gradient: Tensor) -> Tensor:
+        spoilt = gradient.clone()
+        spoilt[:, unit] = torch.nan
+        return spoilt
+
+    net.first.register_forward_hook(lambda module, given, output: output.register_hook(spoil) and None)
+
+
+def bad_in_one_shard(shard: int, keeps: int | None) -> tuple[bool, bool, bool]:
+    """Makes a step in which one shard of one replica alone sees NaN; the shard `keeps` alone has residuals, or all.
+
+    Returns whether gradients without NaN show it on this rank, whether it is as it was before, and has some residual.
+    """
+    mesh = meshes()
+    net = sharded(mesh)
+    scheme = FEEDBACK if keeps in (None, mesh.get_local_rank("shard")) else AllReduce()
+    handle = gradsync.attach(net, plan=by_one_bucket(scheme), timeout=TIMEOUT_S)
+    train(net)
+    before = copy.deepcopy(handle.state_dict()["state"])
+    if mesh.get_local_rank("replicate") == 1:
+        with_nan_in(net, (0, 6)[shard])
+    net(batch(torch.Generator().manual_seed(dist.get_rank()))).square().mean().backward()
+    others = [p.grad.to_local() for n, p in net.second.named_parameters()]
+    shows = all(gradient.isnan().all() for gradient in others)
+    net.zero_grad()
+    after = handle.state_dict()["state"]
+    is_same = after.keys() == before.keys() and all(torch.equal(after[key], values) for key, values in before.items())
+    return shows, is_same, any(values.any() for values in before.values())
+
+
+@pytest.mark.parametrize("keeps", [None, 0, 1], ids=["all keep residuals", "shard 0 does", "shard 1 does"])
+@pytest.mark.parametrize("shard", [0, 1])
+def test_no_shard_counts_what_was_sent_in_a_step_that_another_must_skip(
+    world: World, shard: int, keeps: int | None
+) -> None:
+    """Users skip a step as a whole, where the norm of its gradients is not finite."""
+    for rank, found in enumerate(world(4).run(bad_in_one_shard, shard, keeps)):
+        has_state = keeps in (None, rank % 2)
+        assert found == (has_state, True, has_state), rank
+
+
+def told_in_each_step(scheme: Scheme[Any]) -> list[int]:
+    """Returns how often this rank told the other shards about its step, in each of the steps."""
+    net, told = sharded(meshes()), []
+    gradsync.attach(net, plan=by_one_bucket(scheme), timeout=TIMEOUT_S)
+    with patch.object(ShardRanks, "summed", autospec=True, side_effect=ShardRanks.summed) as summed:
+        for step in range(6):
+            summed.reset_mock()
+            train(net, steps=1, seed=step)
+            told.append(summed.call_count)
+    return told
+
+
+def test_shards_tell_each_other_of_steps_only_while_there_may_be_something_to_tell(world: World) -> None:
+    for told in world(4).run(told_in_each_step, AllReduce()):
+        assert told[0] == 1 and told[-3:] == [0] * 3
+    for told in world(4).run(told_in_each_step, FEEDBACK):
+        assert told == [1] * 6
+
+
+def one_row() -> Any:
+    """Returns a model in shards with parameters of one row, of which the second shard has nothing."""
+    torch.manual_seed(0)
+    net: Any = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 1))
+    for module in (net[0], net):
+        fully_shard(module, mesh=meshes())
+    return net
+
+
+def each_alone(scheme: Scheme[Any]) -> Callable[[Sequence[ParameterProfile], int], Plan]:
+    """Returns a planner with a bucket for each parameter, so that some buckets of the second shard are empty."""
+    return lambda profiles, size: Plan.make(
+        {p.name: p.tensor for p in profiles}, size, [([p.name], scheme) for p in profiles]
+    )
+
+
+@patched(FEWER)
+def with_empty_shards(kind: str) -> tuple[bool, bool]:
+    """Trains by a planner that names a parameter of one row; returns whether it is exact, and whether others are."""
+    net, expected = one_row(), one_row()
+    exact = ("1.weight",)
+    planner: Any = CompressingPlanner(ErrorFeedback(TopK(0.2)), exact=exact)
+    if kind == "auto":
+        lossy = Constraints((ErrorFeedback(TopK(0.2)),), always=True, exact=exact)
+        planner = AutoPlanner(lossy, steps=2, warmup=3, must_plan=True)
+    handle = gradsync.attach(net, plan=planner, timeout=TIMEOUT_S)
+    generator, steps = torch.Generator().manual_seed(dist.get_rank()), 0
+    while (steps < 3 or not handle.settled) and steps < 300:
+        x, steps = batch(generator), steps + 1
+        for each in (net, expected):
+            each.zero_grad()
+            each(x).square().mean().backward()
+    gradients = [{n: p.grad.to_local() for n, p in each.named_parameters()} for each in (net, expected)]
+    is_equal = {name: torch.equal(one, gradients[1][name]) for name, one in gradients[0].items()}
+    return is_equal["1.weight"], is_equal["0.weight"]
+
+
+@pytest.mark.parametrize("kind", ["compressing", "auto"])
+def test_planners_may_name_a_parameter_that_some_shards_have_nothing_of(world: World, kind: str) -> None:
+    assert world(4).run(with_empty_shards, kind) == [(True, False)] * 4
+
+
+def empty_buckets(scheme: Scheme[Any]) -> bool:
+    """Trains by buckets that are empty in the second shard; saves and loads; returns whether replicas are alike."""
+    net = one_row()
+    handle = gradsync.attach(net, plan=each_alone(scheme), timeout=TIMEOUT_S, verify_every=2)
+    for _ in range(2):
+        optimizer, generator = torch.optim.SGD(net.parameters(), lr=0.1), torch.Generator().manual_seed(dist.get_rank())
+        for _ in range(4):
+            net(batch(generator)).square().mean().backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        handle.checkpoint().load_state_dict(handle.checkpoint(gather=True).state_dict())
+    return replicas_are_equal(shards_of(net), meshes())
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [AllReduce(), FEEDBACK, PowerSGD(1, min_compression=1.0), COARSE, HalfPrecision(values="bfloat16"), EIGHT_BITS],
+    ids=["exact", "top-k", "low rank", "chunks", "16 bits", "8 bits"],
+)
+def test_buckets_may_be_empty_in_some_shards(world: World, scheme: Scheme[Any]) -> None:
+    assert world(4).run(empty_buckets, scheme) == [True] * 4
+
+
+def used_by_one_replica() -> float:
+    """Returns the norm of gradients of a model whose layer of one row was used by the first replica only."""
+    net = one_row()
+    gradsync.attach(net, timeout=TIMEOUT_S)
+    x = batch(torch.Generator().manual_seed(dist.get_rank()))
+    (net(x) if dist.get_rank() < 2 else net[0](x)).square().mean().backward()
+    return float(nn.utils.clip_grad_norm_(net.parameters(), 1.0).full_tensor())
+
+
+def test_all_shards_of_what_one_replica_used_get_gradients(world: World) -> None:
+    """Otherwise ranks would sum the norms of more gradients than others do."""
+    found = world(4).run(used_by_one_replica)
+    assert len(set(found)) == 1
+
+
 def message(attach: Callable[[], Any]) -> str:
     try:
         attach()
@@ -573,7 +776,7 @@ REFUSALS = {
     "plan fails on one rank": "there is no plan",
     "settings differ": "the settings of attach differ between the ranks",
     "buffers differ": "the ranks differ: 2 replicas of 2 shards, broadcast_buffers=False",
-    "other shard": "differ between the ranks",
+    "other shard": "the ranks of replicate_group have the shards 0 to 1 of 2; expected the ranks with the same shard",
     "offload": "CPU offload moves gradients to the host",
     "part": "a part of the model is in shards",
     "embedding": "'weight' gets sparse gradients",
@@ -592,7 +795,12 @@ def test_what_is_wrong_is_said_on_all_ranks(world: World, kind: str) -> None:
 def changed_torch(kind: str) -> str:
     """Attaches under a torch that has changed inside, on rank 3 or on all."""
     mesh = meshes()
-    take_out = ParameterGroup.take_out_all_reduce
+    take_out, reduced = ParameterGroup.take_out_all_reduce, ParameterGroup.reduced
+    if kind.startswith("another order"):
+        by_hand = kind.endswith("by hand")
+        net, group = sharded(mesh["shard"] if by_hand else mesh), mesh.get_group("replicate") if by_hand else None
+        with patch.object(ParameterGroup, "reduced", lambda group: reduced(group)[::-1]):
+            return message(lambda: gradsync.attach(net, replicate_group=group, timeout=TIMEOUT_S))
 
     def takes_out_badly(group: ParameterGroup) -> None:
         if kind == "averages itself":
@@ -614,11 +822,19 @@ def changed_torch(kind: str) -> str:
     [
         ("release", "this release of torch (9.9.0) is none of those that gradsync knows the inside of"),
         ("averages itself", "gradients are averaged over replicas already when a hook sees them"),
+        ("another order", "where a hook finds it differs by"),
+        ("another order, replicas given by hand", "where a hook finds it differs by"),
         ("copies a shard", "bytes of whole parameters, and [0, 0, 0, 0, 0, 0] were expected"),
     ],
 )
 def test_a_torch_that_has_changed_is_refused_on_all_ranks(world: World, kind: str, expected: str) -> None:
     assert [expected in text or text for text in world(4).run(changed_torch, kind)] == [True] * 4
+
+
+def detaching(x: Tensor, handle: gradsync.Attachment) -> Tensor:
+    """Returns `x`, whose gradient lets the handle be detached in the middle of a backward."""
+    x.register_hook(lambda gradient: handle.detach())
+    return x
 
 
 def in_training(kind: str) -> str:
@@ -636,6 +852,8 @@ def in_training(kind: str) -> str:
         net.forward = lambda x: checkpoint(net.second, net.first(x), use_reentrant=True)
     if kind == "further":
         net.further = fully_shard(nn.Linear(2, 2), mesh=mesh)
+    if kind == "detached":
+        net.forward = lambda x: net.second(detaching(net.first(x), handle))
     if kind == "unfrozen":
         net.still.requires_grad_(True)
         net.step = 1
@@ -647,6 +865,7 @@ def in_training(kind: str) -> str:
     [
         ("join", "RuntimeError: join() is not supported for a model in shards"),
         ("attached", "RuntimeError: gradsync is attached to this model"),
+        ("detached", "RuntimeError: gradsync was detached from this model"),
         ("twice", "RuntimeError: 'second' got gradients twice in one backward"),
         ("nested", "RuntimeError: gradients became ready inside a nested backward"),
         ("further", "RuntimeError: fully_shard() was applied to a further module after attach()"),

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,16 +17,21 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 import gradsync
-from gradsync import Plan
 from gradsync.compressors import ErrorFeedback, MomentumCorrection, TopK, copies_at
+from gradsync.engine.plan_control import PlanController
+from gradsync.frontends import checkpoint, shard_ranks
+from gradsync.planner import Constraints
+from gradsync.plans.profile import Profile
 from gradsync.schemes import AllReduce, CoarseGrained, CompressedAllGather, CompressedTwoWay, PowerSGD, Scheme
-from gradsync.tensors.density import ParameterProfile
+from gradsync.tuning.auto import AutoPlanner
+from tests.frontends.test_sharded import by_one_bucket
 from tests.frontends.test_state_checkpoints import quiet_library
+from tests.quick import FEWER, patched
 from tests.world import Ranks
 
 pytestmark = pytest.mark.shards
@@ -55,16 +62,12 @@ def attached(
     mesh: Mesh, scheme: Scheme[Any], net: Any = None, timeout: float = TIMEOUT_S, **settings: Any
 ) -> tuple[Any, gradsync.Attachment]:
     """Returns a model in shards, the same in every call, on (replicas, shards), all in one bucket."""
-
-    def plan(profiles: list[ParameterProfile], size: int) -> Plan:
-        return Plan.make({p.name: p.tensor for p in profiles}, size, [([p.name for p in profiles], scheme)])
-
     torch.manual_seed(0)
     net = Net() if net is None else net
     on = init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
     for module in (net.first, net.second, net):
         fully_shard(module, mesh=on, **settings)
-    return net, gradsync.attach(net, plan=plan, timeout=timeout)
+    return net, gradsync.attach(net, plan=by_one_bucket(scheme), timeout=timeout)
 
 
 def train(net: Any, steps: int = 3, seed: int = 0) -> Tensor:
@@ -185,6 +188,145 @@ def test_the_sum_of_what_is_left_is_kept_on_other_meshes(
     world(after[0] * after[1]).run(loaded_elsewhere, str(tmp_path), after, scheme, left)
 
 
+def in_another_order(folder: str, by_hand: bool) -> bool:
+    """Goes on from each way of saving on a mesh whose replicas are in another order for each shard."""
+    on = DeviceMesh("cpu", [[0, 3], [1, 2]], mesh_dim_names=("replicate", "shard"))
+
+    def attached_on_it() -> tuple[Any, gradsync.Attachment]:
+        torch.manual_seed(0)
+        net: Any = Net()
+        for module in (net.first, net.second, net):
+            fully_shard(module, mesh=on["shard"] if by_hand else on)
+        return net, gradsync.attach(
+            net,
+            plan=by_one_bucket(GATHERED),
+            replicate_group=on.get_group("replicate") if by_hand else None,
+            timeout=TIMEOUT_S,
+        )
+
+    net, handle = attached_on_it()
+    train(net)
+    write(folder, net, handle)
+    handle.checkpoint().save(f"{folder}/files")
+    written: list[Any] = [handle.checkpoint(gather=True).state_dict()]
+    dist.broadcast_object_list(written)  # rank 0's, as libraries do in which it alone writes
+    left = left_in_all(net, handle)
+    handle.detach()
+    for way in ("dcp", "files", "gathered"):
+        other, handle = attached_on_it()
+        if way == "dcp":
+            read(folder, other, handle)
+        elif way == "files":
+            assert handle.checkpoint().load(f"{folder}/files")
+        else:
+            handle.checkpoint().load_state_dict(written[0])
+        found = left_in_all(other, handle)
+        assert all(torch.equal(found[name], values) for name, values in left.items()), way
+        train(other, 1)
+        handle.detach()
+    return handle.rank == on.get_coordinate()[0]
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_replicas_may_be_in_another_order_for_each_shard(world: World, by_hand: bool, tmp_path: Path) -> None:
+    assert world(4).run(in_another_order, str(tmp_path), by_hand) == [True, True, False, False]
+
+
+def planned(net: Any, **settings: Any) -> gradsync.Attachment:
+    planner = AutoPlanner(Constraints((FEEDBACK,), always=True), steps=2, warmup=3, must_plan=True, **settings)
+    return gradsync.attach(net, plan=planner, timeout=TIMEOUT_S)
+
+
+def settle(net: Any, handle: gradsync.Attachment) -> int:
+    """Trains until the plans of all shards have settled; returns after how many steps."""
+    steps = 0
+    while not handle.settled and steps < 300:
+        train(net, 1, seed=steps)
+        steps += 1
+    assert handle.settled
+    return steps
+
+
+def in_shards() -> Any:
+    torch.manual_seed(0)
+    net: Any = Net()
+    on = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for module in (net.first, net.second, net):
+        fully_shard(module, mesh=on)
+    return net
+
+
+@patched(FEWER)
+def goes_on_with_plans(folder: str) -> tuple[bool, int]:
+    """Saves a job whose plans have settled, and resumes it in each way; returns whether state and plans are the same.
+
+    Where the plan of one shard cannot be gone on with, as its measurements are of another torch, that shard is measured
+    anew: returned is also after how many steps all have settled then.
+    """
+    net = in_shards()
+    handle = planned(net)
+    settle(net, handle)
+    train(net)
+    write(folder, net, handle)
+    handle.checkpoint().save(f"{folder}/files")
+    state, plan = copy.deepcopy(handle.state_dict()), handle.plan
+    assert "planned" in state
+    handle.detach()
+    found = []
+    for way in ("dcp", "files", "own"):
+        net = in_shards()
+        handle = planned(net)
+        if way == "dcp":
+            read(folder, net, handle)
+        elif way == "files":
+            assert handle.checkpoint().load(f"{folder}/files")
+        else:
+            handle.load_state_dict(state)
+        found.append(handle.settled and handle.plan == plan)
+        now = handle.state_dict()
+        found.append(now["planned"] == state["planned"] and now["state"].keys() == state["state"].keys())
+        found += [torch.equal(now["state"][key], values) for key, values in state["state"].items()]
+        train(net, 2)
+        found.append(handle.settled and handle.plan == plan)
+        handle.detach()
+    net = in_shards()
+    handle = planned(net)
+    if dist.get_rank() % 2:
+        profile = Profile.from_json(state["planned"]["profile"]).model_copy(update={"torch": "2.0"})
+        state["planned"] = state["planned"] | {"profile": profile.to_json()}
+    handle.load_state_dict(state)
+    found.append(not handle.settled)
+    found.append((handle.plan == plan) == (dist.get_rank() % 2 == 0))
+    return all(found), settle(net, handle)
+
+
+def test_a_job_goes_on_with_the_plans_of_its_shards(world: World, tmp_path: Path) -> None:
+    found = world(4).run(goes_on_with_plans, str(tmp_path))
+    assert len(set(found)) == 1
+    assert found[0][0] and found[0][1] > 3 + 2 * 2
+
+
+@patched(FEWER)
+def one_shard_drifts() -> list[bool]:
+    """Returns, for each step after all plans have settled, whether they still were, while shard 1 is measured anew."""
+    net = in_shards()
+    handle = planned(net)
+    settle(net, handle)
+    drifts = iter([False, dist.get_rank() % 2 == 1])
+    settled = []
+    with patch.object(PlanController, "drifted", lambda *arguments: next(drifts, False)):
+        while len(settled) < 4 or (not settled[-1] and len(settled) < 300):
+            train(net, 1, seed=len(settled))
+            settled.append(handle.settled)
+    return settled
+
+
+def test_all_ranks_know_that_a_shard_is_measured_anew(world: World) -> None:
+    found = world(4).run(one_shard_drifts)
+    assert all(settled == found[0] for settled in found)
+    assert found[0][:3] == [True, False, False] and found[0][-1]
+
+
 def momentum_moves() -> bool:
     net, handle = attached((2, 2), MOMENTUM)
     train(net)
@@ -257,7 +399,7 @@ def changed(parts: dict[str, Any], number: int, **entries: Any) -> dict[str, Any
 def damaged(parts: dict[str, Any], rank: int) -> dict[str, Any]:
     """Returns parts of all ranks, with one number of one rank's state that is not finite."""
     state = gradsync.state.from_bytes(bytes(parts[f"rank {rank}"].numpy()))
-    next(iter(state["state"].values()))[0] = torch.nan
+    next(values for values in state["state"].values() if values.numel())[0] = torch.nan
     return changed(parts, rank, state=state["state"])
 
 
@@ -275,6 +417,7 @@ def refused(folder: str, mesh: Mesh, width: int, kinds: list[str]) -> dict[str, 
         "other model": parts,
         "other mesh": state,
         "other rank": {**state, "rank": 1 - state["rank"]} if rank == 1 else state,
+        "other rank, not strict": {**state, "rank": 1 - state["rank"]} if rank == 1 else state,
         "other step": {**state, "step": 4} if rank % 2 else state,
         "no shard": {key: value for key, value in state.items() if key != "shard"},
         "a part is missing": {key: value for key, value in parts.items() if key != "rank 2"},
@@ -288,7 +431,7 @@ def refused(folder: str, mesh: Mesh, width: int, kinds: list[str]) -> dict[str, 
             said[kind] = message(lambda: handle.checkpoint().load(folder))
         else:
             load = handle.checkpoint().load_state_dict if "rank 0" in given[kind] else handle.load_state_dict
-            said[kind] = message(partial(load, given[kind]))
+            said[kind] = message(partial(load, given[kind], strict=kind != "other rank, not strict"))
         after = handle.state_dict()
         assert after["step"] == before["step"] == 1
         assert all(torch.equal(after["state"][key], values) for key, values in before["state"].items())
@@ -301,6 +444,7 @@ REFUSALS = {
     "other model": "the state is of a model with other parameters: their names, whole shapes and element types",
     "other mesh": "'shard': '0 of 1'}: each rank loads its own state, on the same mesh",
     "other rank": "each rank loads its own state, on the same mesh; on another mesh save and load handle.checkpoint()",
+    "other rank, not strict": "each rank loads its own state, on the same mesh",
     "other step": "the ranks were given states of different steps, 3, 4, 3, 4 by rank",
     "no shard": "the state is of a model that was not in shards",
     "empty folder": "has no state of gradsync",
@@ -369,7 +513,7 @@ def no_memory() -> None:
 def test_ranks_that_load_while_other_shards_do_not_raise(world: World) -> None:
     said = world(4).run(some_load, "absent")
     assert all(
-        re.match(r"GroupError: rank [13] did not come to loading of a checkpoint", text) for text in said[::2]
+        re.match(r"GroupError: loading of a checkpoint, step 3: rank [13] did not come to", text) for text in said[::2]
     ), said
 
 
@@ -377,6 +521,47 @@ def test_a_load_that_fails_midway_ends_training_on_all_ranks(world: World) -> No
     said = world(4).run(some_load, "fails")
     assert "there is no memory" in said[1]
     assert all("there is no memory" in text for text in said), said
+
+
+NO_MEMORY = {
+    "packing for a shard": ((4, 1), (2, 2), shard_ranks, "to_bytes"),
+    "adding up": ((4, 1), (2, 2), shard_ranks, "sum_of_states"),
+    "packing for replicas": ((1, 2), (2, 2), checkpoint, "to_bytes"),
+    "looking": ((2, 2), (2, 2), checkpoint, "has_ranks"),
+}
+
+
+def without_memory(folder: str, kind: str, loads: bool) -> tuple[str, bool]:
+    """Saves, or loads while one rank has no memory; returns the error, and whether training goes on with its state."""
+    before, after, module, function = NO_MEMORY[kind]
+    net, handle = attached(after if loads else before, GATHERED)
+    train(net)
+    if not loads:
+        handle.checkpoint().save(folder)
+        return "", True
+    kept = copy.deepcopy(handle.state_dict()["state"])
+    with patch.object(module, function, side_effect=MemoryError) if dist.get_rank() == 0 else nullcontext():
+        said = ""
+        try:
+            handle.checkpoint().load(folder, missing_ok=True)
+        except (MemoryError, RuntimeError) as error:
+            said = f"{type(error).__name__}: {error}"
+    state = handle.state_dict()["state"]
+    is_same = all(torch.equal(state[key], values) for key, values in kept.items())
+    return said, is_same and bool(train(net, 2, seed=4).isfinite().all())
+
+
+@pytest.mark.parametrize("kind", NO_MEMORY)
+def test_what_one_rank_cannot_do_while_it_loads_is_an_error_on_all_and_training_goes_on(
+    world: World, kind: str, tmp_path: Path
+) -> None:
+    replicas, shards = NO_MEMORY[kind][0]
+    world(replicas * shards).run(without_memory, str(tmp_path), kind, False)
+    for rank, (said, goes_on) in enumerate(world(4).run(without_memory, str(tmp_path), kind, True)):
+        assert said == (
+            "MemoryError: " if rank == 0 else "RuntimeError: loading of state: rank 0 could not: MemoryError"
+        )
+        assert goes_on
 
 
 def between_kinds() -> tuple[str, str]:

@@ -21,6 +21,7 @@ from tests.schemes.contract import name_of
 
 SIZES = {True: (4,), False: (3,)}  # by whether nodes have several ranks
 TYPES = (torch.float32, torch.bfloat16)
+MOST_OFF, FEW_OFF = 0.005, 2  # elements that may differ: a share of those that either device sends, or so many
 
 
 @pytest.fixture
@@ -82,18 +83,18 @@ def test_compressors_send_as_many_bytes_of_the_same_values(
             assert payload.data.device.type == torch.device(device).type
             assert payload.nbytes == compressor.nbytes(spec, step)
             back.append(compressor.decompress(payload).cpu().double())
-        close = (back[0] - back[1]).abs() <= 1e-2 * back[1].abs() + 1e-6
-        assert float(close.double().mean()) >= 0.995, "but for ties and last bits"
+        off = (back[0] - back[1]).abs() > 1e-2 * back[1].abs() + 1e-6
+        sent = (back[0] != 0) | (back[1] != 0)  # of most compressors, a small part
+        assert int(off.sum()) <= max(MOST_OFF * int(sent.sum()), FEW_OFF), "but for ties and last bits"
 
 
 @compressors
 def test_what_is_not_sent_is_kept_on_the_card(member: compressor_family.Member, card: str) -> None:
     spec, compressor = compressor_family.spec_of(torch.float32), member.compressor
-    try:
-        compressor = compressor if RESIDUAL in compressor.init(spec).elements else ErrorFeedback(compressor)
-        state = first_state(compressor, spec, card)
-    except (TypeError, ValueError) as error:
-        pytest.skip(f"nothing is kept: {error}")
+    if why := compressor_family.no_feedback(compressor, spec):
+        pytest.skip(f"error feedback refuses it: {why}")
+    compressor = compressor if RESIDUAL in compressor.init(spec).elements else ErrorFeedback(compressor)
+    state = first_state(compressor, spec, card)
     x = compressor_family.gradient(spec.numel, torch.float32).to(card)
     payload, state = compressor_family.compressed(compressor, x, state)
     kept = state.elements[RESIDUAL]

@@ -6,10 +6,11 @@ import copy
 import gc
 import io
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,18 +19,18 @@ from torch import nn
 
 import gradsync
 from gradsync.characterization.recording import Recorder
-from gradsync.comm.pieces import InPieces, Pieces
 from gradsync.compressors import ErrorFeedback, Signum, TopK, dgc
 from gradsync.devices.streams import Moment
 from gradsync.engine.step_listener import active, recording
 from gradsync.engine.trial import ROUNDS, RUN_OFF_ROUNDS, TURN_STEPS
-from gradsync.planner import Constraints, Job, Search, candidate_plans
+from gradsync.planner import Constraints, Job, Search, candidate_plans, default_plan
+from gradsync.planner.pieces import InPieces, Pieces
 from gradsync.plans.profile import Profile
 from gradsync.schemes import MajorityVote
 from gradsync.tensors.bucket import Layout, TensorSpec
 from gradsync.tensors.density import ParameterProfile
 from gradsync.tuning import auto
-from gradsync.tuning.auto import AutoPlanner
+from gradsync.tuning.auto import AutoMeasurement, AutoPlanner
 from gradsync_lab.rivals.rival_plans import CountedCuts, layerwise_plans
 from tests.frontends.conservation import left_to_send
 from tests.frontends.models import Perceptron
@@ -735,3 +736,54 @@ def stopped_while_plans_are_searched() -> None:
 
 def test_detaching_a_model_or_loading_its_state_ends_a_search(world: World) -> None:
     world(2).run(stopped_while_plans_are_searched)
+
+
+def interrupted_at_once(job: Job, constraints: Constraints) -> list[gradsync.Plan]:
+    raise KeyboardInterrupt
+
+
+@InPieces
+def interrupted_in_a_piece(job: Job, constraints: Constraints) -> Pieces[list[gradsync.Plan]]:
+    for _ in range(3):
+        yield
+    raise KeyboardInterrupt
+
+
+def interrupts(*arguments: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+def interrupted_planner(profiles: Sequence[ParameterProfile], size: int) -> gradsync.Plan:
+    """Returns the default plan for a new model; Ctrl-C ends rank 0's second call, after the first step."""
+    if dist.get_rank() == 0 and any(profile.position for profile in profiles[:1]):
+        raise KeyboardInterrupt
+    return default_plan(profiles, size)
+
+
+@patched(A_PIECE_A_STEP)
+def interrupted_between_steps(where: str) -> list[str]:
+    """Ctrl-C comes on rank 0 while it does what belongs between two steps; returns errors of this and a further try."""
+    torch.manual_seed(0)
+    model, said = Perceptron(), []
+    search = {"pieces": interrupted_in_a_piece, "at once": interrupted_at_once}.get(where, candidate_plans)
+    plan = interrupted_planner if where == "planner" else AutoPlanner(**QUICK, search=search)
+    handle = gradsync.attach(model, plan=plan, timeout=10)
+    makes_profile = where == "profile" and dist.get_rank() == 0
+    with patch.object(AutoMeasurement, "_profile", interrupts) if makes_profile else nullcontext():
+        for _ in range(2):
+            try:
+                for step in range(200):
+                    gradients(model, step, dist.get_rank())
+            except BaseException as error:
+                said.append(f"{type(error).__name__}: {error}")
+    handle.detach()
+    return said
+
+
+@pytest.mark.parametrize("where", ["pieces", "at once", "profile", "planner"])
+def test_ctrl_c_on_one_rank_between_two_steps_stops_all_ranks(world: World, where: str) -> None:
+    interrupted, other = world(2).run(interrupted_between_steps, where)
+    assert interrupted[0] == "KeyboardInterrupt: "
+    assert interrupted[1].startswith("RuntimeError: gradient synchronisation stopped earlier: ")
+    assert other[0].startswith("GroupError: ") and "rank 0" in other[0] and "KeyboardInterrupt" in other[0]
+    assert other[1].startswith("GroupError: gradient synchronisation stopped earlier: ")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gradsync.comm import run_local
-from gradsync.comm.pieces import at_once
+from gradsync.planner.pieces import at_once
 from gradsync.tuning.default import measured_network
 
 

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from gradsync.comm import LocalGroup, run_local
 from gradsync.comm.backends import torch_group
 from gradsync.comm.links import highest_over
-from gradsync.comm.pieces import Pieces, at_once
 from gradsync.costs.cost_model import KernelCost
 from gradsync.costs.steps import Compute
+from gradsync.planner.pieces import Pieces, at_once
 from gradsync.schemes import AllReduce
 from gradsync.tuning import earlier, kernels
 from gradsync.tuning.earlier import FOLDER, SUFFIX, EarlierTimes

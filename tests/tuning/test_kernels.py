@@ -11,11 +11,11 @@ import pytest
 
 from gradsync.comm import LocalGroup, run_local
 from gradsync.comm.links import highest_over
-from gradsync.comm.pieces import Pieces, at_once
 from gradsync.compressors import THC, Cast, Compressor, ErrorFeedback, SharedBlockInt, TopK, dgc
 from gradsync.costs.cluster import Placement
 from gradsync.costs.cost_model import KernelCost
 from gradsync.costs.steps import Compute
+from gradsync.planner.pieces import Pieces, at_once
 from gradsync.schemes import AGSparse, CompressedTwoWay, PowerSGD, Route, Scheme, ways
 from gradsync.tuning import kernels as rehearsed
 from gradsync.tuning.kernels import (

@@ -8,9 +8,9 @@ import pytest
 
 from gradsync.comm import LocalGroup, run_local
 from gradsync.comm.links import PATTERNS, Exchange, highest_over
-from gradsync.comm.pieces import at_once
 from gradsync.costs.cluster import Placement
 from gradsync.costs.steps import Pattern
+from gradsync.planner.pieces import at_once
 from gradsync.plans.profile import LinkPoint, Span
 from gradsync.tuning import links
 from gradsync.tuning.links import (

@@ -20,9 +20,9 @@ import gradsync
 from gradsync.comm import Group, LocalGroup, run_local
 from gradsync.comm.links import highest_over
 from gradsync.comm.network_cost import network_cost
-from gradsync.comm.pieces import InPieces, Pieces, at_once, within
 from gradsync.planner import candidate_plans
 from gradsync.planner.default.network import Network
+from gradsync.planner.pieces import InPieces, Pieces, around_each, at_once
 from gradsync.tuning import pieces as timed
 from gradsync.tuning.auto import AutoPlanner
 from gradsync.tuning.default import MeasuringPlanner
@@ -127,7 +127,7 @@ def test_a_context_is_around_each_piece_and_not_around_the_steps_between() -> No
             yield
         return 7
 
-    pieces = within(measured(), around)
+    pieces = around_each(measured(), around)
     for _ in range(3):
         next(pieces)
         assert not inside

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from gradsync.comm.pieces import at_once
 from gradsync.costs.steps import Compute
+from gradsync.planner.pieces import at_once
 from gradsync.schemes import DOUBLING_OF_ROWS, AGSparse, BalancedElements, BalancedParallelism, Scheme, Traits
 from gradsync.tensors.bucket import Layout
 from gradsync.tuning.rehearsal import rehearse, times_between_awaits_s

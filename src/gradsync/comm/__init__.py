@@ -10,6 +10,7 @@ from .gloo import GlooGroup as GlooGroup
 from .group import Group as Group
 from .group import Pending as Pending
 from .group import gather_bytes as gather_bytes
+from .group import gather_numbers as gather_numbers
 from .group import waiting_at as waiting_at
 from .issue import Span as Span
 from .issue import Synchronization as Synchronization

@@ -253,6 +253,14 @@ class Group(ABC):
         """Destroys the process groups made for this group and its subgroups; it must not be used afterwards."""
 
 
+def gather_numbers(group: Group, mine: Tensor, timeout_s: float) -> list[Tensor]:
+    """Gathers each rank's few numbers, 1-D of one shape and dtype, and returns all by rank, on `group.device`.
+
+    Collective. `mine`: this rank's numbers, on any device.
+    """
+    return group.all_gather(mine.to(group.device)).wait(timeout_s)
+
+
 def gather_bytes(group: Group, content: bytes, timeout_s: float) -> list[bytes]:
     """Gathers each rank's `content`, at least one byte, and returns all by rank; all members must call it."""
     mine = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(group.device)

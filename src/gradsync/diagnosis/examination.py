@@ -22,8 +22,8 @@ from torch import Tensor
 from .. import kernels
 from ..comm.backends import GROUP_OF_BACKEND
 from ..devices.inventory import Accelerator, accelerators, built_for, processor
+from ..frontends.fsdp_internals import TESTED_TORCH
 
-TESTED_TORCH = ("2.11", "2.13")  # the releases of torch that gradsync's tests ran with
 RUN_S = 120.0  # the longest that two ranks may take
 END_S = 40.0  # for torchrun to end its ranks, which it gives 30 s
 PACKAGES = ("gradsync", "gradsync-lab", "torch", "numpy", "triton")

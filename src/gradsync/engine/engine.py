@@ -36,7 +36,7 @@ from .observation import Observer
 from .peers import Peers, said
 from .plan_control import PlanController, Planner
 from .running_plan import RunningPlan
-from .step_listener import active
+from .step_listener import RecordingDone, StepListener, active
 from .step_times import Step
 from .totals import Totals
 
@@ -112,6 +112,9 @@ class Engine:
         self._ended_well = True  # the last step
         # Whether some rank then saw NaN or infinity; None: no scheme has state, for which it is asked.
         self._was_bad: streams.HostCopy | None = None
+        # Set by a frontend that calls `judge` after each step, as ranks outside the group have a say.
+        self.awaits_judgement = False
+        self.saw_non_finite = torch.zeros(1, dtype=torch.bool, device=self.device)  # some rank, in the last such step
         self.peers.start()
 
     @property
@@ -197,6 +200,11 @@ class Engine:
     def settled(self) -> bool:
         """Whether trials of plans and measurements are over, so that the plan stays; true once the engine is closed."""
         return self.peers.is_closed or not self.parameters or self.running_plan.settled
+
+    @property
+    def may_keep_state(self) -> bool:
+        """Whether schemes keep state from step to step, such as residuals, or may do so by a plan to be proposed."""
+        return self.running_plan.runs.have_state or self._controller.may_propose
 
     @property
     def one_by_one(self) -> bool:
@@ -309,32 +317,22 @@ class Engine:
             raise
         finally:
             self._exchange = None
-        for run in self.running_plan.runs:
-            if run.bucket.id not in self._collected:
-                self._accept(run, exchange)
-        self.arrivals = Arrivals(run.arrival for run in self.running_plan.runs)
-        self._ended_well = True
-        if self.running_plan.runs.have_state:
-            self._look_for_non_finite()
-        ended = self._streams.moment()
-        self.running_plan.times.step_ended(
-            Step(exchange.began, backward_ended, ended, exchange.ready, exchange.spans, self.running_plan.runs)
-        )
-        for run in self.running_plan.runs:
-            run.count_bytes()
-        if self.running_plan.runs:
-            self._told_marks, self.late = self._streams.to_host(self.running_plan.runs.marks()), None
-            if self._told_marks.has_arrived:  # else the host would wait for the device: the next step looks
-                self._check_marks()
-        if self._guard.is_under_way:
-            self._compare()
-        if self._apart:
-            self._controller.leave_out_step()
-        else:
-            self._plan_on(exchange.began, ended)
-        self.step += 1
-        if listener is not None:
-            listener.step_ended(self, self.parameters)  # may end the script
+        with self._telling_interruptions("what follows a step"):
+            self._conclude(exchange, backward_ended, listener)
+
+    def judge(self, bad: Tensor) -> None:
+        """Drops schemes' next state of the finished step, and overwrites lossy results by NaN, where `bad` is true.
+
+        The host does not wait for a device's answer. `bad`: whether some rank saw NaN or infinity, (1,) bool, the same
+        on all ranks.
+        """
+        self._was_bad = self._streams.to_host(bad)
+        if self.running_plan.plan.what is not What.GRADIENT:  # nobody would skip parameters
+            return
+        where = None if self._was_bad.has_arrived else bad.view(())
+        if where is not None or not self._keeps_step:
+            for run in self.running_plan.runs:
+                run.fill_nan(where)
 
     def forbid_late(self, why: str) -> None:
         """Stops all synchronisation if some rank was late in the last step.
@@ -472,13 +470,8 @@ class Engine:
         if self.in_step:
             raise RuntimeError(f"{what} was called inside a step; call it between two steps, on every rank")
         self.peers.call(what, lambda group: group.barrier(what, self.timeout_s))
-        try:
+        with self._telling_interruptions(what):
             yield
-        except Exception:
-            raise
-        except BaseException as error:
-            self.peers.fail(f"{what}, step {self.step}: {said(error)}")
-            raise
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a checkpoint needs of this rank: the step's number, the plan, and the schemes' state.
@@ -537,13 +530,61 @@ class Engine:
 
     # Below here: how.
 
+    @contextmanager
+    def _telling_interruptions(self, what: str) -> Iterator[None]:
+        """Tells the other ranks, which may wait for this one, of an interruption in the block, as by the keyboard.
+
+        All synchronisation has stopped then. Other errors are told where they are raised. `what` names the block.
+        """
+        try:
+            yield
+        except (Exception, RecordingDone):  # all ranks end a recording in the same step
+            raise
+        except BaseException as error:
+            self.peers.fail(f"{what}, step {self.step}: {said(error)}")
+            raise
+
+    def _conclude(
+        self, exchange: Synchronization, backward_ended: streams.Moment, listener: StepListener | None
+    ) -> None:
+        """Ends a step whose exchange has ended: accepts results, and lets the ranks decide about coming steps.
+
+        `listener`: the one that has seen the step, as another one may begin to listen here.
+        """
+        for run in self.running_plan.runs:
+            if run.bucket.id not in self._collected:
+                self._accept(run, exchange)
+        self.arrivals = Arrivals(run.arrival for run in self.running_plan.runs)
+        self._ended_well = True
+        if self._looks_for_non_finite:
+            self._look_for_non_finite()
+        ended = self._streams.moment()
+        self.running_plan.times.step_ended(
+            Step(exchange.began, backward_ended, ended, exchange.ready, exchange.spans, self.running_plan.runs)
+        )
+        for run in self.running_plan.runs:
+            run.count_bytes()
+        if self.running_plan.runs:
+            self._told_marks, self.late = self._streams.to_host(self.running_plan.runs.marks()), None
+            if self._told_marks.has_arrived:  # else the host would wait for the device: the next step looks
+                self._check_marks()
+        if self._guard.is_under_way:
+            self._compare()
+        if self._apart:
+            self._controller.leave_out_step()
+        else:
+            self._plan_on(exchange.began, ended)
+        self.step += 1
+        if listener is not None:
+            listener.step_ended(self, self.parameters)  # may end the script
+
     def _accept(self, run: BucketRun, exchange: Synchronization) -> None:
         run.accept(exchange.results[run.bucket.id], self.step)
         self._collected.add(run.bucket.id)
 
     def _synchronize(self, bucket_id: str) -> Any:
         return self.running_plan.runs[bucket_id].synchronize(
-            check_finite=self.running_plan.runs.have_state, marks=self._marks, step=self.step
+            check_finite=self._looks_for_non_finite, marks=self._marks, step=self.step
         )
 
     def _where(self, bucket_id: str, stage: str) -> str:
@@ -582,16 +623,17 @@ class Engine:
         """Whether the last step ended well, and no rank saw NaN or infinity, so that schemes' next state is kept."""
         return self._ended_well and (self._was_bad is None or not any(self._was_bad.tolist()))
 
+    @property
+    def _looks_for_non_finite(self) -> bool:
+        return self.running_plan.runs.have_state or (self.awaits_judgement and len(self.running_plan.runs) > 0)
+
     def _look_for_non_finite(self) -> None:
-        """Overwrites results by NaN if some rank saw NaN or infinity; the host does not wait for a device's answer."""
-        bad = torch.stack([each for run in self.running_plan.runs for each in run.non_finite()]).any()
-        self._was_bad = self._streams.to_host(bad.view(1))
-        if self.running_plan.plan.what is not What.GRADIENT:  # nobody would skip parameters
-            return
-        where = None if self._was_bad.has_arrived else bad
-        if where is not None or not self._keeps_step:
-            for run in self.running_plan.runs:
-                run.fill_nan(where)
+        """Looks whether some rank saw NaN or infinity, and lets the step count so, unless that is judged elsewhere."""
+        bad = torch.stack([each for run in self.running_plan.runs for each in run.non_finite()]).any().view(1)
+        if self.awaits_judgement:
+            self.saw_non_finite, self._was_bad = bad, self._streams.to_host(bad)
+        else:
+            self.judge(bad)
 
     def _check_marks(self) -> None:
         """Raises if the marks that ranks sent with gradients say that they are out of step, or late where none may be.

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..comm import Group, Pending
+from ..comm import Group, Pending, gather_numbers
 from ..tensors.bucket import TensorSpec
 
 logger = logging.getLogger(__name__)
@@ -248,7 +248,7 @@ class ParameterGuard:
 
     def _gather(self, group: Group, mine: Tensor) -> Tensor:
         """Returns all ranks' tensors `mine`, (numbers,) each, stacked to (ranks, numbers) on the CPU."""
-        return torch.stack(list(group.all_gather(mine).wait(self._timeout_s))).cpu()
+        return torch.stack(gather_numbers(group, mine, self._timeout_s)).cpu()
 
 
 @torch.no_grad()

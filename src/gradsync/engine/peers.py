@@ -34,9 +34,8 @@ class Peers:
         turn: a lock, held by the thread that uses the group.
         thread: the communication thread, which issues the operations of steps.
         failure: why all synchronisation has stopped; None: it has not.
+        beside: another group of which this rank is a member, where synchronisation stops when it stops here.
     """
-
-    thread: CallingThread | JobThread
 
     def __init__(
         self,
@@ -51,6 +50,8 @@ class Peers:
         self.timeout_s = timeout_s
         self.turn = threading.Lock()
         self.failure: RuntimeError | None = None
+        self.beside: Peers | None = None
+        self.thread: CallingThread | JobThread = CallingThread()
         self.is_closed = False
         self._device = device
         self._streams = streams
@@ -69,8 +70,8 @@ class Peers:
 
     def start(self) -> None:
         """Starts the communication thread; there is none for groups whose operations the calling thread must issue."""
-        alone = self.group.on_calling_thread
-        self.thread = CallingThread() if alone else JobThread("gradsync", self._device, owner=self)
+        if not self.group.on_calling_thread:
+            self.thread = JobThread("gradsync", self._device, owner=self)
 
     def close(self) -> None:
         """Ends the communication thread and closes the group; no rank can be reached any more."""
@@ -170,7 +171,10 @@ class Peers:
             text = why if isinstance(why, str) else said(why)
             ranks = why.ranks if isinstance(why, GroupError) else None
             self.failure = RuntimeError(text) if ranks is None else GroupError(text, ranks)
-            self.group.announce_failure(text, ranks)
+            if not self.is_closed:
+                self.group.announce_failure(text, ranks)
+            if self.beside is not None:
+                self.beside.fail(why)
 
     def stop(self, why: str) -> NoReturn:
         """Stops all synchronisation as `fail` does, and raises RuntimeError with the same text."""

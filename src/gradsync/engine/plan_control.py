@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ..comm import Group
+from ..comm import Group, gather_numbers
 from ..costs.cost_model import CostModel
 from ..devices.streams import Moment
 from ..plans.plan import Plan, What
@@ -166,6 +166,11 @@ class PlanController:
         """Whether no observation, measurement or trial is left that may change the plan."""
         undecided = self._observations_left or self._measurement is not None or self._trial is not None
         return not undecided and self._follows is Follows.NO
+
+    @property
+    def may_propose(self) -> bool:
+        """Whether the planner may measure the job, again and again, and propose other plans."""
+        return self._proposer is not None
 
     @property
     def looks(self) -> bool:
@@ -420,6 +425,5 @@ class PlanController:
 
     def _gather(self, what: str, mine: Tensor) -> list[Tensor]:
         """Sends a small tensor to all ranks; returns the tensors of all ranks, by rank."""
-        buffer = mine.to(self._device)
-        parts: list[Tensor] = self._call(what, lambda group: group.all_gather(buffer).wait(self._timeout_s))
+        parts: list[Tensor] = self._call(what, lambda group: gather_numbers(group, mine, self._timeout_s))
         return parts

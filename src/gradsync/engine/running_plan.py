@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..comm import JobThread
+from ..comm import JobThread, gather_numbers
 from ..comm.network_cost import network_cost
 from ..costs.forecast import forecast
 from ..costs.timeline import Task
@@ -131,9 +131,8 @@ class RunningPlan:
         timeout_s = self._peers.timeout_s
 
         def gather(mine: Tensor) -> list[Tensor]:
-            mine = mine.to(self._device)
             found: list[Tensor] = self._peers.call(
-                "carried residuals", lambda group: group.all_gather(mine).wait(timeout_s)
+                "carried residuals", lambda group: gather_numbers(group, mine, timeout_s)
             )
             return found
 

@@ -102,7 +102,10 @@ class Attachment:
 
     @property
     def settled(self) -> bool:
-        """Whether the trials of several plans are over, so that the plan in force stays; the same on all ranks."""
+        """Whether the trials of several plans are over, so that the plan in force stays; the same on all ranks.
+
+        Of a model in shards: the plans of all shards, as the ranks told each other in the last backward or load.
+        """
         if (sharded := self._switch.present.sharded) is not None:  # whose ranks plan for each shard apart
             return sharded.settled
         return self._engine.settled and (self._switch.choice is None or self._switch.choice.made)
@@ -208,7 +211,7 @@ class Attachment:
 
         Args:
             strict: False drops state that has no place here, was saved by another rank, or is of a parameter of another
-                size, and accepts other dtypes.
+                size, and accepts other dtypes. A model in shards refuses the state of another rank or mesh even so.
 
         Raises:
             TypeError, ValueError: on all ranks, before anything has changed, for state of another format version, rank,
@@ -251,6 +254,9 @@ class Attachment:
                     self._regrouping.go_on(groups)
                 if averaging is not None:
                     averaging.load_state_dict(state)
+                if (sharded := self._switch.present.sharded) is not None:
+                    assert isinstance(ranks, ShardRanks)
+                    sharded.loaded(ranks)
 
     def arrived(self, parameter: Tensor) -> Sections | None:
         """Returns which elements of the parameter's gradient the last step synchronised; None: all of them.

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..comm import Group
+from ..comm import Group, LocalGroup
 from ..engine.engine import Engine
 from ..engine.plan_control import Planner
 from ..inputs.settings import shown
@@ -31,9 +32,9 @@ from .agreement import (
     require_values,
     sparse_tables,
 )
-from .arguments import Arguments
+from .arguments import Arguments, Communicator
 from .fsdp_internals import (
-    TESTED,
+    TESTED_TORCH,
     Mesh,
     ParameterGroup,
     ShardedParameter,
@@ -43,9 +44,12 @@ from .fsdp_internals import (
     reshard,
 )
 from .fsdp_probe import probe
+from .shard_ranks import ShardRanks
 from .sharded import AFTER_ACCUMULATION, FREEZES, ShardedGradients, stand_ins, why_not_plan
 from .switching import Attached, Frontend, FrontendSwitch, level
 from .torch_hooks import is_backward
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +77,7 @@ class Sharding:
 
     Attributes:
         groups: all groups of parameters in shards.
-        shards: the parameters to average between replicas, by name; those with an empty shard here are left out.
+        shards: the parameters to average between replicas, by name, also those with an empty shard here.
         replicate_group: the ranks with this rank's shard.
         mesh: the mesh of all groups.
     """
@@ -111,19 +115,47 @@ def sharded_switch(
         meeting = _Meeting(attached, replicate_group, opened)
         meeting.agree(problem, _alike(sharding, given))
         assert sharding is not None and not isinstance(plan, AveragingPlanner)
-        if sharding.replaces_torchs:
-            try:
-                probe(sharding.groups[0].alike, sharding.replicate_group, device_of(attached.model))
-            except Exception as error:  # told to all, then raised
-                problem = error
-            meeting.agree(problem)
-        with ExitStack() as stack:
-            try:
-                switch = stack.enter_context(_installed(attached, plan, sharding, given))
-            except Exception as error:  # told to all, then raised
-                problem = error
-            meeting.agree(problem)
+        meeting.attempt(lambda: _require_one_shard(attached.model, sharding))
+        with ExitStack() as undo:
+            replica = meeting.attempt(lambda: _replica_of(attached, sharding, undo))
+            meeting.attempt(lambda: probe(sharding.groups[0].wrap, sharding.replicate_group, device_of(attached.model)))
+            with ExitStack() as stack:
+                switch = meeting.attempt(
+                    lambda: stack.enter_context(_installed(attached, plan, sharding, given, replica))
+                )
+            undo.pop_all()
     return switch
+
+
+def _require_one_shard(model: nn.Module, sharding: Sharding) -> None:
+    """Raises on all ranks of the replicate group where they have several shards, as one given by hand may."""
+    shard = sharding.mesh.shard
+    bounds = torch.tensor([-shard, shard], device=device_of(model))
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=sharding.replicate_group)
+    lowest, highest = -int(bounds[0]), int(bounds[1])
+    if lowest != highest:
+        raise ValueError(
+            f"the ranks of replicate_group have the shards {lowest} to {highest} of {sharding.mesh.shards}; expected "
+            "the ranks with the same shard, one of each replica"
+        )
+
+
+def _replica_of(attached: Attached, sharding: Sharding, undo: ExitStack) -> Group:
+    """Returns the group of the ranks of this rank's replica; alone where there are no shards. Collective.
+
+    `undo`: gets the call that closes the group.
+    """
+    if sharding.mesh.shard_group is None:
+        return LocalGroup.world(1)[0]
+    device = device_of(attached.model)
+    group = group_of(sharding.mesh.shard_group, attached.timeout_s, SHARDED, device, _communicator(device))
+    undo.callback(group.close)
+    return group
+
+
+def _communicator(device: torch.device) -> Communicator:
+    """Returns whose communicators are used: FSDP has collectives, which accelerators want in one order with ours."""
+    return "own" if device.type == "cpu" else "shared"
 
 
 class _Meeting:
@@ -139,6 +171,16 @@ class _Meeting:
         for process_group in _ranks_of(attached.model, replicate_group):
             self._groups.append(group_of(process_group, self._timeout_s, SHARDED, device))
             opened.callback(self._groups[-1].close)
+
+    def attempt(self, make: Callable[[], T]) -> T:
+        """Returns `make()` if it succeeds on all ranks; else all raise. Collective."""
+        problem: Exception | None = None
+        try:
+            made = make()
+        except Exception as error:  # told to all, then raised
+            problem = error
+        self.agree(problem)
+        return made
 
     def agree(self, problem: Exception | None, alike: str = "") -> None:
         """Raises on all ranks if one has a problem, its own where this rank has one, or if `alike` differs."""
@@ -211,8 +253,7 @@ def _examined(
         raise ValueError("modules of the model are on several meshes; one is supported")
     named = names_of(model, groups)
     _require_parameters(model, exclude, named)
-    parameters = {n: p for n, (_, p) in named.items() if p.parameter.requires_grad and not matches(n, exclude)}
-    shards = {name: shard for name, shard in parameters.items() if shard.local.numel()}
+    shards = {n: p for n, (_, p) in named.items() if p.parameter.requires_grad and not matches(n, exclude)}
     return Sharding(groups, shards, _replicate_group(mesh, replicate_group), mesh)
 
 
@@ -266,12 +307,10 @@ def _replicate_group(mesh: Mesh, given: Any) -> dist.ProcessGroup:
         if given is not None:
             raise ValueError(GROUP_OF_MESH)
         if not is_tested_torch():
-            import torch
-
             raise RuntimeError(
                 f"this release of torch ({torch.__version__}) is none of those that gradsync knows the inside of "
-                f"({', '.join(TESTED)}), which a mesh with replicas needs: shard on a mesh of the shards alone, and "
-                "give attach() the replicate_group"
+                f"({', '.join(TESTED_TORCH)}), which a mesh with replicas needs: shard on a mesh of the shards alone, "
+                "and give attach() the replicate_group"
             )
         return mesh.replicate_group
     if given is None:
@@ -295,9 +334,12 @@ def _not_joinable() -> NoReturn:
 
 @contextmanager
 def _installed(
-    attached: Attached, plan: Plan | Planner, sharding: Sharding, given: Arguments
+    attached: Attached, plan: Plan | Planner, sharding: Sharding, given: Arguments, replica: Group
 ) -> Iterator[FrontendSwitch]:
-    """Installs the hooks, over the ranks with this rank's shard; removes them if the block raises. Collective."""
+    """Installs the hooks, over the ranks with this rank's shard; removes them if the block raises. Collective.
+
+    `replica`: the ranks of this rank's replica.
+    """
     model, optimizer, mesh = attached.model, given.optimizer, sharding.mesh
     guarded = {name: shard.local for name, shard in sharding.shards.items()}  # in the parameters' own element types
     if sharding.replicate_group.size() == 1:
@@ -312,8 +354,7 @@ def _installed(
             f"{given}, shard {mesh.shard} of {mesh.shards}",
             what=SHARDED,
             verification=attached.verification,
-            # FSDP issues collectives of its own, which an accelerator's backend wants in one order on all ranks.
-            communicator="own" if device_of(model).type == "cpu" else "shared",
+            communicator=_communicator(device_of(model)),
             parameters=stand_ins(sharding.shards, sharding.groups),
             guarded=guarded,
         ) as (engine, _),
@@ -327,13 +368,26 @@ def _installed(
             undo.callback(group.disconnect)
             if sharding.replaces_torchs:
                 group.take_out_all_reduce()
+        ranks = ShardRanks(engine, replica)
         hooks = ShardedGradients(
-            model, sharding.groups, sharding.shards, engine, guarded, optimizer=optimizer, exclude=attached.exclude
+            model,
+            sharding.groups,
+            sharding.shards,
+            engine,
+            guarded,
+            ranks,
+            optimizer=optimizer,
+            exclude=attached.exclude,
         )
         undo.callback(hooks.remove)
         if optimizer is not None:
             hooks.check_momentum(optimizer)
-        yield FrontendSwitch(Frontend(engine, hooks.no_sync, hooks.remove, joinable=_not_joinable, sharded=hooks))
+
+        def remove() -> None:
+            hooks.remove()
+            ranks.close()
+
+        yield FrontendSwitch(Frontend(engine, hooks.no_sync, remove, joinable=_not_joinable, sharded=hooks))
         undo.pop_all()
 
 

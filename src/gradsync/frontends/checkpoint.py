@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,9 +24,11 @@ from ..state import SHARD, Shard, from_bytes, handed_over, has_ranks, place_of, 
 from .shard_ranks import ShardRanks
 from .sharded import ShardedGradients
 
+T = TypeVar("T")
+
 MOST_RANKS = 1024  # entries of a checkpoint; an empty one takes a kilobyte
 GATHERING, LOADING_PARTS = "gathering of state", "loading of a checkpoint"
-HEAD = {"references"}  # keys that are left out for ranks that take over no part
+LEFT_OUT = {"references"}  # entries of state that ranks which take over no part do not need
 
 
 class Ranks(Protocol):
@@ -173,7 +175,7 @@ class Checkpoint:
         """
 
         def find(ranks: Ranks) -> Mapping[str, Any]:
-            if missing_ok and not any(ranks.tell(LOADING, has_ranks(folder))):
+            if missing_ok and not any(ranks.tell(LOADING, _on_all(ranks, lambda: has_ranks(folder)))):
                 raise _NothingSavedError
             return self._own_state(ranks, lambda: read_ranks(folder, ranks.rank, ranks.size), strict=strict)
 
@@ -188,21 +190,20 @@ class Checkpoint:
 
         All ranks raise if the state of some saved rank is missing.
         """
-        parts: dict[int, dict[str, Any]] = {}
-        problem: Exception | None = None
-        try:
+
+        def read() -> dict[int, dict[str, Any]]:
             parts = _parts(find(), ranks.rank, ranks.size)
             for part in parts.values():
                 self._require_kind(part, strict=strict)
-        except Exception as error:  # told to all, then raised
-            problem = error
-        ranks.agree(LOADING, problem)
+            return parts
+
+        parts = _on_all(ranks, read)
         mine = [[*place_of(part), _shards_of(part), repr(part.get("step"))] for part in parts.values()]
         told = [each for theirs in ranks.tell(LOADING, mine) for each in theirs]
         world = _world_of([(rank, of) for rank, of, _, _ in told])
         sharded = self._source.sharded()
         if sharded is not None:
-            shards, step = _alike([(count, step) for _, _, count, step in told])
+            shards, step = _shards_and_step([(count, step) for _, _, count, step in told])
             if shards != sharded.shard.count:
                 return self._of_other_shards(ranks, list(parts.values()), step)
         if world == ranks.size:
@@ -230,19 +231,18 @@ class Checkpoint:
         """
         engine = self._source.engine()
         peers = engine.peers
-        mine = {key: value for key, value in parts[0].items() if key not in HEAD} if peers.rank == 0 else {}
-        like = from_bytes(peers.gather(LOADING, to_bytes({**mine, "state": {}}))[0])
-        found: dict[str, Any] = {}
-        problem: Exception | None = None
-        try:
+        mine = {key: value for key, value in parts[0].items() if key not in LEFT_OUT} if peers.rank == 0 else {}
+        packed = _on_all(ranks, lambda: to_bytes({**mine, "state": {}}))
+        told = peers.gather(LOADING, packed)
+
+        def taken_over() -> dict[str, Any]:
+            like = from_bytes(told[0])
             steps = sorted({repr(part.get("step")) for part in (*parts, like)})
             if len(steps) > 1:
                 raise ValueError(f"the parts are of different steps: {', '.join(steps)}")
-            found = handed_over(parts, parts[0] if parts else like, peers.rank, peers.size)
-        except Exception as error:  # told to all, then raised
-            problem = error
-        ranks.agree(LOADING, problem)
-        return found
+            return handed_over(parts, parts[0] if parts else like, peers.rank, peers.size)
+
+        return _on_all(ranks, taken_over)
 
     def _of_other_shards(self, ranks: Ranks, parts: Sequence[Mapping[str, Any]], step: int) -> Mapping[str, Any]:
         """Returns the state for this rank's shard, of the parts of other shards that its replica has read.
@@ -255,7 +255,18 @@ class Checkpoint:
         return {**self._source.state_dict(), "step": step, "state": state, "per_rank": True}
 
 
-def _alike(told: Sequence[tuple[int, str]]) -> tuple[int, int]:
+def _on_all(ranks: Ranks, make: Callable[[], T]) -> T:
+    """Returns `make()`, which must not be collective, if it succeeds on all ranks; else all raise. Collective."""
+    problem: Exception | None = None
+    try:
+        made = make()
+    except Exception as error:  # told to all, then raised
+        problem = error
+    ranks.agree(LOADING, problem)
+    return made
+
+
+def _shards_and_step(told: Sequence[tuple[int, str]]) -> tuple[int, int]:
     """Returns the number of shards and the step of which all parts are, given these of each part.
 
     Raises:

@@ -1,7 +1,7 @@
 """Private parts of torch's `fully_shard` and `replicate` that gradsync reads or replaces, all of them in this module.
 
-torch may change them in any release. `TESTED` lists the releases on which the tests ran. Where torch would exchange
-gradients between replicas itself, `fsdp_probe.py` also trains a small model before a user's model is touched.
+torch may change them in any release. `TESTED_TORCH` lists the releases on which the tests ran. Before a user's model is
+touched, `fsdp_probe.py` trains a small one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-TESTED = ("2.11", "2.13")
+TESTED_TORCH = ("2.11", "2.13")  # the releases of torch that gradsync's tests ran with
 
 
 def is_root_in_shards(model: nn.Module) -> bool:
@@ -25,7 +25,7 @@ def is_root_in_shards(model: nn.Module) -> bool:
 
 def is_tested_torch() -> bool:
     """Whether this release of torch is one that the tests ran on."""
-    return any(torch.__version__.startswith(f"{release}.") for release in TESTED)
+    return any(torch.__version__.startswith(f"{release}.") for release in TESTED_TORCH)
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ class ParameterGroup:
         self._set_hook(reduced)
 
     @property
-    def alike(self) -> Callable[[nn.Module], Any]:
+    def wrap(self) -> Callable[[nn.Module], Any]:
         """A function that puts another module into shards on the same mesh, as this one was, in its element type."""
         mesh = self._mesh_info.mesh
         if self.mesh.shard_group is None:

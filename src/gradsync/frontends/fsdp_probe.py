@@ -1,10 +1,11 @@
-"""A self-test of what gradsync replaces in torch: a small model in shards must train as torch's own does.
+"""A self-test of what gradsync uses and replaces in torch: a small model in shards must train as torch's own does.
 
-It runs at `attach`, on the mesh of the user's model, where torch would average gradients between replicas itself.
+It runs at `attach`, on the mesh of the user's model.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,14 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .fsdp_internals import ParameterGroup, ShardedParameter, groups_of
+from .fsdp_internals import TESTED_TORCH, Mesh, ParameterGroup, ShardedParameter, groups_of
 
 Gradients = dict[str, list[Tensor]]  # local ones, by layer
 Wrap = Callable[[nn.Module], Any]  # applies `fully_shard` or `replicate`, on the mesh of the model
 
 
 def probe(wrap: Wrap, replicate_group: dist.ProcessGroup, device: torch.device) -> None:
-    """Trains a small model twice: as torch does, and with torch's exchange between replicas replaced. Collective.
+    """Trains a small model twice: as torch does, and with gradients averaged between replicas in a hook. Collective.
+
+    The mesh may name replicas, between which torch averages the first time. Else its gradients are averaged here.
 
     Raises:
         RuntimeError: if gradients differ in any bit or lie elsewhere than expected, torch still averages them itself,
@@ -45,8 +48,9 @@ def probe(wrap: Wrap, replicate_group: dist.ProcessGroup, device: torch.device) 
 
 def _changed(what: str) -> str:
     return (
-        f"torch {torch.__version__} keeps its exchange between replicas in another way than gradsync knows: {what}. "
-        "Shard on a mesh of the shards alone, and give attach() the replicate_group"
+        f"torch {torch.__version__} reduces gradients in another way than gradsync knows: {what}. gradsync was tested "
+        f"with torch {' and '.join(TESTED_TORCH)}. If the mesh names replicas, shard on a mesh of the shards alone, "
+        "and give attach() the replicate_group"
     )
 
 
@@ -56,9 +60,10 @@ def _trained(
     device: torch.device,
     replace: Callable[[ParameterGroup], None] | None = None,
 ) -> tuple[Gradients, list[int]]:
-    """Returns a small model's local gradients, and the bytes that each parameter has in whole after a forward.
+    """Returns a small model's local gradients, averaged between replicas, and the bytes of whole ones after a forward.
 
-    `replace` is called with each group of parameters before the training.
+    `replace` is called with each group of parameters before the training, and lets gradients be averaged. The bytes are
+    listed by parameter.
     """
     model = _model(device)
     for part in (model[0], model[1], model):
@@ -68,7 +73,8 @@ def _trained(
         for group in groups:
             replace(group)
     # Replicas differ, and gradients are whole numbers after division, too, so that any order of sums will do.
-    factor, size = 1 + replicate_group.rank() % 2, groups[0].mesh.shards * replicate_group.size()
+    factor = 2 if _is_in_first_replica(groups[0].mesh, replicate_group, device) else 1
+    size = groups[0].mesh.shards * replicate_group.size()
     inputs = (torch.arange(12.0, device=device) % 3 - 1).view(4, 3) * factor
     held: list[int] = []
     for _ in range(2):  # in the first forward FSDP finds its root
@@ -76,11 +82,23 @@ def _trained(
         output = model(inputs)
         held = [shard.held_bytes for group in groups for shard in group.parameters]
         (output.sum() * size * factor).backward()
-    return {g.name: [shard.parameter.grad._local_tensor for shard in g.parameters] for g in groups}, held
+    gradients = {g.name: [shard.parameter.grad._local_tensor for shard in g.parameters] for g in groups}
+    if replace is None and groups[0].mesh.replicate_group is None:
+        for gradient in itertools.chain(*gradients.values()):
+            dist.all_reduce(gradient, op=dist.ReduceOp.AVG, group=replicate_group)
+    return gradients, held
+
+
+def _is_in_first_replica(mesh: Mesh, replicate_group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether this rank's replica is the one with the lowest rank: ranks may number replicas differently by shard."""
+    lowest = dist.get_rank() if mesh.shard_group is None else min(dist.get_process_group_ranks(mesh.shard_group))
+    of_all = torch.tensor([lowest], device=device)
+    dist.all_reduce(of_all, op=dist.ReduceOp.MIN, group=replicate_group)
+    return int(of_all) == lowest
 
 
 def _replace(group: ParameterGroup, replicate_group: dist.ProcessGroup, seen: list[bool], reduced: Gradients) -> None:
-    """Takes out torch's exchange between replicas, and averages the group's gradients in a hook, as torch would.
+    """Takes out torch's exchange between replicas, if any, and averages the group's gradients in a hook.
 
     Appends to `seen` whether they differed between replicas before; `reduced` gets the gradients where gradsync finds
     them.
@@ -92,15 +110,14 @@ def _replace(group: ParameterGroup, replicate_group: dist.ProcessGroup, seen: li
         dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=replicate_group)
         seen.append(not torch.equal(own, flat))
         parts = flat.split([shard.padded_numel for shard in ready])
-        locals_ = [shard.local for shard in ready]
-        reduced[group.name] = [
-            part[: each.numel()].view(each.shape).clone() for part, each in zip(parts, locals_, strict=True)
-        ]
+        found = {id(shard): part[: shard.local.numel()] for shard, part in zip(ready, parts, strict=True)}
+        reduced[group.name] = [found[id(each)].view(each.local.shape).clone() for each in group.parameters]
 
     def before() -> None:
         ready[:] = group.reduced()
 
-    group.take_out_all_reduce()
+    if group.mesh.replicate_group is not None:
+        group.take_out_all_reduce()
     group.connect(before, average)
 
 

@@ -1,4 +1,4 @@
-"""All ranks of a model in shards, which meet to load or gather state: nothing is loaded unless all can load.
+"""All ranks of a model in shards, which tell each other of failures and meet to load or gather state.
 
 Ranks with the same shard, one of each replica, are an engine's group. Here these groups meet, within each replica.
 """
@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
-from ..comm import Group, GroupError, LocalGroup, gather_bytes
+from ..comm import Group
+from ..devices.streams import streams_of
 from ..engine.engine import Engine
-from ..engine.peers import said
-from ..state import Shard, added, from_bytes, moved, to_bytes
-from .agreement import announcing, group_of
-from .arguments import Communicator
-from .fsdp_internals import Mesh
+from ..engine.peers import Peers, said
+from ..state import Shard, from_bytes, moved, sum_of_states, to_bytes
+
+NUMBER_BYTES = 8  # of a rank's number before what it sends
 
 
 class OtherShardError(RuntimeError):
@@ -26,10 +26,11 @@ class OtherShardError(RuntimeError):
 
 
 class ShardRanks:
-    """All ranks of a model in shards, between two steps, for a call that all of them make: `met` yields this object.
+    """All ranks of a model in shards. Where synchronisation stops on one of them, it does on all.
 
-    They are counted replica by replica. Ranks of a replica meet in one way only, `within`, each time with the same
-    collectives. So a rank that fails can tell it there, whatever the others want to do.
+    Between two steps they meet (`met`) for calls that all of them make. Ranks of a replica then tell each other
+    everything in one way, `within`, each time with the same collectives. So a rank that fails can tell it there,
+    whatever the others want to do.
 
     Args:
         engine: exchanges between the replicas.
@@ -37,11 +38,43 @@ class ShardRanks:
     """
 
     def __init__(self, engine: Engine, replica: Group) -> None:
-        self._engine, self._replica = engine, replica
+        self._engine = engine
+        self._replica = Peers(
+            replica, engine.device, streams_of(engine.device), timeout_s=engine.timeout_s, step=lambda: engine.step
+        )
+        self._replica.beside, engine.peers.beside = engine.peers, self._replica
+
+    def close(self) -> None:
+        """Closes the group of this rank's replica; the engine's stays."""
+        self._replica.close()
+
+    def fail(self, why: BaseException) -> None:
+        """Stops all synchronisation, and tells all ranks of the model why."""
+        self._replica.fail(why)
+
+    def summed(self, flags: Tensor) -> Tensor:
+        """Returns flags of a step, (numbers,), summed over the ranks of this rank's replica. Collective.
+
+        The host does not wait for a device.
+
+        Raises:
+            GroupError: where another rank of the replica has failed, or does not come in time.
+        """
+
+        def total(group: Group) -> Tensor:
+            return group.all_reduce(flags.to(group.payload_device)).wait(self._engine.timeout_s).to(flags.device)
+
+        if self._replica.size == 1:
+            return flags
+        found: Tensor = self._replica.call("the end of a step in all shards", total)
+        return found
 
     @property
     def rank(self) -> int:
-        """This rank's number among all ranks of the model, from 0."""
+        """This rank's number among all ranks of the model, from 0: those of the replicas, one after the other.
+
+        Replicas are counted for each shard apart, by the group of the ranks with this shard.
+        """
         return self._engine.group.rank * self._replica.size + self._replica.rank
 
     @property
@@ -67,13 +100,16 @@ class ShardRanks:
 
     def gather(self, what: str, mine: bytes) -> list[bytes]:
         """Sends bytes, at least one, to all ranks of the model; returns all ranks' bytes, by rank. Collective."""
-        of_shards = [self._engine.peers.gather(what, part) for part in self.within(mine)]
-        return [part for of_replica in zip(*of_shards, strict=True) for part in of_replica]
+        numbered = self.rank.to_bytes(NUMBER_BYTES, "big") + mine
+        told = [part for each in self.within(what, numbered) for part in self._engine.peers.gather(what, each)]
+        # Replicas may be in another order in the group of each shard, and so in each rank's list.
+        return [part[NUMBER_BYTES:] for part in sorted(told, key=lambda part: part[:NUMBER_BYTES])]
 
-    def within(self, mine: bytes, *, is_failure: bool = False) -> list[bytes]:
+    def within(self, what: str, mine: bytes, *, is_failure: bool = False) -> list[bytes]:
         """Sends bytes to the ranks of this rank's replica; returns theirs, by shard. Collective.
 
         Args:
+            what: names the operation, for messages.
             mine: the bytes.
             is_failure: whether this rank has failed, and `mine` is the text of its error.
 
@@ -81,7 +117,7 @@ class ShardRanks:
             OtherShardError: unless `is_failure`, where another rank has failed.
             GroupError: where a rank of the replica was lost or does something else.
         """
-        parts = gather_bytes(self._replica, bytes([is_failure]) + mine, self._engine.timeout_s)
+        parts = self._replica.gather(what, bytes([is_failure]) + mine)
         for shard, part in enumerate(parts):
             if part[0] and not is_failure:
                 raise OtherShardError(f"a rank with shard {shard} could not: {part[1:].decode()}")
@@ -102,18 +138,39 @@ class ShardRanks:
             ValueError, RuntimeError: on all ranks of the model, where the states of one cannot be taken over.
         """
         problem: Exception | None = None
-        found: list[dict[str, Any]] = []
-        for shard, target in enumerate(self.within(json.dumps(mine.entry()).encode())):
-            pieces: dict[str, Tensor] = {}
+        parts: list[bytes] = []
+        found: dict[str, Tensor] = {}
+        for shard, target in enumerate(self.within(what, json.dumps(mine.entry()).encode())):
+            packed = b""
             try:
-                pieces = moved(states, Shard.of(json.loads(target)))
+                packed = to_bytes(moved(states, Shard.of(json.loads(target))))
             except Exception as error:  # told to all, then raised
                 problem = error
-            parts = self.within(to_bytes(pieces))
-            if shard == self._replica.rank:
-                found = [from_bytes(part) for part in parts]
+            told = self.within(what, packed)
+            parts = told if shard == self._replica.rank else parts
         self.agree(what, problem)
-        return added(found)
+        try:
+            found = sum_of_states([from_bytes(part) for part in parts])
+        except Exception as error:  # told to all, then raised
+            problem = error
+        self.agree(what, problem)
+        return found
+
+    @contextmanager
+    def met(self, what: str) -> Iterator[ShardRanks]:
+        """Lets all ranks of the model come together for `what`, and yields them for the `with` block. Collective.
+
+        An error in the block on ranks with one shard is raised on all ranks of the model. `what`: the purpose, for
+        error messages.
+
+        Raises:
+            RuntimeError: inside a step, and where other ranks failed in the block.
+            GroupError: where some ranks do something else, have left, or do not come in time.
+        """
+        with self._engine.at_barrier(what):
+            self._replica.call(what, lambda group: group.barrier(what, self._engine.timeout_s))
+            with self._telling(what):
+                yield self
 
     @contextmanager
     def _telling(self, what: str) -> Iterator[None]:
@@ -122,42 +179,11 @@ class ShardRanks:
             yield
         except OtherShardError as error:
             raise RuntimeError(f"{what}: {error}") from None
-        except GroupError:  # `announcing` tells it
-            raise
         except Exception as error:
-            self.within(said(error).encode(), is_failure=True)
+            if self._replica.failure is None:  # else all have heard of it
+                self.within(what, said(error).encode(), is_failure=True)
             raise
         try:
-            self.within(b"")
+            self.within(what, b"")
         except OtherShardError as error:
             self._engine.peers.stop(f"{what}: {error}; this rank has loaded its state, and goes no further")
-        except GroupError as error:
-            self._engine.peers.fail(error)
-            raise
-
-
-@contextmanager
-def met(engine: Engine, mesh: Mesh, what: str) -> Iterator[ShardRanks]:
-    """Lets all ranks of a model in shards come together for `what`, and yields them for the `with` block. Collective.
-
-    An error in the block on ranks with one shard is raised on all ranks of the model.
-
-    Args:
-        engine: averages this rank's shard between replicas.
-        mesh: the mesh of the model.
-        what: the purpose, for error messages.
-
-    Raises:
-        RuntimeError: inside a step, and where other ranks failed in the block.
-        GroupError: where some ranks do something else, have left, or do not come in time.
-    """
-    communicator: Communicator = "own" if engine.device.type == "cpu" else "shared"
-    with engine.at_barrier(what), ExitStack() as stack:
-        if mesh.shard_group is None:  # one shard, as of `replicate`
-            replica: Group = LocalGroup.world(1)[0]
-        else:
-            replica = group_of(mesh.shard_group, engine.timeout_s, what, engine.device, communicator)
-            stack.callback(replica.close)
-        ranks = ShardRanks(engine, replica)
-        with announcing(replica, what), ranks._telling(what):
-            yield ranks

@@ -13,20 +13,20 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..devices.streams import Event, streams_of
+from ..devices import host
+from ..devices.streams import Event, HostCopy, streams_of
 from ..engine.engine import Engine
 from ..engine.engine_state import LOADING
-from ..engine.step_listener import active
+from ..engine.step_listener import RecordingDone, active
 from ..optim.momentum import MomentumCheck
 from ..plans.plan import Plan
 from ..state import Shard
 from ..tensors.bucket import Layout, TensorSpec, matches, model_digest
 from .fsdp_internals import Mesh, ParameterGroup, ShardedParameter, groups_of, names_of
-from .shard_ranks import ShardRanks, met
+from .shard_ranks import ShardRanks
 from .torch_hooks import (
     REENTRANT,
     Hook,
@@ -45,6 +45,10 @@ from .torch_hooks import (
 FREEZES = (
     "a plan with a scheme that freezes what did not arrive (CoarseGrained(freeze=True)) is not supported yet for a "
     "model in shards: leave freeze=False"
+)
+STATE_LATER = (
+    "the planner has revised a plan without compression into one that keeps residuals, which is not supported for a "
+    "model in shards: let its first plan keep some, or leave compression out"
 )
 AFTER_ACCUMULATION = (
     "{name!r} has a hook by register_post_accumulate_grad_hook, which FSDP calls before gradients are averaged between "
@@ -65,8 +69,9 @@ class ShardedGradients:
 
     Args:
         groups: all groups of the model's parameters in shards.
-        shards: the parameters to average between replicas, by name; none has an empty shard here.
+        shards: the parameters to average between replicas, by name; some may have an empty shard here.
         guarded: the shards' tensors as the engine's guard compares them, by name; follows memory that torch replaces.
+        ranks: all ranks of the model.
 
     Attributes:
         shard: this rank's shard, as state names it.
@@ -79,6 +84,7 @@ class ShardedGradients:
         shards: Mapping[str, ShardedParameter],
         engine: Engine,
         guarded: dict[str, Tensor],
+        ranks: ShardRanks,
         *,
         optimizer: Optimizer | None = None,
         exclude: Sequence[str] = (),
@@ -97,7 +103,10 @@ class ShardedGradients:
         self._stages: set[int] = set()  # groups that had their turn in this backward
         self._task = -1  # autograd's id of the backward under way
         self._streams = streams_of(engine.device)
-        self._all_settled = False  # whether the plans of all shards have settled, as known at the end of a backward
+        self._ranks = ranks
+        self._tells = True  # whether shards tell each other how each step ended; the same on all
+        self._told: HostCopy | None = None  # so of the last step, until it is read
+        self._all_settled = False  # whether the plans of all shards had settled then, or when state was loaded
         self._loaded: Event | None = None  # behind all that FSDP's hooks have done, on a stream of FSDP's
         self._has_local = False  # whether a backward without synchronisation came after the synchronised one
         self._rounds = OptimizerRounds()
@@ -105,12 +114,8 @@ class ShardedGradients:
         self._ids: set[int] = set()
         self._momentum = MomentumCheck({})
         self._look_at_parameters()
-        averaged = {
-            name: shard
-            for name, (_, shard) in named.items()
-            if shard.parameter.requires_grad and not matches(name, exclude)
-        }
-        self.shard = _shard_of(groups[0].mesh, averaged, {name: named[name][0].wire_dtype for name in averaged})
+        dtypes_on_wire = {name: group.wire_dtype for name, group in self._group_of.items()}
+        self.shard = _shard_of(groups[0].mesh, self._shards, dtypes_on_wire)
         for number, group in enumerate(groups):
             before = Hook(self, lambda owner, number=number: owner._on_post_backward(number))
             reduced = Hook(self, lambda owner, flat, number=number: owner._on_reduced(number, flat))
@@ -152,12 +157,13 @@ class ShardedGradients:
 
     @property
     def settled(self) -> bool:
-        """Whether the plans of all shards have settled once, known at the end of the same backward on all ranks."""
+        """Whether the plans of all shards had settled after the last backward or load; the same on all ranks."""
+        self._read_told()
         return self._all_settled
 
     def met(self, what: str) -> AbstractContextManager[ShardRanks]:
-        """Lets all ranks of the model come together for `what`, see `shard_ranks.met`. Collective."""
-        return met(self._engine, self._groups[0].mesh, what)
+        """Lets all ranks of the model come together for `what`, see `ShardRanks.met`. Collective."""
+        return self._ranks.met(what)
 
     def require_own(self, state: object, ranks: ShardRanks, *, strict: bool) -> None:
         """Checks that the state that this rank is to load is its own; raises on all ranks if one was given another.
@@ -165,10 +171,10 @@ class ShardedGradients:
         Args:
             state: what `Attachment.state_dict` returned.
             ranks: all ranks of the model, which call this.
-            strict: whether the state must be of the same model.
+            strict: whether the state must be of the same model. It must be this rank's whatever `strict` is.
 
         Raises:
-            ValueError: for the state of another shard, replica, number of either, or model.
+            ValueError: for the state of another shard, replica, number of either, or, if `strict`, model.
             RuntimeError: where another rank raised.
         """
         problem: Exception | None = None
@@ -194,6 +200,12 @@ class ShardedGradients:
         if len(set(steps)) > 1:
             raise ValueError(f"{LOADING}: the ranks were given states of different steps, {', '.join(steps)} by rank")
 
+    def loaded(self, ranks: ShardRanks) -> None:
+        """Tells the other shards, when all ranks have loaded state, whether plans may change here. Collective."""
+        engine = self._engine
+        told = ranks.tell(LOADING, [not engine.settled, engine.may_keep_state])
+        self._know(*map(sum, zip(*told, strict=True)))
+
     def require_model(self, saved: Shard) -> None:
         """Checks that saved state is of this model.
 
@@ -206,14 +218,26 @@ class ShardedGradients:
                 f"digest {saved.model[:12]}, here {self.shard.model[:12]}; load the state of this model"
             )
 
-    def _any_shard(self, here: bool) -> bool:
-        """Returns whether `here` is True on some rank of this replica. Collective over the replica."""
-        group = self._groups[0].mesh.shard_group
-        if group is None:
-            return here
-        flag = torch.tensor([int(here)], device=self._engine.device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
-        return bool(flag.item())
+    def _tell_shards(self) -> None:
+        """Tells the other shards whether plans may change here, and whether this step is to be thrown away. Collective.
+
+        A step is thrown away as a whole: where one shard's gradients are not finite, no shard counts residuals as sent.
+        The ranks go on telling until nobody has, or may get, anything to tell. The host does not wait for a device.
+        """
+        engine = self._engine
+        mine = host.numbers([not engine.settled, engine.may_keep_state], engine.device, torch.float32)
+        told = self._ranks.summed(torch.cat([mine, engine.saw_non_finite.float()]))
+        engine.judge(told[2:] > 0)
+        self._told = self._streams.to_host(told)
+
+    def _read_told(self) -> None:
+        if self._told is not None:
+            unsettled, may_keep, _ = self._told.tolist()
+            self._know(unsettled, may_keep)
+
+    def _know(self, unsettled: float, may_keep: float) -> None:
+        """Takes over what all shards have told: whether plans of some may change, or some may keep state."""
+        self._told, self._all_settled, self._tells = None, not unsettled, bool(unsettled or may_keep)
 
     # Callbacks of FSDP, autograd, the model and optimisers.
 
@@ -302,17 +326,32 @@ class ShardedGradients:
             )
         self._look_at_parameters()
         self._task = torch._C._current_graph_task_id()
+        self._read_told()
+        self._engine.awaits_judgement = self._tells
         self._engine.begin(rounds=self._rounds.number)
         if self._plan is not self._engine.plan:
             self._plan = self._engine.plan
-            if why := why_not_plan(self._plan):
+            if why := why_not_plan(self._plan) or self._why_not_now():
                 self._engine.peers.stop(why)
         self._fresh.clear()
         self._stages.clear()
         at_end_of_backward(self._end, self._engine)  # behind FSDP's own callback, which reduces what is left
 
+    def _why_not_now(self) -> str:
+        """Returns why a plan that has come into force cannot be followed at this time, or ""."""
+        return "" if self._tells or not self._engine.bucket_runs.have_state else STATE_LATER
+
     @torch.no_grad()
     def _end(self) -> None:
+        try:
+            self._finish()
+        except RecordingDone:  # which all ranks raise in the same step
+            raise
+        except BaseException as error:  # ranks with other shards wait for this one
+            self._ranks.fail(error)
+            raise
+
+    def _finish(self) -> None:
         engine = self._engine
         if self._loaded is not None:  # FSDP's callback waits only in the last backward (set_is_last_backward)
             self._loaded.wait()
@@ -320,13 +359,13 @@ class ShardedGradients:
             kept = self._partial.pop(name, None) if self._group_of[name].exchanges else None
             engine.load(name, kept, used=kept is not None)
         engine.finish()
+        if self._tells:
+            self._tell_shards()
         self._rounds.synchronized()
         self._has_local = False
         for name, shard in self._shards.items():
             if engine.used(name):
                 self._deliver(name, shard)
-        if not self._all_settled:
-            self._all_settled = not self._any_shard(not engine.settled)
 
     def _deliver(self, name: str, shard: ShardedParameter) -> None:
         """Puts the mean over replicas into the parameter's `.grad`, or adds it to what was there before backward."""
@@ -388,7 +427,7 @@ class ShardedGradients:
 
 
 def _shard_of(mesh: Mesh, averaged: Mapping[str, ShardedParameter], dtypes: Mapping[str, torch.dtype | None]) -> Shard:
-    """Returns what state says of the shard that this rank has of these parameters, some of which may be empty here.
+    """Returns what state says of the shard that this rank has of these parameters.
 
     `dtypes`: those in which FSDP reduces gradients, by parameter; None: the parameter's.
     """

@@ -4,9 +4,9 @@ from .files import from_bytes as from_bytes
 from .files import load_file as load_file
 from .files import save_file as save_file
 from .files import to_bytes as to_bytes
-from .handover import added as added
 from .handover import handed_over as handed_over
 from .handover import redistribute as redistribute
+from .handover import sum_of_states as sum_of_states
 from .rank_files import MissingStateError as MissingStateError
 from .rank_files import has_ranks as has_ranks
 from .rank_files import read_ranks as read_ranks

@@ -55,7 +55,7 @@ def handed_over(states: Sequence[Mapping[str, Any]], like: Mapping[str, Any], ra
         states: the states that this rank takes over.
         like: the state of any old rank, which gives all entries that are the same on all ranks.
     """
-    return {**like, "rank": rank, "world": world, "state": added([state["state"] for state in states])}
+    return {**like, "rank": rank, "world": world, "state": sum_of_states([state["state"] for state in states])}
 
 
 def _by_rank(states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -84,7 +84,7 @@ def _by_rank(states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [state for _, state in sorted(zip((o.rank for o in origins), states, strict=True), key=lambda each: each[0])]
 
 
-def added(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def sum_of_states(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Returns the scheme states of several ranks of the saved job as one rank's state, by `StateSlice.key`.
 
     Slices are added element by element; what all ranks keep alike is taken once. Slices of one parameter may differ in

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..compressors import copies_at
 from ..inputs.settings import NonNegativeInt, PositiveInt, checked
-from .handover import added
+from .handover import sum_of_states
 from .saved import VERSION, Origin
 from .slices import StateSlice, left_to_send
 
@@ -102,7 +102,7 @@ def moved(states: Sequence[Mapping[str, Any]], target: Shard) -> dict[str, Tenso
     Raises:
         ValueError: for states of another version or without shards, or if shards are not consecutive elements.
     """
-    return added([_moved(state, Shard.of(state), target) for state in states])
+    return sum_of_states([_moved(state, Shard.of(state), target) for state in states])
 
 
 def _moved(state: Mapping[str, Any], source: Shard, target: Shard) -> dict[str, Tensor]:

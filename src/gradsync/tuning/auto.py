@@ -20,13 +20,13 @@ from torch import Tensor
 
 from ..comm import LocalGroup
 from ..comm.links import highest_over
-from ..comm.pieces import InPieces, Pieces
 from ..compressors import RESIDUAL
 from ..engine.engine import Engine
 from ..engine.plan_control import Follows
 from ..engine.step_listener import active
 from ..inputs.settings import argument
 from ..planner import AveragingPlanner, default_plan
+from ..planner.pieces import InPieces, Pieces
 from ..planner.search.candidates import Search, candidate_plans
 from ..planner.search.errors import alone
 from ..planner.search.job import Job
@@ -71,7 +71,7 @@ class AutoPlanner:
         steps: training steps measured undisturbed; as many more are measured during a transfer or compression.
         warmup: training steps before these, not measured.
         search: returns plans to try for a `Job` and the constraints; it runs on rank 0. One that is `InPieces`
-            (`comm/pieces.py`), as `candidate_plans` is, runs between steps; any other within one step and the timeout.
+            (`planner/pieces.py`), as `candidate_plans` is, runs between steps; any other in one, within the timeout.
         must_plan: whether all ranks raise where nothing can be measured or the search finds no plan.
         averaging: a planner that averages parameters instead of gradients. It is tried for a block of steps after the
             plan has settled, and stays if it is clearly faster. `attach` then needs the optimiser. A run resumed from a

@@ -11,12 +11,12 @@ import torch
 from ..comm import Group
 from ..comm.links import highest_over
 from ..comm.network_cost import network_cost
-from ..comm.pieces import Pieces
 from ..costs.cost_model import CostModel
 from ..engine.plan_control import Planner
 from ..planner.default.network import Network, planned_schemes
 from ..planner.default.plan import default_plan, default_plans
 from ..planner.default.revise import revised
+from ..planner.pieces import Pieces
 from ..plans.plan import Plan
 from ..tensors.density import ParameterProfile
 from .pieces import after_steps

@@ -22,11 +22,11 @@ from pydantic import Field
 from .. import __version__
 from ..comm import Group
 from ..comm.links import Highest
-from ..comm.pieces import Pieces
 from ..costs.steps import Compute
 from ..devices.inventory import name_of, processor
 from ..inputs.files import naming, read_text
 from ..kernels import active, native
+from ..planner.pieces import Pieces
 from ..plans.document import Document
 from ..plans.profile import MOST_COUNT, Bytes, Data, Seconds
 from .rehearsal import Sample

@@ -14,9 +14,9 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from ..comm.pieces import Pieces
 from ..costs.cost_model import CostModel
 from ..costs.steps import Compute, Pattern
+from ..planner.pieces import Pieces
 from ..plans.profile import MOST_BYTES_PER_S, Interval, KernelEstimate, LinkEstimate, LinkPoint
 
 CONFIDENCE = 0.95

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from ..comm.links import Highest
-from ..comm.pieces import Pieces, within
 from ..compressors import BlockInt, Cast, Compressor, ErrorFeedback, ScaledSign, Summand, TopK
 from ..costs.cluster import Placement
 from ..costs.cost_model import KernelCost
 from ..costs.steps import Compute
 from ..devices import host, streams
 from ..planner.default.network import planned_schemes
+from ..planner.pieces import Pieces, around_each
 from ..plans.profile import HostEstimate, KernelEstimate
 from ..schemes import (
     CompressedAllGather,
@@ -121,7 +121,7 @@ def _rehearsed_dense(
         yield from rehearse_dense(dense, NUMELS[0], device)  # compiles kernels
     spent = Spent()
     for number, numel in enumerate(_numels(device), start=1):
-        samples += yield from within(rehearse_dense(dense, numel, device), spent.running)
+        samples += yield from around_each(rehearse_dense(dense, numel, device), spent.running)
         if highest([spent.wall_s])[0] > budget_s and number >= FEWEST_SIZES:
             break
     return samples
@@ -154,7 +154,7 @@ def measured_host(
         known = None if earlier is None else earlier.with_threads(1)
         work = f"{_words(schemes)} of {NUMELS} elements within {budget_s} s"
         timed = _timed(work, _rehearsed_dense(schemes, highest, CPU, budget_s), highest, CPU, known)
-        kernels = yield from _fitted(within(timed, _one_thread), highest)
+        kernels = yield from _fitted(around_each(timed, _one_thread), highest)
     return HostEstimate(fetch=copies[FETCH], send=copies[SEND], kernels=kernels)
 
 
@@ -287,7 +287,7 @@ def _on_shared_cores(rehearsed: Pieces[list[Sample]], device: torch.device) -> P
     if device.type != "cpu":
         return (yield from rehearsed)
     spent = Spent()
-    samples = yield from within(rehearsed, spent.running)
+    samples = yield from around_each(rehearsed, spent.running)
     stretch = max(spent.wall_s / spent.processor_s, 1.0)
     return [(computed, stretch * seconds) for computed, seconds in samples]
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from ..comm import Group
 from ..comm.links import PATTERNS, Exchange, Highest, highest_over
-from ..comm.pieces import Pieces
 from ..costs.steps import Pattern
+from ..planner.pieces import Pieces
 from ..plans.profile import CollectiveEstimate, LinkPoint, Span, SpanEstimate, spans_of
 from .fitting import fit_links, load_scipy, median_of
 

@@ -21,10 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..comm import Group
+from ..comm import Group, gather_numbers
 from ..comm.links import barrier, highest_over
-from ..comm.pieces import Pieces
-from ..comm.pieces import at_once as all_at_once
 from ..devices import streams
 from ..devices.inventory import name_of
 from ..devices.streams import Moment, NoStreams, Streams
@@ -33,6 +31,8 @@ from ..engine.observation import Observer
 from ..engine.plan_control import MAX_OBSERVATIONS
 from ..engine.step_listener import RecordingDone, StepListener, recording
 from ..inputs.settings import Steps, argument
+from ..planner.pieces import Pieces
+from ..planner.pieces import at_once as all_at_once
 from ..planner.search.errors import highest, relative_errors
 from ..plans.profile import (
     Density,
@@ -198,7 +198,9 @@ class Measurement(StepListener):
         if kind is Kind.LOOK and self._observer is not None:
             self._observer.share(
                 lambda name: engine.bucket_runs.of(name)[0].gradients,
-                lambda mine: engine.peers.call("a look at the gradients", lambda group: _gather(engine, group, mine)),
+                lambda mine: engine.peers.call(
+                    "a look at the gradients", lambda group: gather_numbers(group, mine, engine.timeout_s)
+                ),
             )
             self._share_errors(engine)
         if kind is Kind.WARM_UP and self._kind is not Kind.WARM_UP:
@@ -306,11 +308,13 @@ class Measurement(StepListener):
     def _agreed_profile(self, engine: Engine) -> Profile:
         """Gathers all ranks' figures, and returns the profile that rank 0 makes of them, on all ranks. Collective."""
         mine = torch.from_numpy(self._figures(list(engine.parameters)))
-        parts = engine.peers.call("figures of a measurement", lambda group: _gather(engine, group, mine.flatten()))
+        parts = engine.peers.call(
+            "figures of a measurement", lambda group: gather_numbers(group, mine.flatten(), engine.timeout_s)
+        )
         text, problem = " ", None
         if engine.group.rank == 0:
             try:
-                figures = np.stack([part.view(mine.shape).numpy() for part in parts])
+                figures = np.stack([part.cpu().view(mine.shape).numpy() for part in parts])
                 text = self._profile(engine, figures).to_json()
             except Exception as error:  # told to all, then raised
                 problem = error
@@ -440,11 +444,6 @@ def _called(engine: Engine, slices: Iterator[None]) -> Iterator[None]:
     """Runs a slice of a measurement of costs at each `next`, while nothing else uses the group. Collective."""
     while not engine.peers.call(COSTS, lambda group: next(slices, True)):
         yield
-
-
-def _gather(engine: Engine, group: Group, mine: Tensor) -> list[Tensor]:
-    """All-gathers `mine`, 1-D with the same shape on all ranks, and returns the tensors by rank, on the CPU."""
-    return [part.cpu() for part in group.all_gather(mine.to(group.device)).wait(engine.timeout_s)]
 
 
 @contextmanager

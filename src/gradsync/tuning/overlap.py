@@ -12,11 +12,11 @@ import torch
 
 from ..comm import Group
 from ..comm.links import Exchange, barrier, highest_over
-from ..comm.pieces import Pieces
 from ..compressors import BlockInt, ErrorFeedback
 from ..costs.steps import Pattern
 from ..devices import streams
 from ..devices.streams import Moment
+from ..planner.pieces import Pieces
 from ..plans.profile import Interval
 from ..tensors.bucket import FlatSpec, Segment
 from .fitting import fit_slowdown

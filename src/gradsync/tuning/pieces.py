@@ -1,4 +1,4 @@
-"""Measurements and searches in pieces (`comm/pieces.py`): `after_steps` runs a few pieces after each training step."""
+"""Measurements and searches in pieces (`planner/pieces.py`): `after_steps` runs a few pieces after each step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections import deque
 
 from ..comm.links import Highest
-from ..comm.pieces import Pieces, T
+from ..planner.pieces import Pieces, T
 
 SHARE_OF_A_STEP = 0.3  # of the time of the steps between pieces, which all pieces together take
 STEPS_COMPARED = 5  # the quickest of these counts: others may hold an evaluation or a checkpoint

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from ..comm import LocalGroup, drive_in_turns
-from ..comm.pieces import Pieces
 from ..costs.cluster import Placement
 from ..costs.steps import Compute, Step, Transfer
 from ..devices import streams
+from ..planner.pieces import Pieces
 from ..schemes.base import Scheme, State
 from ..schemes.compressed import Compressed
 from ..schemes.route import Route

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from gradsync.comm import LocalGroup, run_local
-from gradsync.comm.pieces import Pieces, at_once
 from gradsync.costs.cluster import Link, Placement
 from gradsync.costs.cost_model import CostModel, KernelCost
 from gradsync.costs.steps import Compute
@@ -18,6 +17,7 @@ from gradsync.planner import default_plan, default_plans
 from gradsync.planner.default.flat import dense_schemes, element_schemes, flat_scheme, is_dense
 from gradsync.planner.default.network import INSIDE_NODES, Network
 from gradsync.planner.default.revise import revised
+from gradsync.planner.pieces import Pieces, at_once
 from gradsync.plans.plan import Plan
 from gradsync.schemes import (
     AllReduce,

@@ -7,11 +7,11 @@ from unittest.mock import patch
 
 import torch
 
-from gradsync.comm.pieces import Pieces, at_once
 from gradsync.compressors import BlockInt, ErrorFeedback
 from gradsync.costs.cluster import Placement
 from gradsync.costs.cost_model import CostModel, KernelCost
 from gradsync.planner.default.network import Network
+from gradsync.planner.pieces import Pieces, at_once
 from gradsync.planner.search import predict as predicting
 from gradsync.planner.search.candidates import FAR_LONGER, MOST_TRIED, UNSURE, candidate_plans, searched
 from gradsync.planner.search.job import Job

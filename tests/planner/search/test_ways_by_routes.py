@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from gradsync.comm import LocalGroup, run_local
-from gradsync.comm.pieces import at_once
 from gradsync.compressors import QSGD, BlockInt, Cast, Compressor, ErrorFeedback, SharedBlockInt, TopK, dgc
 from gradsync.costs.cluster import Link, Placement
 from gradsync.costs.cost_model import CostModel, KernelCost
 from gradsync.costs.steps import Compute
 from gradsync.engine.engine import Engine
 from gradsync.planner.default.network import Network
+from gradsync.planner.pieces import at_once
 from gradsync.planner.search import ways as ways_module
 from gradsync.planner.search.candidates import searched
 from gradsync.planner.search.errors import relative_errors

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from gradsync.comm import LENGTH_BYTES, Group, Ledger, RecordingGroup, TorchGroup, drive, torch_group
 from gradsync.comm.links import Exchange, highest_over, latencies
-from gradsync.comm.pieces import at_once
 from gradsync.costs.cluster import Link, Placement
 from gradsync.costs.cost_model import CostModel, node_link_bytes
 from gradsync.costs.steps import Compute, Pattern, Transfer, transfers
 from gradsync.costs.transport import DEFAULT_TRANSPORT, DIRECT_BYTES
+from gradsync.planner.pieces import at_once
 from gradsync.schemes import (
     BLOCKS_OF_256,
     DOUBLING_OF_ELEMENTS,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from ...comm.pieces import InPieces, Pieces
 from ...plans.plan import Plan
 from ...schemes import HalfPrecision
 from ..default.plan import default_plans
+from ..pieces import InPieces, Pieces
 from ..solver.joint import Certificate, certify, search
 from ..solver.problem import Solution
 from .job import Job

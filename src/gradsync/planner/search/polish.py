@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from ...comm.pieces import InPieces, Pieces
 from ...plans.plan import BucketPlan, Plan
 from ...tensors.bucket import Layout
+from ..pieces import InPieces, Pieces
 from .job import Job
 from .options import Way
 from .predict import predict, predict_steps, steps_of

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ...comm.pieces import InPieces, Pieces
 from ...costs.forecast import greedy_turns
 from ...costs.steps import FINISH, Compute
 from ...plans.plan import Plan
+from ..pieces import InPieces, Pieces
 from .job import Job
 from .predict import predict_steps, steps_of
 

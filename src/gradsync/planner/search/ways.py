@@ -10,7 +10,6 @@ from itertools import groupby
 from math import inf
 from typing import Any
 
-from ...comm.pieces import InPieces, Pieces
 from ...compressors import Compressor, SparseMessage
 from ...costs.steps import OFFLOAD
 from ...inputs.settings import NonNegativeFinite, NonNegativeInt, check
@@ -32,6 +31,7 @@ from ...tensors.density import ParameterProfile
 from ..default.compressing import LATE
 from ..default.flat import dense_schemes
 from ..default.plan import found_schemes, in_ready_order, sparse_schemes, timed_schemes
+from ..pieces import InPieces, Pieces
 from .errors import delay_of, name_of, sends_later
 from .job import Job
 from .options import Way, flat_of

@@ -29,7 +29,7 @@ def at_once(pieces: Pieces[T]) -> T:
             return found
 
 
-def within(pieces: Pieces[T], around: Callable[[], AbstractContextManager[object]]) -> Pieces[T]:
+def around_each(pieces: Pieces[T], around: Callable[[], AbstractContextManager[object]]) -> Pieces[T]:
     """Runs each piece of work in a `with around()` of its own, so that time between pieces is outside of it.
 
     `pieces`: a generator that does a piece of the work at each `next`. The returned generator does so as well, and has
