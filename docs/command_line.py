@@ -15,7 +15,7 @@ from gradsync.cli import COMMANDS, loaded
 PAGE = Path(__file__).parent / "reference" / "command-line.md"
 HEAD = """# Command line
 
-`gradsync` is a command of the library; the commands that say so come with gradsync-lab (`pip install gradsync-lab`).
+`gradsync` is a command of the library; the commands that say so come with gradsync-lab (`pip install ./lab`).
 `gradsync COMMAND --help` shows the same in a terminal. This page is written by `docs/command_line.py`.
 
 | status | meaning |

@@ -37,7 +37,7 @@ def test_commands_of_the_lab_say_how_it_is_installed(arguments: list[str], monke
     monkeypatch.setattr(extensions, "entry_points", lambda **wanted: [])
     done = CliRunner().invoke(app, arguments)
     said = " ".join(done.output.replace("\N{BOX DRAWINGS LIGHT VERTICAL}", " ").split())
-    assert done.exit_code == 2 and "not installed: pip install gradsync-lab" in said
+    assert done.exit_code == 2 and "not installed; in the folder of gradsync: pip install ./lab" in said
 
 
 def test_version() -> None:

@@ -148,7 +148,7 @@ def test_the_digest_changes_with_every_field(changes: dict[str, Any]) -> None:
 
 def test_a_plan_changed_by_hand_must_drop_its_digest() -> None:
     data = json.loads(make().to_json()) | {"world": 8}
-    with pytest.raises(ValueError, match="changed after it was written.*delete the digest line") as caught:
+    with pytest.raises(ValueError, match="changed after it was written.*delete the entry 'digest'") as caught:
         read(data)
     assert make().digest[:12] in str(caught.value)
     del data["digest"]

@@ -12,7 +12,7 @@ from gradsync_lab.cluster import Lab, LabUnavailableError, Scenario
 def test_missing_pyroute2_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setitem(sys.modules, "pyroute2", None)
-    with pytest.raises(LabUnavailableError, match="needs pyroute2: pip install gradsync-lab"):
+    with pytest.raises(LabUnavailableError, match="needs pyroute2: pip install pyroute2"):
         Lab(Scenario(nodes=2)).__enter__()
 
 

@@ -20,7 +20,7 @@ def figure(x: str, y: str, height: int = 400, **layout: Any) -> go.Figure:
     try:
         import plotly.graph_objects as go
     except ImportError:
-        raise ImportError("plots need plotly: pip install 'gradsync[plot]'") from None
+        raise ImportError("plots need plotly: pip install plotly") from None
     plot = go.Figure()
     plot.update_layout(
         template="plotly_white",

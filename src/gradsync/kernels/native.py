@@ -40,7 +40,7 @@ def missing(why: object) -> ImportError:
     """Returns the error for native kernels that cannot be loaded, which says what to do."""
     return ImportError(
         f"the native kernels are not built ({why}): install a C++17 compiler and the Python headers, then build "
-        "gradsync here: pip install --no-cache-dir --force-reinstall --no-deps --no-binary gradsync gradsync"
+        "gradsync here, in its folder: pip install --no-cache-dir --force-reinstall --no-deps ."
     )
 
 

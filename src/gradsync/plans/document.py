@@ -64,7 +64,7 @@ class Document(BaseModel):
         if is_signed and digest != (found := _digest(data)):  # `data`, as `document` may have new fields
             raise ValueError(
                 f"the {cls.noun} was changed after it was written: its digest says {str(digest)[:12]}, its content is "
-                f"{found[:12]}; delete the digest line if the change was intended"
+                f"{found[:12]}; delete the entry 'digest' if the change was intended"
             )
         return document
 

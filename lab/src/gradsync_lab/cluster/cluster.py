@@ -284,7 +284,7 @@ class Lab:
         try:
             import pyroute2  # noqa: F401 (the keeper needs it; here it can be said how to get it)
         except ImportError:
-            raise LabUnavailableError("the lab needs pyroute2: pip install gradsync-lab") from None
+            raise LabUnavailableError("the lab needs pyroute2: pip install pyroute2") from None
 
     def _known(self, node: int) -> int:
         if not 0 <= node < self.scenario.nodes:

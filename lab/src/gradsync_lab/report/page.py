@@ -106,7 +106,7 @@ def write_page(run: TrainingRun, path: str | Path) -> None:
         from markupsafe import Markup
         from plotly.offline import get_plotlyjs
     except ImportError as error:
-        raise ImportError(f"the report needs {error.name}: pip install 'gradsync[plot]'") from None
+        raise ImportError(f"the report needs {error.name}: pip install plotly Jinja2") from None
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     config = {"displayModeBar": False, "responsive": True}
     drawn = [

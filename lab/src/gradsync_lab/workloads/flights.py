@@ -108,7 +108,7 @@ def _read(archive: Path) -> pd.DataFrame:
     try:
         import pandas as pd
     except ImportError as error:
-        raise ImportError("preparing the flights needs pandas: pip install gradsync-lab") from error
+        raise ImportError("preparing the flights needs pandas: pip install pandas") from error
 
     def read(name: str, compression: Any = None) -> pd.DataFrame:
         # Read straight from the archive: nothing of it is unpacked to disk.

@@ -112,7 +112,7 @@ def _prepare_digits(cache: Path) -> Array:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise ImportError("the digits come with scikit-learn: pip install gradsync-lab") from error
+        raise ImportError("the digits come with scikit-learn: pip install scikit-learn") from error
     digits = load_digits()
     order = np.random.default_rng(SHUFFLE_SEED).permutation(len(digits.target))
     return _samples(digits.images[order], digits.target[order])
