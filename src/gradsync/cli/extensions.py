@@ -17,4 +17,6 @@ def extension(group: str, name: str, wanted: str) -> Any:
     """
     for point in entry_points(group=group, name=name):
         return point.load()
-    raise ImportError(f"{wanted} belongs to gradsync-lab, which is not installed; in the folder of gradsync: pip install ./lab")
+    raise ImportError(
+        f"{wanted} belongs to gradsync-lab, which is not installed; in the folder of gradsync: pip install ./lab"
+    )
