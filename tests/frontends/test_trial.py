@@ -208,4 +208,4 @@ def test_bucket_sizes_are_tried_only_where_they_differ() -> None:
     assert [len(plan.buckets) for plan in wide] == [2, 5] and wide[0] == default_plan(profiles(Wide()), 4)
     assert len(default_plans(profiles(Wide()), 1)) == 1  # nothing travels
     large = [replace(p, tensor=TensorSpec((1 << 20,), torch.float32)) for p in profiles(Wide())]
-    assert [len(plan.buckets) for plan in default_plans(large, 4)] == [5, 20]
+    assert [len(plan.buckets) for plan in default_plans(large, 4)] == [4, 20]

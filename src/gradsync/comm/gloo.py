@@ -92,10 +92,12 @@ class GlooGroup(TorchGroup):
 
     def all_reduce(self, buffer: Tensor) -> Pending[Tensor]:
         part_bytes, transport = (float(buffer.nbytes),) * self.size, RingOrDirect(self.at_once_bytes)
-        if transport.passes_on(Pattern.ALL_REDUCE, part_bytes):
+        doubles = self.size > 2 and transport.doubles(Pattern.ALL_REDUCE, part_bytes)
+        if transport.passes_on(Pattern.ALL_REDUCE, part_bytes) or (doubles and not buffer.is_cpu):
             return super().all_reduce(buffer)  # gloo's ring
-        if self.size > 2 and buffer.is_cpu and transport.doubles(Pattern.ALL_REDUCE, part_bytes):
-            return self._pending(self._rounds.all_reduce(buffer), lambda: buffer)
+        if doubles:
+            total = buffer.clone()  # written to by another thread, even after this rank has given up
+            return self._pending(self._rounds.all_reduce(total), lambda: buffer.copy_(total))
         return self._gather_and_sum(buffer)
 
     def all_gather(self, buffer: Tensor, sizes: Sequence[int] | None = None) -> Pending[list[Tensor]]:

@@ -54,10 +54,10 @@ class RoundsWork:
 class Rounds:
     """Two threads that run one group's operations in rounds, on a communicator of their own.
 
-    One runs all-to-alls, one after the other, the other one small all-reduces, which need not wait for large messages.
-    torch can wait for a message, but cannot ask whether it has arrived. So a thread waits, and rounds proceed while the
-    communication thread does something else. Each operation has a tag, by which messages of both threads are told
-    apart.
+    One runs all-to-alls, one after the other; the other, begun with its first operation, runs small all-reduces, which
+    need not wait until a large all-to-all has ended, but share its sockets. torch can wait for a message, but cannot
+    ask whether it has arrived. So a thread waits, and rounds proceed while the communication thread does something
+    else. Each operation has a tag, by which messages of both threads are told apart.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, rank: int, size: int) -> None:
@@ -66,7 +66,7 @@ class Rounds:
         self._size = size
         self._tags = count()
         self._thread = JobThread("gradsync rounds")
-        self._small = JobThread("gradsync small sums")
+        self._small: JobThread | None = None  # many groups sum nothing small
 
     def exchange(
         self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], *, together: bool = False, bounded: bool = False
@@ -82,13 +82,16 @@ class Rounds:
         """
         return _run(self._thread, self._turns(outgoing, incoming, together, bounded, self._next_tag()))
 
-    def all_reduce(self, buffer: Tensor) -> RoundsWork:
-        """Begins to sum `buffer`, (numel,), over the members in place, by recursive doubling; there are 2^k members.
+    def all_reduce(self, total: Tensor) -> RoundsWork:
+        """Begins to sum `total`, (numel,), over the members in place, by recursive doubling; there are 2^k members.
 
         In round k rank r and rank r xor 2^k swap their sums so far. Both add the same two sums, so all members end with
-        the same bits.
+        the same bits, but for those of NaN. `total` is written to until the operation ends, also after an error of this
+        rank's, if the message that it waits for arrives at last.
         """
-        return _run(self._small, self._doubling(buffer, self._next_tag()))
+        if self._small is None:
+            self._small = JobThread("gradsync small sums")
+        return _run(self._small, self._doubling(total, self._next_tag()))
 
     def stop(self, patience_s: float) -> None:
         """Stops each thread after its queued operations, or after `patience_s` even if one hangs and runs on.
@@ -96,19 +99,20 @@ class Rounds:
         It also drops the communicator, so that sockets close when that is destroyed, not when garbage is collected.
         """
         self._thread.stop(patience_s)
-        self._small.stop(patience_s)
+        if self._small is not None:
+            self._small.stop(patience_s)
         del self._process_group
 
     def _next_tag(self) -> int:
         return next(self._tags) % MAX_TAG
 
-    def _doubling(self, buffer: Tensor, tag: int) -> Iterator[list[dist.Work]]:
+    def _doubling(self, total: Tensor, tag: int) -> Iterator[list[dist.Work]]:
         """Starts the messages of one round after another, yields their works, and adds what was received."""
-        received, distance = torch.empty_like(buffer), 1
+        received, distance = torch.empty_like(total), 1
         while distance < self._size:
             peer = self._rank ^ distance
-            yield [self._process_group.recv([received], peer, tag), self._process_group.send([buffer], peer, tag)]
-            buffer += received
+            yield [self._process_group.recv([received], peer, tag), self._process_group.send([total], peer, tag)]
+            total += received
             distance *= 2
 
     def _turns(

@@ -16,7 +16,7 @@ from typing import ClassVar
 DIRECT_BYTES = 256 << 10  # a collective in which a member sends no more goes straight to every other member
 # The most bytes of an all-reduce by recursive doubling, among 2^k members, and of one that goes straight to all others;
 # larger ones go in a ring. No measurement decides, as the order of a sum decides its last bits, except of two.
-# Doubling wins up to 32 KiB at 200 Mbit, and to 64 KiB or more at 1 Gbit: docs/concepts/collectives.md
+# Doubling wins up to 16 KiB among 4 members at 200 Mbit, to 64 KiB among 8 or at 1 Gbit: docs/concepts/collectives.md
 DOUBLED_BYTES, SUMMED_BYTES = 64 << 10, 32 << 10
 
 

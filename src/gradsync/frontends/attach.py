@@ -104,7 +104,8 @@ class Attachment:
     def settled(self) -> bool:
         """Whether the trials of several plans are over, so that the plan in force stays; the same on all ranks.
 
-        Of a model in shards: the plans of all shards, as the ranks told each other in the last backward or load.
+        Of a model in shards: the plans of all shards, as the ranks last told each other in a backward or load. They
+        stop telling where nobody keeps state and all trials are over.
         """
         if (sharded := self._switch.present.sharded) is not None:  # whose ranks plan for each shard apart
             return sharded.settled

@@ -66,7 +66,7 @@ class ShardRanks:
 
         if self._replica.size == 1:
             return flags
-        found: Tensor = self._replica.call("the end of a step in all shards", total)
+        found: Tensor = self._replica.call("the end of the step before, in all shards", total)
         return found
 
     @property

@@ -36,7 +36,7 @@ class Hierarchical(Scheme[Any]):
 
     Exact if `intra` and `inter` are. First (push) each rank of a node gets the node's sum of one part of the bucket, so
     that one sum a node travels between nodes, not every rank's tensor. Then `inter` sums each part across nodes; last
-    (pull) the ranks of a node send each other their parts. Sums of 16-bit floats stay in float32, scaled by `inter`,
+    (pull) the ranks of a node send each other their parts. Sums of 16-bit floats stay in float32
     until they are complete; then they are rounded. With one rank a node only `inter` runs, on a single node only
     `intra`.
     Wire: the traffic of both halves of `intra` among a node's ranks, and of `inter`, for a part, among as many ranks as

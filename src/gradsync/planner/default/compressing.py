@@ -65,7 +65,7 @@ class CompressingPlanner:
     exact: tuple[str, ...] = ()  # names or shell patterns of parameters that are not compressed
     matrices_only: bool = False  # tensors of one dimension, as biases and norms, are not compressed
     fewest_elements: NonNegativeInt = 0  # smaller tensors are not compressed
-    bucket_bytes: PositiveInt = BUCKET_BYTES  # size of dense buckets; the first has 1 MiB at most, tensors are not cut
+    bucket_bytes: PositiveInt = BUCKET_BYTES  # fill a dense bucket, the first one 1 MiB; tensors are not cut
 
     def __post_init__(self) -> None:
         if not callable(self.way):
