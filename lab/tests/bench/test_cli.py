@@ -38,7 +38,7 @@ def test_bench_sync_prints_records_as_json_and_nothing_else() -> None:
         if record.subject not in ("ddp", "ddp_bf16"):
             assert record.bound_s is not None and record.bound_s > 0 and "bound_ratio" in record.params
             assert record.cpu_s is not None and record.cpu_s > 0
-            assert record.predicted_s is not None and record.predicted_s > record.bound_s
+            assert record.predicted_s is not None and record.predicted_s >= record.bound_s
             assert record.environment["memory_bytes_per_s"] > 0
         assert record.wire_bytes is not None and (record.wire_bytes.subject or 0) > 0
 
