@@ -60,7 +60,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if importlib.util.find_spec("triton") is None:
         for item in items:
             if item.get_closest_marker("interpreted") is not None:
-                item.add_marker(pytest.mark.skip("Triton is not installed: pip install gradsync[interpret]"))
+                item.add_marker(pytest.mark.skip("Triton is not installed: pip install triton"))
     usual_s = float(config.getini("timeout"))
 
     def allowed_s(item: pytest.Item) -> float:

@@ -20,14 +20,16 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 GRACE_S = 15.0  # for the other ranks, once one has failed
 COLLECTIVE_TIMEOUT_S = 20.0  # of the default process group
@@ -37,6 +39,14 @@ PRELOADED = [
     *("scipy.optimize", "scipy.special", "gradsync"),
 ]
 ORACLE_BACKEND = "gloo_with_one_thread"
+
+
+def on_all_ranks(tensors: Iterable[Tensor]) -> Tensor:
+    """Returns the tensors' elements on all ranks, (ranks, elements). Collective."""
+    mine = torch.cat([t.detach().reshape(-1) for t in tensors])
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, mine)
+    return torch.stack(found)
 
 
 @dataclass(frozen=True)

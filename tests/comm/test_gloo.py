@@ -287,22 +287,25 @@ def test_the_rate_is_measured_and_the_same_on_all_ranks(world: World) -> None:
     assert first > 1e6 and all(rate == first for rate in others)
 
 
+def noted(ways: list[str], way: str, operation: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the operation, which adds `way` to `ways` at each call."""
+
+    def call(*args: Any) -> Any:
+        ways.append(way)
+        return operation(*args)
+
+    return call
+
+
 def ways_by_size(alpha_s: float, bytes_per_s: float) -> tuple[list[str], list[str]]:
     """Returns the algorithm of all-gathers of 1/4, 3/4 and 2 MiB sent by a rank, and the one their price assumes."""
     group = GlooGroup(timeout_s=20, bytes_per_s=bytes_per_s)
     group.alpha_s, group.stage_s, ways = alpha_s, 0.0, []
     direct, ring = GlooGroup._all_to_all, TorchGroup.all_gather
 
-    def noted(way: str, operation: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            ways.append(way)
-            return operation(*args)
-
-        return call
-
     with (
-        patch.object(GlooGroup, "_all_to_all", noted("direct", direct)),
-        patch.object(TorchGroup, "all_gather", noted("ring", ring)),
+        patch.object(GlooGroup, "_all_to_all", noted(ways, "direct", direct)),
+        patch.object(TorchGroup, "all_gather", noted(ways, "ring", ring)),
     ):
         parts = [nbytes // (group.size - 1) for nbytes in (DIRECT_BYTES, 3 * DIRECT_BYTES, 2 * MOST_DIRECT_BYTES)]
         for part in parts:
@@ -331,17 +334,10 @@ def sums_by_size(alpha_s: float, bytes_per_s: float) -> tuple[list[str], list[fl
     group = GlooGroup(timeout_s=20, bytes_per_s=bytes_per_s)
     group.alpha_s, group.stage_s, ways, sums, ledger = alpha_s, 0.0, [], [], Ledger()
 
-    def noted(way: str, operation: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            ways.append(way)
-            return operation(*args)
-
-        return call
-
     with (
-        patch.object(TorchGroup, "all_reduce", noted("ring", TorchGroup.all_reduce)),
-        patch.object(GlooGroup, "_all_to_all", noted("direct", GlooGroup._all_to_all)),
-        patch.object(Rounds, "all_reduce", noted("doubling", Rounds.all_reduce)),
+        patch.object(TorchGroup, "all_reduce", noted(ways, "ring", TorchGroup.all_reduce)),
+        patch.object(GlooGroup, "_all_to_all", noted(ways, "direct", GlooGroup._all_to_all)),
+        patch.object(Rounds, "all_reduce", noted(ways, "doubling", Rounds.all_reduce)),
     ):
         for length in SUMMED_LENGTHS:
             mine = torch.randn(length, generator=torch.Generator().manual_seed(group.rank))

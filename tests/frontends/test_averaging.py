@@ -21,7 +21,7 @@ from gradsync.plans.plan import What
 from gradsync.schemes import AllReduce, Shuffled
 from gradsync.tensors.bucket import TensorSpec
 from tests.frontends.models import Convolutions, Perceptron
-from tests.world import Ranks
+from tests.world import Ranks, on_all_ranks
 
 World = Callable[[int], Ranks]
 SCHEDULES = {2: with_local_steps(together(2), 3), 3: exact(3, 2), 4: with_ranks_absent(grid((2, 2)), (3,), 2)}
@@ -56,10 +56,7 @@ def everyones(model: nn.Module, handle: gradsync.Attachment | None = None) -> Te
     """Returns all parameters of all ranks, (ranks, elements)."""
     if handle is not None:
         handle.wait()
-    mine = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-    found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, mine)
-    return torch.stack(found)
+    return on_all_ranks(model.parameters())
 
 
 def steps_mix_as_the_schedule_says() -> None:

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD, Adam
 
 import gradsync
@@ -24,7 +24,7 @@ from gradsync.costs.cluster import Cluster, Link, Placement
 from gradsync.planner import AveragingPlanner
 from gradsync.planner.averaging.plan import schedule_of
 from tests.frontends.models import Branches, Perceptron
-from tests.world import World
+from tests.world import World, on_all_ranks
 
 LOCAL = with_local_steps(together(2), 3)
 SHAPES: dict[str, tuple[int, GroupSchedule]] = {  # ranks on each node, and a schedule of nodes
@@ -63,14 +63,6 @@ def train(model: nn.Module, optimizer: SGD, seed: int) -> None:
     optimizer.step()
 
 
-def everyones(tensors: list[Tensor]) -> Tensor:
-    """Returns the tensors' elements on all ranks, (ranks, elements)."""
-    mine = torch.cat([t.detach().reshape(-1) for t in tensors])
-    found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, mine)
-    return torch.stack(found)
-
-
 def sent_bytes(handle: gradsync.Attachment) -> float:
     handle.wait()
     return sum(bucket.sent_bytes for bucket in handle.statistics())
@@ -90,16 +82,16 @@ def whole_nodes_average_or_all_ranks_rest(shape: str, settings: dict[str, Any], 
             train(alone, twin, step)
             train(model, optimizer, step)
             assert (sent_bytes(handle) == before) == schedule.round(step).rests, "who rests sends nothing"
-            own, now = everyones(list(alone.parameters())), everyones(list(model.parameters()))
+            own, now = on_all_ranks(alone.parameters()), on_all_ranks(model.parameters())
             mixed = torch.from_numpy(schedule.round(step).mixing).float() @ own
             torch.testing.assert_close(now, mixed, rtol=1e-5, atol=tolerance)
             torch.testing.assert_close(now.mean(0), own.mean(0), rtol=1e-5, atol=1e-6)
             for group, share in schedule.round(step).parts:
                 assert share != 1 or tolerance > 1e-6 or all(torch.equal(now[r], now[group[0]]) for r in group)
         assert all(bucket.predicted_bytes == bucket.sent_bytes for bucket in handle.statistics())
-        mean = everyones(list(model.parameters())).mean(0)
+        mean = on_all_ranks(model.parameters()).mean(0)
         handle.consensus()
-        now = everyones(list(model.parameters()))
+        now = on_all_ranks(model.parameters())
         assert all(torch.equal(row, now[0]) for row in now)
         torch.testing.assert_close(now[0], mean)
         handle.detach()
@@ -181,7 +173,7 @@ def momenta_of_what_one_rank_uses() -> None:
             branch = model.branches[0].weight
             assert (branch in optimizer.state and bool(optimizer.state[branch])) == (dist.get_rank() == 0 or step >= 2)
             if step % 3 == 2:
-                moments = everyones([optimizer.state[branch]["exp_avg_sq"]])
+                moments = on_all_ranks([optimizer.state[branch]["exp_avg_sq"]])
                 assert bool((moments[0] > 0).any()) and torch.allclose(moments, moments[:1], rtol=2**-6)
                 assert branch.isfinite().all()
         assert all(bucket.predicted_bytes == bucket.sent_bytes for bucket in handle.statistics())
@@ -204,7 +196,7 @@ def checkpoints_go_on(shape: str, settings: dict[str, Any]) -> None:
         for step in range(4, 12):
             train(model, optimizer, step)
         handle.wait()
-        expected = everyones(list(model.parameters()))
+        expected = on_all_ranks(model.parameters())
         handle.detach()
         model, optimizer, handle = make(nodes, momentum_every=2, **settings)
         content.seek(0)
@@ -213,7 +205,7 @@ def checkpoints_go_on(shape: str, settings: dict[str, Any]) -> None:
         for step in range(4, 12):
             train(model, optimizer, step)
         handle.wait()
-        assert torch.equal(everyones(list(model.parameters())), expected)
+        assert torch.equal(on_all_ranks(model.parameters()), expected)
         handle.detach()
 
 

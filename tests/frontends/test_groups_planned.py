@@ -18,7 +18,7 @@ from gradsync.compressors import Cast
 from gradsync.planner import AveragingPlanner
 from gradsync.plans.plan import What
 from tests.frontends.models import Convolutions, Perceptron
-from tests.world import Ranks
+from tests.world import Ranks, on_all_ranks
 
 World = Callable[[int], Ranks]
 PAIRS = grid((2, 2))
@@ -54,14 +54,6 @@ def train(model: nn.Module, optimizer: Optimizer, seed: int, shape: tuple[int, .
     optimizer.step()
 
 
-def everyones(tensors: list[Tensor]) -> Tensor:
-    """Returns the tensors of all ranks, concatenated, (ranks, elements)."""
-    mine = torch.cat([t.detach().reshape(-1) for t in tensors])
-    found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, mine)
-    return torch.stack(found)
-
-
 def an_exchange_behind_the_step_changes_nothing(early: bool, adaptive: bool) -> None:
     """Compares bit by bit with a model that waits for the exchange after each step."""
     optimizer_of = adam if adaptive else momentum_sgd
@@ -94,11 +86,11 @@ def modules_wait_for_their_own() -> list[str]:
     before = [p.detach().clone() for p in model.parameters()]
     train(model, optimizer, 1)
     model.layers[0](torch.zeros(1, 6))  # waits for this one
-    now = everyones(list(model.layers[0].parameters()))
+    now = on_all_ranks(model.layers[0].parameters())
     said = []
     assert torch.equal(now[0], now[1])
     model.state_dict()  # waits for all
-    now = everyones(list(model.parameters()))
+    now = on_all_ranks(model.parameters())
     assert torch.equal(now[0], now[1])
     assert not all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     train(model, optimizer, 2)
@@ -128,7 +120,7 @@ def buffers_are_pooled_in_rounds() -> None:
     train(model, optimizer, 0, (6, 2, 8, 8))
     handle.wait()
     (mean, variance) = own[0]
-    means, variances = everyones([mean]), everyones([variance])
+    means, variances = on_all_ranks([mean]), on_all_ranks([variance])
     torch.testing.assert_close(model.norm.running_mean, means.mean(0))
     pooled = (variances + means.square()).mean(0) - means.mean(0).square()
     torch.testing.assert_close(model.norm.running_var, pooled)
@@ -147,7 +139,7 @@ def momenta_are_averaged(every: int, adaptive: bool) -> None:
     for step in range(2 * every):
         train(model, optimizer, step)
         handle.wait()
-        kept = everyones([optimizer.state[p][key] for p in model.parameters() if p.numel() for key in keys])
+        kept = on_all_ranks([optimizer.state[p][key] for p in model.parameters() if p.numel() for key in keys])
         same = torch.allclose(kept[0], kept[1], rtol=2**-7, atol=1e-3 * float(kept.abs().max()))
         assert same is (step % every == 0), step
     handle.detach()
@@ -162,7 +154,7 @@ def rounded_values_lose_nothing_of_the_mean() -> None:
     """Checks that rounding to 16 bits loses nothing: a rank keeps the rounding error for the next exchange."""
     planner = AveragingPlanner(schedule=PAIRS, compressor=Cast("bfloat16"))
     model, optimizer, handle = make(planner)
-    initial = everyones(list(model.parameters()))
+    initial = on_all_ranks(model.parameters())
     for step in range(6):
         handle.wait()
         alone = copy.deepcopy(model)
@@ -171,13 +163,13 @@ def rounded_values_lose_nothing_of_the_mean() -> None:
         train(alone, twin, step)
         train(model, optimizer, step)
         handle.wait()
-        expected, now = everyones(list(alone.parameters())), everyones(list(model.parameters()))
+        expected, now = on_all_ranks(alone.parameters()), on_all_ranks(model.parameters())
         torch.testing.assert_close(now.mean(0), expected.mean(0), rtol=1e-5, atol=1e-6)
         mixed = torch.from_numpy(PAIRS.round(step).mixing).float() @ expected
         furthest = float((expected - initial).abs().max())
         torch.testing.assert_close(now, mixed, rtol=0, atol=2**-7 * furthest)
     handle.consensus()
-    now = everyones(list(model.parameters()))
+    now = on_all_ranks(model.parameters())
     assert all(torch.equal(row, now[0]) for row in now)
     handle.detach()
 

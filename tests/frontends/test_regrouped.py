@@ -29,7 +29,7 @@ from gradsync.planner.averaging.regroup import FIGURES, LEAST_ROUNDS
 from gradsync.tuning import rates
 from gradsync.tuning.rates import Rates
 from tests.frontends.models import Perceptron
-from tests.world import Ranks
+from tests.world import Ranks, on_all_ranks
 from tests.world import World as Processes
 
 World = Callable[[int], Ranks]
@@ -94,10 +94,7 @@ def train(model: nn.Module, optimizer: SGD, links: Links, steps: int) -> None:
 def everyones(model: nn.Module, handle: gradsync.Attachment) -> Tensor:
     """Returns all parameters of all ranks, (ranks, elements)."""
     handle.wait()
-    mine = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-    found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, mine)
-    return torch.stack(found)
+    return on_all_ranks(model.parameters())
 
 
 def groups_follow_the_links(planner: AveragingPlanner, tolerance: float, per_node: int) -> list[str]:

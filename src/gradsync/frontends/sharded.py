@@ -157,7 +157,7 @@ class ShardedGradients:
 
     @property
     def settled(self) -> bool:
-        """Whether the plans of all shards had settled after the last backward or load; the same on all ranks."""
+        """Whether the plans of all shards had settled when ranks last told each other; the same on all ranks."""
         self._read_told()
         return self._all_settled
 

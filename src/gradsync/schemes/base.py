@@ -13,7 +13,7 @@ from ..comm import Group
 from ..compressors import CompressorState, expressions
 from ..compressors.expressions import Nameable
 from ..compressors.expressions import register as register  # noqa: PLC0414 (for the stub beside)
-from ..compressors.expressions import to_expression as to_expression  # noqa: PLC0414
+from ..compressors.expressions import to_expression as to_expression  # noqa: PLC0414 (likewise)
 from ..costs.cluster import Placement
 from ..costs.steps import Step
 from ..tensors.bucket import Bucket, Layout, TensorSpec
