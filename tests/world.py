@@ -9,6 +9,7 @@ errors in the ranks, as in the tests.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -20,7 +21,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -33,6 +34,7 @@ from torch import Tensor
 
 GRACE_S = 15.0  # for the other ranks, once one has failed
 COLLECTIVE_TIMEOUT_S = 20.0  # of the default process group
+LIMIT_S = 100.0  # of a call, on a machine with other work; below the timeout of a test
 # Modules that the forking server loads. Optimisers import dynamo when they are made, measurements scipy.
 PRELOADED = [
     *("torch", "torch.distributed", "torch.testing", "torch._dynamo"),
@@ -76,7 +78,9 @@ class World:
         self._initialised = 0  # size of the default process group the ranks have; 0: none
         self._busy = 0
 
-    def run(self, function: Callable[..., Any], *arguments: Any, size: int | None = None, limit_s: float = 60.0) -> Any:
+    def run(
+        self, function: Callable[..., Any], *arguments: Any, size: int | None = None, limit_s: float = LIMIT_S
+    ) -> Any:
         """Calls `function(*arguments)` on `size` ranks, in a process group of these ranks; returns results by rank."""
         self.start(function, *arguments, size=size)
         outcomes = self.outcomes(limit_s)
@@ -177,6 +181,7 @@ class World:
 
 def _rank_main(rank: int, connection: Connection, port: int, trace: str, folder: str) -> None:
     """Runs a rank's process: waits for functions, calls them and sends their outcomes."""
+    gc.freeze()  # what is imported already is not looked at again
     sys.path.insert(0, folder)
     warnings.simplefilter("error")
     # As in pyproject.toml.
@@ -197,6 +202,7 @@ def _rank_main(rank: int, connection: Connection, port: int, trace: str, folder:
                 _join_group(store, join, rank, size)
             if rank < size:
                 connection.send_bytes(_call(module, name, arguments))
+                _destroy_left_groups()
 
 
 def _store_server() -> dist.TCPStore:
@@ -213,15 +219,35 @@ def _store_server() -> dist.TCPStore:
 
 def _join_group(store: dist.Store, prefix: str, rank: int, size: int) -> None:
     if dist.is_initialized():
-        dist.destroy_process_group()
-        if "torch.distributed.tensor" in sys.modules:  # what it caches names groups of the test before
-            from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-            _clear_sharding_prop_cache()
+        _destroy_groups([dist.group.WORLD])
     if rank < size:
         timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
         own = dist.PrefixStore(prefix, store)
         dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=timeout)
+
+
+def _destroy_left_groups() -> None:
+    """Destroys the groups that a test made and left, beside the default one and those of attachments.
+
+    A thread of each wakes up 100 times a second. Hundreds of them, of tests gone by, would take most of the cores.
+    """
+    if left := _left_groups():
+        _destroy_groups(left)
+        gc.collect()  # attachments, and models in shards, are in cycles, and hold groups
+
+
+def _left_groups() -> list[Any]:
+    groups = dist.distributed_c10d._world.pg_map
+    return [g for g in groups if g is not dist.group.WORLD and not g.group_name.startswith("gradsync/")]
+
+
+def _destroy_groups(groups: Sequence[Any]) -> None:
+    for group in groups:
+        dist.destroy_process_group(group)
+    if "torch.distributed.tensor" in sys.modules:  # what it caches names the groups, and keeps them alive
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
 
 
 def new_oracle_group() -> dist.ProcessGroup:
@@ -259,6 +285,6 @@ class Ranks:
     world: World
     size: int
 
-    def run(self, function: Callable[..., Any], *arguments: Any, limit_s: float = 60.0) -> Any:
+    def run(self, function: Callable[..., Any], *arguments: Any, limit_s: float = LIMIT_S) -> Any:
         """See `World.run`."""
         return self.world.run(function, *arguments, size=self.size, limit_s=limit_s)
