@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -389,6 +390,26 @@ def small_sum_beside_a_large_exchange() -> bool:
 
 def test_a_small_all_reduce_does_not_wait_for_large_messages(world: World) -> None:
     assert world(4).run(small_sum_beside_a_large_exchange) == [True] * 4
+
+
+def threads_of_sockets() -> int:
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    return names.count("gloo_tcp_loop")
+
+
+def shares_the_thread_of_sockets() -> list[Any]:
+    """Exchanges in a group and a subgroup; returns how many threads more watch sockets, and what torch knows of it."""
+    before = threads_of_sockets()
+    group = GlooGroup(timeout_s=20, bytes_per_s=SLOW)
+    of_two = group.subgroup((0, 1)) if group.rank < 2 else group.subgroup((2,))
+    total = of_two.all_reduce(numbers(5, 0)).wait(20)
+    found = [threads_of_sockets() - before, total.equal(numbers(5, 0) * of_two.size)]
+    group.close()
+    return [*found, "GRADSYNC_GLOO" in dist.Backend._plugins, dist.new_group(backend="cpu:gloo").size()]
+
+
+def test_groups_share_the_thread_that_watches_sockets_and_torch_makes_groups_as_before(world: World) -> None:
+    assert world(3).run(shares_the_thread_of_sockets) == [[0, True, False, 3]] * 3
 
 
 def left_over_after_half_a_start() -> tuple[int, list[str]]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from gradsync.devices.streams import HostMoment
-from gradsync.engine.trial import CLOSE, MOST_OF_FIRST, ROUNDS, RUN_OFF_ROUNDS, TURN_STEPS, Trial, slowest
+from gradsync.engine.trial import CLOSE, FAR, MOST_OF_FIRST, RUN_OFF_ROUNDS, TURN_STEPS, Trial, slowest
 
 
 def run(trial: Trial[int], step_s: list[float], *, first_s: float = 100.0) -> list[int]:
-    """Runs the trial on steps of these times, the first of each turn longer; returns the candidate of each step."""
+    """Runs a stage of the trial with these step times, the first of each turn longer; returns each step's candidate."""
     now_s, ran = 0.0, []
-    while not trial.done:
+    while not trial.waits:
         first = not ran or len(ran) % TURN_STEPS == 0
         ran.append(trial.current)
         now_s += first_s if first else step_s[trial.current]
@@ -19,10 +19,41 @@ def run(trial: Trial[int], step_s: list[float], *, first_s: float = 100.0) -> li
     return ran
 
 
+def turns(trial: Trial[int], *step_s: list[float]) -> list[list[int]]:
+    """Runs the stages of a trial, one for each list of step times; returns the candidate of each turn, by stage."""
+    found = []
+    for times_s in step_s:
+        ran = run(trial, times_s)
+        found.append(ran[::TURN_STEPS])
+        assert len(ran) == TURN_STEPS * len(found[-1])
+        goes_on = trial.go_on(times_s)
+        assert goes_on != trial.waits
+    return found
+
+
 def test_candidates_run_there_and_back() -> None:
-    ran = run(Trial([0, 1, 2]), [1.0, 1.0, 1.0])
-    assert ran[::TURN_STEPS] == [0, 1, 2, 2, 1, 0]
-    assert len(ran) == 3 * ROUNDS * TURN_STEPS
+    assert turns(Trial([0, 1, 2]), [1.0, 1.2, 1.2], [1.0, 1.2, 1.2]) == [[0, 1, 2], [2, 1, 0]]
+
+
+def test_those_far_behind_take_no_second_turn() -> None:
+    trial = Trial([0, 1, 2, 3])
+    times_s = [1.2, FAR + 0.01, 1.0, FAR - 0.01]
+    assert turns(trial, times_s, times_s) == [[0, 1, 2, 3], [3, 2, 0]]
+    assert trial.waits and trial.fastest(times_s) == 2
+
+
+def test_a_clear_winner_is_known_after_one_turn() -> None:
+    trial = Trial([0, 1, 2])
+    times_s = [FAR + 0.01, 1.0, 2.0]
+    assert turns(trial, times_s) == [[0, 1, 2]]
+    assert trial.waits and trial.fastest(times_s) == 1
+
+
+def test_a_candidate_that_was_dropped_is_not_kept_though_the_others_got_slower() -> None:
+    trial = Trial([0, 1, 2])
+    first, second = [1.0, 1.5, 1.2], [2.0, 1.5, 2.4]
+    turns(trial, first, second)
+    assert trial.fastest(second) == 0
 
 
 def test_a_turn_that_was_interrupted_begins_anew() -> None:
@@ -44,7 +75,7 @@ def test_the_first_step_of_a_turn_is_not_counted() -> None:
 def test_one_long_pause_of_the_training_loop_changes_nothing() -> None:
     trial = Trial([0, 1])
     now_s = 0.0
-    for step in range(2 * ROUNDS * TURN_STEPS):
+    for step in range(2 * TURN_STEPS):
         now_s += 1000.0 if step == TURN_STEPS + 2 else 1.0
         trial.step_ended(HostMoment(now_s))
     assert trial.medians_s == [1.0, 1.0]
@@ -54,19 +85,20 @@ def test_one_long_pause_of_the_training_loop_changes_nothing() -> None:
     ("times_s", "two"),
     [
         ([1.0, 1.05, 0.97], [0, 2]),
-        ([2.0, 1.0, 1.0 + 0.9 * (CLOSE - 1)], [1, 2]),
-        ([2.0, 1.0, 1.0 + 1.1 * (CLOSE - 1)], []),
+        ([1.3, 1.0, 1.0 + 0.9 * (CLOSE - 1)], [1, 2]),
+        ([1.3, 1.0, 1.0 + 1.1 * (CLOSE - 1)], []),
     ],
 )
 def test_the_best_two_run_off_once_if_they_are_close(times_s: list[float], two: list[int]) -> None:
     trial = Trial([0, 1, 2])
-    run(trial, times_s)
-    assert trial.run_off(times_s) == bool(two) == (not trial.done)
-    ran = run(trial, [3.0, 3.0, 3.0])
+    turns(trial, times_s, times_s)
+    assert trial.waits != bool(two)
+    after = [3.0, 3.0, 3.0]
+    ran = run(trial, after)
     assert ran[::TURN_STEPS] == [*two, *two[::-1]] * (RUN_OFF_ROUNDS // 2)
-    assert not trial.run_off(times_s) and trial.done
+    assert two == [] or not trial.go_on(after)
     assert [len(times) for times in trial._times_s] == [
-        (ROUNDS + RUN_OFF_ROUNDS * (number in two)) * (TURN_STEPS - 1) for number in range(3)
+        (2 + RUN_OFF_ROUNDS * (number in two)) * (TURN_STEPS - 1) for number in range(3)
     ]
 
 
@@ -91,7 +123,5 @@ def test_the_fastest_is_kept_if_clearly_faster_than_the_first(times_s: list[floa
 )
 def test_after_a_run_off_one_of_the_two_is_kept(times_s: list[float], after: list[float], kept: int) -> None:
     trial = Trial([0, 1, 2])
-    run(trial, times_s)
-    assert trial.run_off(times_s)
-    run(trial, after)
+    turns(trial, times_s, times_s, after)
     assert trial.fastest(after) == kept

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+
+CPU = torch.device("cpu")
+GLOO_SHARED = "gradsync_gloo"  # the backend of communicators that share gloo's devices with another process group
+THREADS_A_DEVICE = 2  # as torch has by default
 
 
 def is_open(communicator: dist.ProcessGroup) -> bool:
@@ -35,8 +41,24 @@ def backend_for(process_group: dist.ProcessGroup | None, device: torch.device) -
     return backends[device.type]
 
 
+def gloo_devices(process_group: dist.ProcessGroup | None, device: torch.device) -> Sequence[Any]:
+    """Returns gloo's devices, each a network interface and a thread, of a process group (None: the default one).
+
+    They are those for tensors on the CPU, `device`. Empty for another device, where the process group has another
+    backend for the CPU, and where torch checks each operation (TORCH_DISTRIBUTED_DEBUG=DETAIL).
+    """
+    if device.type != CPU.type:
+        return ()
+    backend = (process_group or distributed_c10d._get_default_group())._get_backend(CPU)
+    if not isinstance(backend, dist.ProcessGroupGloo):
+        return ()
+    options: Any = backend.options
+    devices: Sequence[Any] = options._devices
+    return devices
+
+
 def new_communicator(
-    backend: str, members: tuple[int, ...], rank: int, timeout_s: float, name: str
+    backend: str, members: tuple[int, ...], rank: int, timeout_s: float, name: str, devices: Sequence[Any] = ()
 ) -> dist.ProcessGroup:
     """Makes a process group of these members with this backend; only the members need to call this, all of them.
 
@@ -46,6 +68,8 @@ def new_communicator(
         rank: the index of this process among the members.
         timeout_s: seconds that making it, and later each of its operations, may take.
         name: a name that is the same on all members, and used for no other process group.
+        devices: those of gloo that the communicator shares, for tensors on the CPU; (): it has its own. The thread of
+            a device wakes up 100 times a second, also where nothing is exchanged.
 
     Raises:
         RuntimeError: where the members do not connect in time.
@@ -53,22 +77,47 @@ def new_communicator(
     # new_group(use_local_synchronization=True) names the group by how many groups a rank is in: members of different
     # numbers of groups would wait for each other. So this calls what new_group ends with.
     made: dist.ProcessGroup
-    made, _ = distributed_c10d._new_process_group_helper(
-        len(members),
-        rank,
-        list(members),
-        backend,
-        distributed_c10d._get_default_store(),
-        name,  # type: ignore[arg-type]  # a NewType of str in some versions
-        timeout=timedelta(seconds=timeout_s),
-    )
+    with _shared_gloo() if devices else nullcontext(backend) as its_backend:
+        made, _ = distributed_c10d._new_process_group_helper(
+            len(members),
+            rank,
+            list(members),
+            its_backend,
+            distributed_c10d._get_default_store(),
+            name,  # type: ignore[arg-type]  # a NewType of str in some versions
+            devices or None,  # options for `_gloo_sharing`
+            timeout=timedelta(seconds=timeout_s),
+        )
     distributed_c10d._world.pg_group_ranks[made] = {member: place for place, member in enumerate(members)}
     return made
 
 
+@contextmanager
+def _shared_gloo() -> Iterator[str]:
+    """Yields the name of a backend that torch knows only inside: where it knows one of ours, it chooses others."""
+    plugins: Any = dist.Backend._plugins
+    if GLOO_SHARED in dist.Backend.backend_list:
+        plugins[GLOO_SHARED.upper()] = dist.Backend._BackendPlugin(_gloo_sharing, True)
+    else:
+        dist.Backend.register_backend(GLOO_SHARED, _gloo_sharing, extended_api=True, devices=[CPU.type])
+    try:
+        yield GLOO_SHARED
+    finally:
+        del plugins[GLOO_SHARED.upper()]
+
+
+def _gloo_sharing(made: Any, devices: Sequence[Any]) -> Any:
+    """Returns gloo for one process group, as torch asks for it, that shares the devices of another."""
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices, options._timeout = list(devices), made.timeout
+    options._threads = THREADS_A_DEVICE * len(devices)
+    return gloo(made.store, made.group_rank, made.group_size, options)
+
+
 def set_patience(communicator: dist.ProcessGroup, patience_s: float) -> None:
     """Sets after how many seconds the backend of a process group aborts operations; only gloo and NCCL do so."""
-    if dist.get_backend(communicator) in ("gloo", "nccl"):
+    if dist.get_backend(communicator) in ("gloo", GLOO_SHARED, "nccl"):
         distributed_c10d._set_pg_timeout(timedelta(seconds=patience_s), communicator)
 
 

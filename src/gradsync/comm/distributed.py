@@ -80,6 +80,7 @@ class TorchGroup(Group):
         self._process_group, self._timeout_s, self._parent = process_group, timeout_s, parent
         self._device = torch.device("cpu") if device is None else device
         self._backend = communicators.backend_for(process_group, self._device)
+        self._devices = communicators.gloo_devices(process_group, self._device)
         self._placement = placement if parent is None or places is None else parent.placement.of(places)
         if placement is not None and placement.size != len(self.members):
             raise ValueError(f"the placement is of {placement.size} ranks, the group has {len(self.members)}")
@@ -274,7 +275,9 @@ class TorchGroup(Group):
         name = f"{self._whereabouts.name}/{len(self._keys)}"
         self._keys += communicators.keys_of(name, self.size)
         try:
-            made = communicators.new_communicator(self._backend, self.members, self.rank, self._timeout_s, name)
+            made = communicators.new_communicator(
+                self._backend, self.members, self.rank, self._timeout_s, name, self._devices
+            )
         except RuntimeError as error:
             raise self._whereabouts.why_broken(0, f"the members did not connect: {_reason(error)}") from None
         communicators.set_patience(made, self._patience_s(self._timeout_s))

@@ -350,14 +350,16 @@ class PlanController:
         """Counts a step of a trial; at its end the ranks agree on the fastest plan."""
         if not trial.step_ended(now):
             return
-        if not trial.done:
-            self._switch_to(trial.current)
-            return
-        medians_s = self._gather("times of a trial", torch.tensor(trial.medians_s, dtype=torch.float64))
-        times_s = slowest([part.tolist() for part in medians_s])
-        if trial.run_off(times_s):
-            self._switch_to(trial.current)
-            return
+        if trial.waits:
+            medians_s = self._gather("times of a trial", torch.tensor(trial.medians_s, dtype=torch.float64))
+            times_s = slowest([part.tolist() for part in medians_s])
+            if not trial.go_on(times_s):
+                self._end_trial(trial, times_s)
+                return
+        self._switch_to(trial.current)
+
+    def _end_trial(self, trial: Trial[Plan], times_s: Sequence[float]) -> None:
+        """Keeps the fastest plan of a trial; `times_s`: each plan's step time, equal on all ranks."""
         self._trial = None
         best = trial.fastest(times_s)
         for number, (plan, time_s) in enumerate(zip(trial.candidates, times_s, strict=True)):

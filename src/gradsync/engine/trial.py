@@ -1,13 +1,14 @@
 """A trial runs several plans on real training steps, as no formula says how an exchange shares cores with backward.
 
-Candidates take turns, there and back, so that a drift of the machine's speed meets all of them alike. The best two, if
-they are close, take more turns: a run-off. Every rank times its own steps; decisions use the times of all ranks.
+Candidates take turns, there and back, so that a drift of the machine's speed meets all of them alike. Clearly slower
+ones take the first turn only. The best two, if they are close, take more turns: a run-off. Every rank times its own
+steps; decisions use the times of all ranks.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Generic, TypeVar
 
@@ -16,9 +17,9 @@ from ..devices.streams import Moment
 T = TypeVar("T")
 
 TURN_STEPS = 5  # the first of them is not counted: it takes new memory
-ROUNDS = 2  # turns of each candidate
-RUN_OFF_ROUNDS = 4  # more of each of the best two
+FAR = 1.4  # times the best one's time in the first turn: candidates above it take no second turn
 CLOSE = 1.1  # of the best one's time: up to there the second may be the best
+RUN_OFF_ROUNDS = 4  # more turns of each of the best two
 MOST_OF_FIRST = 0.99  # of the first one's time; medians of 24 steps of one plan differ by about 1 % on shared cores
 
 
@@ -31,10 +32,11 @@ class Trial(Generic[T]):
 
     def __init__(self, candidates: Sequence[T]) -> None:
         self.candidates = list(candidates)
-        self._turns = _there_and_back(range(len(self.candidates)), ROUNDS)
+        self._left = list(range(len(self.candidates)))  # those that may still be kept
+        self._stage = 0  # 0: turns of all; 1: second turns of those not far behind; 2: a run-off
+        self._turns = list(self._left)
         self._ends: list[Moment] = []
         self._times_s: list[list[float]] = [[] for _ in self.candidates]
-        self._finalists: list[int] = []  # of a run-off: the others were not timed when these were
 
     @property
     def current(self) -> T:
@@ -42,8 +44,8 @@ class Trial(Generic[T]):
         return self.candidates[self._turns[0]]
 
     @property
-    def done(self) -> bool:
-        """Whether all candidates (plans) have been run as often as needed, so that their times can be compared."""
+    def waits(self) -> bool:
+        """Whether the turns of this stage are over: ranks compare times, and `go_on` may start more turns."""
         return not self._turns
 
     @property
@@ -51,27 +53,35 @@ class Trial(Generic[T]):
         """This rank's median step time with each candidate (plan), in seconds."""
         return [statistics.median(times) for times in self._times_s]
 
-    def run_off(self, times_s: Sequence[float]) -> bool:
-        """Starts more turns of the two fastest candidates if their times are close; returns whether it did.
+    def go_on(self, times_s: Sequence[float]) -> bool:
+        """Starts more turns where times do not decide yet; returns whether it did.
 
-        `times_s`: each candidate's step time. There is one run-off at most.
+        After the first turns of all there are second ones of the candidates that are not far behind the best; after
+        these a run-off of the two fastest, if they are close. `times_s`: each candidate's step time, equal on all
+        ranks.
         """
-        best, second = sorted(range(len(times_s)), key=times_s.__getitem__)[:2]
-        if self._finalists or times_s[second] > CLOSE * times_s[best]:
+        best, *others = sorted(self._left, key=times_s.__getitem__)
+        most = (FAR, CLOSE, 0.0)[self._stage] * times_s[best]
+        rivals = [number for number in others if times_s[number] <= most]
+        if not rivals:
             return False
-        self._finalists = sorted((best, second))
-        self._turns = _there_and_back(self._finalists, RUN_OFF_ROUNDS)
+        if self._stage == 0:
+            self._left = sorted([best, *rivals])
+            self._turns = self._left[::-1]
+        else:
+            self._left = sorted([best, rivals[0]])
+            self._turns = [*self._left, *self._left[::-1]] * (RUN_OFF_ROUNDS // 2)
+        self._stage += 1
         return True
 
     def fastest(self, times_s: Sequence[float]) -> int:
-        """Returns the index of the candidate to keep; after a run-off, that of one of its two.
+        """Returns the index of the candidate to keep, of those in the last stage.
 
-        The first candidate is kept unless another is faster by more than 1 %, or the run-off was between others.
-        `times_s`: each candidate's step time.
+        The first candidate is kept if it is one of them, unless another is faster by more than 1 %. `times_s`: each
+        candidate's step time.
         """
-        left = self._finalists or range(len(self.candidates))
-        best = min(left, key=times_s.__getitem__)
-        return 0 if 0 in left and times_s[best] >= MOST_OF_FIRST * times_s[0] else best
+        best = min(self._left, key=times_s.__getitem__)
+        return 0 if 0 in self._left and times_s[best] >= MOST_OF_FIRST * times_s[0] else best
 
     def interrupt(self) -> None:
         """Begins the current candidate's steps in a row again, after a step that must not be timed."""
@@ -93,8 +103,3 @@ class Trial(Generic[T]):
 def slowest(medians_s: Sequence[Sequence[float]]) -> list[float]:
     """Returns each candidate plan's step time on its slowest rank, from `medians_s[rank][candidate]`."""
     return [max(column) for column in zip(*medians_s, strict=True)]
-
-
-def _there_and_back(numbers: Iterable[int], rounds: int) -> list[int]:
-    there = list(numbers)
-    return [number for turn in range(rounds) for number in (there if turn % 2 == 0 else there[::-1])]

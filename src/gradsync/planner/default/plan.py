@@ -24,7 +24,8 @@ FIRST_BUCKET_BYTES = 1 << 20  # size of DDP's first bucket, for an early start o
 BUCKET_BYTES = 25 << 20  # DDP's default, so that dense models run as with DDP
 FEWEST_BUCKET_BYTES = 1 << 20  # smallest size worth a trial: a ring at 1 Gbit/s takes 13 ms, 5 of them latency
 MOST_OF_DENSE = 0.5  # most of the dense cost that a sparse scheme may take, as the gradient may get less sparse
-WORTH_A_TRIAL = 1.5  # a second scheme is tried up to so many times the cheapest one's cost; estimates are rough
+WORTH_A_TRIAL = 1.5  # other schemes are tried up to so many times the cheapest one's cost; estimates are rough
+SCHEMES_TO_TRY = 3  # at most, for tables
 BUCKETS_TO_OVERLAP = 4  # number of buckets for the medium size: a guess that a trial checks
 
 SPARSE_SCHEMES: tuple[Scheme[Any], ...] = (BalancedParallelism(), AGSparse())
@@ -37,9 +38,9 @@ def default_plans(profiles: Sequence[ParameterProfile], world_size: int, network
     Small dense buckets hide more of their exchange behind backward but cost more calls, and on a fast network take
     cores from backward. Tables (parameters with sparse gradients) that are ready early may be sent at once or with the
     others. The last dense bucket may go first, as it is ready first, or fill the link between the stages (collectives)
-    of a table's scheme. Dense gradients that were found to be sparse cost a scan and save bytes. Also tried: the
-    second-best scheme for tables, if not far off, and all other buckets without a first stage inside nodes, as that
-    takes cores from backward.
+    of a table's scheme. Dense gradients that were found to be sparse cost a scan and save bytes. Also tried: the next
+    two schemes for tables, if not far off, and all other buckets without a first stage inside nodes, as that takes
+    cores from backward.
 
     Args:
         profiles: parameters in model order, with what was measured of each.
@@ -54,7 +55,8 @@ def default_plans(profiles: Sequence[ParameterProfile], world_size: int, network
     if between >= 2 * FEWEST_BUCKET_BYTES and not BUCKET_BYTES / 2 < between < 2 * BUCKET_BYTES:
         sizes.insert(1, between)
     ways: list[dict[str, Any]] = [{"bucket_bytes": size} for size in sizes]
-    ways += [{"dense_between": True}, {"tables_at_the_end": True}, {"by_layout": True}, {"second_scheme": True}]
+    ways += [{"dense_between": True}, {"tables_at_the_end": True}, {"by_layout": True}]
+    ways += [{"choice": choice} for choice in range(1, SCHEMES_TO_TRY)]
     ways += [{"bucket_bytes": size, "one_level": True} for size in (sizes[0], sizes[-1])]
     plans = [default_plan(profiles, world_size, network, **way) for way in ways]
     return list({plan.digest: plan for plan in plans}.values())
@@ -69,7 +71,7 @@ def default_plan(
     tables_at_the_end: bool = False,
     dense_between: bool = False,
     by_layout: bool = False,
-    second_scheme: bool = False,
+    choice: int = 0,
     one_level: bool = False,
 ) -> Plan:
     """Returns a plan with DDP-sized buckets of dense parameters in ready order, and buckets of sparse tables.
@@ -90,7 +92,7 @@ def default_plan(
             their stages.
         by_layout: treats dense gradients that were found to be sparse as dense. Otherwise these go by rows together
             with the tables, or by elements in a bucket each.
-        second_scheme: uses the second cheapest scheme for tables, if it is not far off.
+        choice: which scheme tables have, of those worth a trial, from 0: the cheapest. The last where there are fewer.
         one_level: sums flat buckets (all but those of tables) among all ranks at once, not inside nodes first.
     """
     specs = {p.name: p.tensor for p in profiles}
@@ -108,8 +110,8 @@ def default_plan(
     runs = [[p for p in ready if p.sparse]] if at_the_end else _table_runs(ready)
     for run in runs:
         for _, tables in _by_dtype(run):
-            first, *others = sparse_schemes(tables, world_size, network)
-            buckets.append((tables, others[0] if second_scheme and others else first))
+            schemes = sparse_schemes(tables, world_size, network)
+            buckets.append((tables, schemes[min(choice, len(schemes) - 1)]))
     if not at_the_end:
         buckets.sort(key=lambda bucket: max(p.position for p in bucket[0]))
     named = [([p.name for p in members], scheme) for members, scheme in buckets]
