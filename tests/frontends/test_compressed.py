@@ -17,7 +17,7 @@ import gradsync
 from gradsync import Plan
 from gradsync.compressors import ErrorFeedback, Sign, TopK, Warmup
 from gradsync.costs.steps import FINISH
-from gradsync.engine.trial import ROUNDS, RUN_OFF_ROUNDS, TURN_STEPS
+from gradsync.engine.trial import RUN_OFF_ROUNDS, TURN_STEPS
 from gradsync.schemes import (
     AllReduce,
     CoarseGrained,
@@ -283,7 +283,7 @@ def nothing_is_lost_while_plans_take_turns() -> None:
     came_in = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     came_out = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     ran: set[str] = set()
-    for step in range(3 + (ROUNDS * len(plans) + 2 * RUN_OFF_ROUNDS) * TURN_STEPS):
+    for step in range(3 + (2 * len(plans) + 2 * RUN_OFF_ROUNDS) * TURN_STEPS):
         ran.add(handle.plan.digest)
         for name, gradient in gradients_of(model, seed=step).items():
             came_out[name] += dist.get_world_size() * gradient

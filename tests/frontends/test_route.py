@@ -20,7 +20,7 @@ from gradsync.costs.cluster import Placement
 from gradsync.costs.steps import transfers
 from gradsync.costs.timeline import Task
 from gradsync.engine.engine import Engine
-from gradsync.engine.trial import ROUNDS, RUN_OFF_ROUNDS, TURN_STEPS
+from gradsync.engine.trial import RUN_OFF_ROUNDS, TURN_STEPS
 from gradsync.plans.plan import Plan
 from gradsync.schemes import AllReduce, CompressedTwoWay, Route, Scheme
 from gradsync.tensors.bucket import Bucket, Layout, Segment, TensorSpec, trainable_parameters
@@ -90,7 +90,7 @@ def turns_between(group: LocalGroup, schemes: Sequence[Scheme[Any]]) -> dict[str
     ours = Engine(parameters, group, lambda profiles, size: plans, timeout_s=20)
     totals = {name: (torch.zeros(p.numel()), torch.zeros(p.numel())) for name, p in parameters.items()}
     ran: set[str] = set()
-    for step in range(3 + (ROUNDS * len(plans) + 2 * RUN_OFF_ROUNDS) * TURN_STEPS):
+    for step in range(3 + (2 * len(plans) + 2 * RUN_OFF_ROUNDS) * TURN_STEPS):
         brought = gradients(group.rank, step)
         ours.begin()
         ran.add(ours.plan.digest)

@@ -18,7 +18,7 @@ import gradsync
 from gradsync.comm import Group
 from gradsync.devices.streams import HostMoment, Moment
 from gradsync.engine.plan_control import Planner
-from gradsync.engine.trial import ROUNDS, TURN_STEPS, Trial
+from gradsync.engine.trial import CLOSE, FAR, TURN_STEPS, Trial
 from gradsync.planner import default_plan, default_plans
 from gradsync.schemes import AllReduce, State, register
 from gradsync.tensors.bucket import Bucket, TensorSpec
@@ -49,7 +49,7 @@ class Tardy(AllReduce):
     """All-reduce with a delay."""
 
     async def synchronize(self, x: Tensor, state: State, group: Group, scale: float) -> tuple[Tensor, State]:
-        Clock.now_s += 0.05
+        Clock.now_s += 0.01 * ((CLOSE + FAR) / 2 - 1)  # not far behind, and not close
         return await super().synchronize(x, state, group, scale)
 
 
@@ -73,7 +73,7 @@ def kept_plan(wrap: bool) -> tuple[list[bool], list[int], list[list[str]]]:
     model = DistributedDataParallel(inner) if wrap else inner
     handle = gradsync.attach(model, plan=slow_first, timeout=15)
     settled, buckets = [], []
-    for number in range(3 * ROUNDS * TURN_STEPS + 3):
+    for number in range(3 * 2 * TURN_STEPS + 3):
         torch.manual_seed(10 * number + dist.get_rank())
         x = torch.randn(4, 6)
         for each in (local, model):
@@ -99,7 +99,7 @@ def test_the_fastest_plan_is_kept_on_all_ranks(world: World, wrap: bool) -> None
     assert first == second
     settled, buckets, names = first
     assert [len(bucket) for bucket in names] == [3, 5]
-    assert settled.index(True) == 3 * ROUNDS * TURN_STEPS + 1  # one step is observed, one runs before the plan is new
+    assert settled.index(True) == 3 * 2 * TURN_STEPS + 1  # one step is observed, one runs before the plan is new
     assert set(buckets[: settled.index(True)]) == {1, 2}
 
 

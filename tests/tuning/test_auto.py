@@ -22,7 +22,7 @@ from gradsync.characterization.recording import Recorder
 from gradsync.compressors import ErrorFeedback, Signum, TopK, dgc
 from gradsync.devices.streams import Moment
 from gradsync.engine.step_listener import active, recording
-from gradsync.engine.trial import ROUNDS, RUN_OFF_ROUNDS, TURN_STEPS
+from gradsync.engine.trial import RUN_OFF_ROUNDS, TURN_STEPS
 from gradsync.planner import Constraints, Job, Search, candidate_plans, default_plan
 from gradsync.planner.pieces import InPieces, Pieces
 from gradsync.plans.profile import Profile
@@ -40,7 +40,7 @@ from tests.world import Ranks, new_oracle_group
 World = Callable[[int], Ranks]
 TOP = ErrorFeedback(TopK(0.05))
 MEASURED, WARMUP, MOST_PLANS = 2, 2, 6
-LONGEST = WARMUP + 1 + 2 * MEASURED + (MOST_PLANS * ROUNDS + 2 * RUN_OFF_ROUNDS) * TURN_STEPS
+LONGEST = WARMUP + 1 + 2 * MEASURED + (MOST_PLANS * 2 + 2 * RUN_OFF_ROUNDS) * TURN_STEPS
 
 
 class WithTable(nn.Module):
