@@ -16,6 +16,7 @@ from .frontends.data_parallel import DistributedDataParallel as DistributedDataP
 from .frontends.ddp import DDPState as DDPState
 from .frontends.ddp import ddp_hook as ddp_hook
 from .frontends.outer import OuterOptimizer as OuterOptimizer
+from .frontends.reduce_scatter import CompressedReduceScatter as CompressedReduceScatter
 from .plans.plan import Plan as Plan
 from .plans.profile import Profile as Profile
 from .tuning.auto import AutoPlanner as AutoPlanner
