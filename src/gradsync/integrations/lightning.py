@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
 from .lightning_parts import CallbackPart, FabricPart, TrainerPart
+from .lightning_shards import ShardedTrainerPart
 
 
 class GradsyncStrategy(TrainerPart, DDPStrategy):
@@ -32,6 +33,25 @@ class GradsyncStrategy(TrainerPart, DDPStrategy):
 
     Example:
         >>> trainer = Trainer(strategy=GradsyncStrategy(plan="auto"))  # doctest: +SKIP
+    """
+
+
+class GradsyncShardedStrategy(ShardedTrainerPart, ModelParallelStrategy):
+    """The Trainer's strategy for models in shards (FSDP2), with gradients averaged between replicas by gradsync.
+
+    The module's `configure_model()` puts the model into shards by `fully_shard`, on a mesh of (replicas, shards) of all
+    ranks; see docs/tutorials/fsdp.md. Checkpoints also have every rank's residuals, and `trainer.fit(ckpt_path=...)`
+    loads them, on the same mesh or on another one.
+
+    Args:
+        plan, exclude, verify_every, verify_tolerance: as in `gradsync.attach`; plans of gradients.
+        timeout: seconds (or a timedelta) after which a rank that waits for the others raises, in gradsync and in the
+            process group; None: the default of each.
+        kwargs: arguments of Lightning's ModelParallelStrategy: `data_parallel_size`, `tensor_parallel_size`,
+            `save_distributed_checkpoint`, `process_group_backend`.
+
+    Example:
+        >>> trainer = Trainer(strategy=GradsyncShardedStrategy(plan="auto"))  # doctest: +SKIP
     """
 
 

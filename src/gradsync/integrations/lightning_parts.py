@@ -45,8 +45,8 @@ NO_HOOKS = (
 )
 UNKNOWN = (
     "{strategy} got unknown arguments {names}: expected those of gradsync.attach, of Lightning's DDPStrategy, or of "
-    "DistributedDataParallel. gradsync keeps the whole model on each rank; where the arguments are those of a strategy "
-    "that shards it, use that one (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy) without gradsync"
+    "DistributedDataParallel. It keeps the whole model on each rank: GradsyncShardedStrategy serves models in shards "
+    "(fully_shard in configure_model()); use FSDPStrategy and DeepSpeedStrategy without gradsync"
 )
 NOT_ATTACHED = (
     "{strategy} has no attachment yet: trainer.fit() makes one when it sets up the model, after setup() and before "
@@ -78,15 +78,32 @@ SYNC_BATCHNORM = (
 )
 OTHER_STRATEGY = (
     "GradsyncCallback logs what GradsyncStrategy exchanges, but the Trainer has {found}: use "
-    "Trainer(strategy=GradsyncStrategy(...)), or leave the callback out; a strategy that shards the model works "
-    "without gradsync only"
+    "Trainer(strategy=GradsyncStrategy(...)), GradsyncShardedStrategy for a model in shards, or leave the callback out"
 )
 NO_LOGGER = "GradsyncCallback logs nothing, as the Trainer has no logger: use Trainer(logger=...)"
 
 _Base: Any = object  # in a strategy Lightning's class comes next
 
 
-class _Part(_Base):
+class LogsPlans(_Base):
+    """A strategy that logs plans on rank 0 once they have settled, where Lightning logs."""
+
+    _untold: list[ref[Attachment]]  # whose plans have not been logged, as they have not settled
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Makes the step, and logs a plan on rank 0 once it has settled, where Lightning logs."""
+        of_lightning = super().optimizer_step
+        output = of_lightning(*args, **kwargs)
+        for known in list(self._untold):
+            attachment = known()
+            if attachment is None or attachment.settled:
+                self._untold.remove(known)
+                if attachment is not None and self.is_global_zero:
+                    StepMetrics(attachment).log_plan_once(logging.getLogger(of_lightning.__module__).info)
+        return output
+
+
+class _Part(LogsPlans):
     """Arguments of gradsync beside those of Lightning, and the wrapping of a model."""
 
     package = "lightning"  # on PyPI
@@ -117,7 +134,7 @@ class _Part(_Base):
             kwargs["timeout"] = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         super().__init__(**kwargs)
         check_version(self.package)
-        self._untold: list[ref[Attachment]] = []  # whose plans have not been logged, as they have not settled
+        self._untold = []
 
     @property
     def _averages_parameters(self) -> bool:
@@ -142,18 +159,6 @@ class _Part(_Base):
         )
         self._untold.append(ref(wrapper.attachment))
         return wrapper
-
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Makes the step, and logs a plan on rank 0 once it has settled, where Lightning logs."""
-        of_lightning = super().optimizer_step
-        output = of_lightning(*args, **kwargs)
-        for known in list(self._untold):
-            attachment = known()
-            if attachment is None or attachment.settled:
-                self._untold.remove(known)
-                if attachment is not None:
-                    StepMetrics(attachment).log_plan_once(logging.getLogger(of_lightning.__module__).info)
-        return output
 
 
 class TrainerPart(_Part):
@@ -288,13 +293,9 @@ class TrainerPart(_Part):
 
     def _why_apart(self) -> str:
         """Returns why ranks may be at different places of training, so that none must wait for the others; or ""."""
-        if self._is_attached and self.lightning_module.trainer.interrupted:
-            return "training was interrupted by an error or a signal"
         if not self._is_attached and self._kept is None:
             return "training did not reach its end"
-        if _is_in_signal_handler():
-            return "a signal asked for it in the middle of a step"
-        return ""
+        return why_apart(self.lightning_module.trainer if self._is_attached else None)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Loads the state of the optimisers, then each rank's state of gradsync."""
@@ -374,7 +375,7 @@ class CallbackPart(_Base):
         Raises:
             TypeError: if the Trainer's strategy is not one of gradsync's.
         """
-        if not isinstance(trainer.strategy, TrainerPart):
+        if not isinstance(trainer.strategy, LogsPlans):
             raise TypeError(OTHER_STRATEGY.format(found=type(trainer.strategy).__name__))
         if not trainer.loggers and trainer.is_global_zero:
             logger.warning(NO_LOGGER)
@@ -404,7 +405,7 @@ def load(attachment: Attachment, saved: Mapping[str, Any] | None) -> None:
     why = "it was written without gradsync, or names the model otherwise" if saved is None else saved.get(MISSING)
     if saved is not None and why is None:
         attachment.checkpoint().load_state_dict(saved)
-    elif attachment.rank == 0:
+    elif dist.get_rank() == 0:
         logger.warning(NO_STATE, why)
 
 
@@ -425,6 +426,16 @@ def _gathered(mine: bytes, device: torch.device) -> dict[str, Tensor]:
     parts = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(parts, padded)
     return {f"rank {rank}": parts[rank][: int(each)].cpu() for rank, each in enumerate(sizes)}
+
+
+def why_apart(trainer: Any) -> str:
+    """Returns why ranks may be at different places of training, so that none must wait for the others; or "".
+
+    `trainer`: Lightning's; None: the training has ended.
+    """
+    if trainer is not None and trainer.interrupted:
+        return "training was interrupted by an error or a signal"
+    return "a signal asked for it in the middle of a step" if _is_in_signal_handler() else ""
 
 
 def _is_in_signal_handler() -> bool:
