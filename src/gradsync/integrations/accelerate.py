@@ -18,6 +18,7 @@ from ..engine.guard import VERIFY_EVERY
 from ..engine.plan_control import Planner
 from ..frontends.arguments import DEFAULT_TIMEOUT_S, Arguments
 from ..frontends.attach import Attachment, attach, attachment_of
+from ..frontends.fsdp_internals import is_root_in_shards
 from ..plans.plan import Plan
 from .frameworks import check_version
 from .metrics import metrics_of
@@ -40,7 +41,18 @@ OTHER_HOOK = (
 )
 SHARDED = (
     "the accelerator's distributed_type is {kind}, where each rank does not have the whole model: expected plain data "
-    "parallel (accelerate launch --multi_gpu, or --cpu). Use {kind} without gradsync"
+    "parallel (accelerate launch --multi_gpu, or --cpu), or FSDP. Use {kind} without gradsync"
+)
+FIRST_VERSION = (
+    "the accelerator has FSDP's first version, which gradsync has no way into: expected "
+    "FullyShardedDataParallelPlugin(fsdp_version=2)"
+)
+NO_REPLICAS = (
+    "the accelerator shards the model over all ranks, so no gradients are left for gradsync to average: expected "
+    "replicas, one for each node, by ParallelismConfig(dp_replicate_size=nodes, dp_shard_size=ranks of a node)"
+)
+SHARED_BY_SHARDS = (
+    "communicator={got!r} is not for a model in shards, for which gradsync chooses by the device: leave it out"
 )
 ALONE = "there is one process, so gradsync synchronises nothing: start the script by accelerate launch or torchrun"
 WRAPPING = (
@@ -115,6 +127,9 @@ def use(
 ) -> None:
     """Makes gradsync exchange the gradients of the models that `accelerator.prepare()` is going to wrap.
 
+    With FSDP's second version and `ParallelismConfig(dp_replicate_size=...)` the model is put into shards, and gradsync
+    averages gradients between the replicas.
+
     `accumulate()` and `clip_grad_norm_()` work as before. `save_state()` and `load_state()` also save and load every
     rank's state of gradsync, such as what compression left out, so call both on all ranks.
     `gradsync.attachment_of(model)` returns what `gradsync.attach` returned for a prepared model.
@@ -136,7 +151,7 @@ def use(
     if not isinstance(accelerator, Accelerator):
         raise TypeError(NO_ACCELERATOR.format(found=type(accelerator).__name__))
     ddp = accelerator.ddp_handler
-    if isinstance(ddp, GradsyncKwargs):
+    if isinstance(ddp, GradsyncKwargs) or isinstance(getattr(accelerator.prepare, "__self__", None), _Preparing):
         raise RuntimeError(TWICE)
     if accelerator._models:
         raise RuntimeError(PREPARED.format(number=len(accelerator._models)))
@@ -144,9 +159,10 @@ def use(
     if accelerator.num_processes == 1:
         logger.warning(ALONE)
         return
-    if kind not in WHOLE_MODEL:
+    in_shards = kind is DistributedType.FSDP
+    if kind not in WHOLE_MODEL and not in_shards:
         raise ValueError(SHARDED.format(kind=kind.value))
-    if names := _parallel(accelerator):
+    if names := _parallel(accelerator, in_shards=in_shards):
         raise ValueError(PARALLEL.format(names=" and ".join(names)))
     if ddp is not None and ddp.comm_hook != DDPCommunicationHookType.NO:
         raise ValueError(OTHER_HOOK.format(hook=str(ddp.comm_hook)))
@@ -154,11 +170,15 @@ def use(
     settings |= {"verify_every": verify_every, "verify_tolerance": verify_tolerance, "grad_scaler": accelerator.scaler}
     if timeout is not None:
         settings["timeout"] = timeout
-    accelerator.ddp_handler = GradsyncKwargs(ddp, **settings)
+    if in_shards:
+        _attach_when_in_shards(accelerator, settings)
+    else:
+        accelerator.ddp_handler = GradsyncKwargs(ddp, **settings)
     # Before hooks of the user's, which may take models off the list.
     saves = accelerator.register_save_state_pre_hook(_save)
     accelerator._save_model_state_pre_hook.move_to_end(saves.id, last=False)
-    loads = accelerator.register_load_state_pre_hook(_load)
+    # Models in shards are not on the list that Accelerate gives to the hook.
+    loads = accelerator.register_load_state_pre_hook(lambda models, folder: _load(accelerator._models, folder))
     accelerator._load_model_state_pre_hook.move_to_end(loads.id, last=False)
 
 
@@ -184,10 +204,45 @@ def metrics(model: nn.Module) -> dict[str, float]:
     return ours.read()
 
 
-def _parallel(accelerator: Accelerator) -> list[str]:
-    """Returns the kinds of parallelism beside data parallel that the accelerator was configured for."""
+class _Preparing:
+    """The `prepare` of an accelerator that puts models into shards: it attaches gradsync to each then.
+
+    Args:
+        accelerator: the accelerator, whose own `prepare` is called first.
+        settings: arguments of `gradsync.attach`.
+    """
+
+    def __init__(self, accelerator: Accelerator, settings: dict[str, Any]) -> None:
+        self._accelerator, self._prepare, self._settings = accelerator, accelerator.prepare, settings
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        """Prepares as Accelerate does, and attaches gradsync to models that are in shards then. Collective."""
+        prepared = self._prepare(*args, **kwargs)
+        for model in self._accelerator._models:
+            if is_root_in_shards(model) and attachment_of(model) is None:
+                attach(model, **self._settings)
+        return prepared
+
+
+def _attach_when_in_shards(accelerator: Accelerator, settings: dict[str, Any]) -> None:
+    """Makes `accelerator.prepare` attach gradsync to models in shards; raises where it will not make replicas."""
+    if not accelerator.is_fsdp2:
+        raise ValueError(FIRST_VERSION)
+    if not getattr(accelerator.parallelism_config, "dp_replicate_enabled", False):
+        raise ValueError(NO_REPLICAS)
+    if (communicator := settings.pop("communicator")) != "own":
+        raise ValueError(SHARED_BY_SHARDS.format(got=communicator))
+    accelerator.prepare = _Preparing(accelerator, settings).prepare
+
+
+def _parallel(accelerator: Accelerator, *, in_shards: bool) -> list[str]:
+    """Returns the kinds of parallelism that the accelerator was configured for, and gradsync has no way into.
+
+    `in_shards`: whether models are put into shards, which needs `fully_shard`.
+    """
     config = accelerator.parallelism_config
-    kinds = {"tp": "tensor parallel", "cp": "context parallel", "sp": "sequence parallel", "dp_shard": "sharding"}
+    kinds = {"tp": "tensor parallel", "cp": "context parallel", "sp": "sequence parallel"}
+    kinds |= {} if in_shards else {"dp_shard": "sharding"}
     return [words for kind, words in kinds.items() if getattr(config, f"{kind}_enabled", False)]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from accelerate import DistributedType
 from accelerate.utils import broadcast
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import HPSearchBackend
@@ -33,6 +34,10 @@ TWICE = "use() was called for this Trainer already: call it once, before trainer
 TRAINED = (
     "trainer.train(), or evaluate() under torch_compile, has wrapped the model already: call "
     "gradsync.integrations.transformers.use(trainer) before it"
+)
+IN_SHARDS = (
+    "the Trainer shards the model (FSDP), which gradsync does not support here yet: expected plain data parallel; with "
+    "Accelerate alone, gradsync.integrations.accelerate.use(accelerator) serves FSDP's second version"
 )
 NOT_WRAPPED = (
     "the Trainer did not wrap the model in DistributedDataParallel, so gradsync would synchronise nothing: expected "
@@ -91,6 +96,8 @@ def use(
         raise RuntimeError(TWICE)
     if trainer.model_wrapped is not trainer.model:
         raise RuntimeError(TRAINED)
+    if trainer.accelerator.distributed_type is DistributedType.FSDP:
+        raise ValueError(IN_SHARDS)
     settings: dict[str, Any] = {"plan": plan, "exclude": exclude, "timeout": timeout, "verify_every": verify_every}
     settings |= {"verify_tolerance": verify_tolerance, "communicator": communicator}
     trainer.accelerator.free_memory()  # of a model that evaluate() prepared, as train() does
