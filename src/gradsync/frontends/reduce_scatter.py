@@ -52,7 +52,7 @@ class CompressedReduceScatter:
         self._calls = 0  # by which random rounding differs from call to call
 
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Returns memory for gradients, as torch asks for it before each call."""
+        """Returns an unfilled tensor of this shape, dtype and device for gradients; torch calls it before each call."""
         return torch.empty(size, dtype=dtype, device=device)
 
     @torch.no_grad()
