@@ -6,14 +6,27 @@ import json
 import re
 import shutil
 import subprocess
+from functools import partial
 from html import unescape
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
+from threading import Thread
+from typing import Any
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
-from gradsync_lab.report.page import figures, verdict, write_page
+from gradsync.cli import app
+from gradsync_lab.report.page import (
+    figures,
+    verdict,
+    verdict_of_records,
+    what_if,
+    write_page,
+    write_records_page,
+)
 from gradsync_lab.report.record import (
     BucketRow,
     MethodRun,
@@ -35,6 +48,35 @@ FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync --enable-logging=stderr --v=0 --virtual-time-budget=8000 --dump-dom"
 ).split()
+
+
+WIDTHS = (360, 768, 1280)  # a phone, a tablet, a desk
+LIGHT, DARK = 1, 0  # Chromium's numbers
+# Puts a page into a frame of each width, and notes how wide it is there, what is drawn, and its colours.
+MEASURE = """<!doctype html><meta charset="utf-8"><body><script>
+(async () => {
+  const found = [];
+  for (const width of WIDTHS) {
+    const frame = document.createElement("iframe");
+    frame.style.width = width + "px"; frame.style.height = "800px"; frame.style.border = 0;
+    frame.src = "report.html";
+    const loaded = new Promise(done => frame.onload = done);
+    document.body.append(frame);
+    await loaded;
+    await new Promise(done => setTimeout(done, 300));
+    const inside = frame.contentDocument, drawn = [...inside.querySelectorAll(".main-svg")];
+    found.push({
+      width, wide: inside.documentElement.scrollWidth,
+      right: Math.max(0, ...drawn.map(each => each.getBoundingClientRect().right)),
+      plots: new Set(drawn.map(each => each.closest(".plotly-graph-div").id)).size,
+      page: getComputedStyle(inside.body).backgroundColor,
+      text: (inside.querySelector(".main-svg text") || inside.body).style.fill,
+    });
+    frame.remove();
+  }
+  document.body.textContent = "MEASURED" + JSON.stringify(found) + "MEASURED";
+})();
+</script>"""
 
 
 def method(name: str, step_ms: float, **more: object) -> MethodRun:
@@ -331,14 +373,102 @@ def hostile_run() -> TrainingRun:
     )
 
 
+def measured(folder: Path, scheme: int) -> list[dict[str, Any]]:
+    """Returns what a browser shows of report.html in `folder` at each width; nothing may be on its console."""
+    assert BROWSER is not None
+    (folder / "measure.html").write_text(MEASURE.replace("WIDTHS", json.dumps(WIDTHS)), encoding="utf-8")
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=folder)) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        flags = [f"--blink-settings=preferredColorScheme={scheme}", f"--user-data-dir={folder / 'profile'}"]
+        address = f"http://127.0.0.1:{server.server_port}/measure.html"
+        command = [BROWSER, *FLAGS, "--window-size=1400,900", *flags, address]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+        server.shutdown()
+    assert not [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
+    found: list[dict[str, Any]] = json.loads(done.stdout.split("MEASURED")[-2])
+    return found
+
+
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome is installed: the page was not opened")
-def test_page_renders_in_a_browser_without_console_messages(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheme", [LIGHT, DARK], ids=["light", "dark"])
+@pytest.mark.parametrize("what", ["run", "records", "hostile run"])
+def test_pages_fit_any_width_and_either_theme(tmp_path: Path, what: str, scheme: int) -> None:
+    run = hostile_run() if what == "hostile run" else training_run()
+    if what == "records":
+        write_records_page(run.records, tmp_path / "report.html")
+    else:
+        write_page(run, tmp_path / "report.html")
+    for found in measured(tmp_path, scheme):
+        assert found["wide"] <= found["width"] and 0 < found["right"] <= found["width"]
+        assert found["plots"] == (1 if what == "records" else len(figures(run)))
+        dark = scheme == DARK
+        assert (found["page"] == "rgb(255, 255, 255)") != dark and ("230" in found["text"]) == dark, found
+
+
+def test_the_page_says_what_a_step_takes_where_exchanges_cost_nothing(tmp_path: Path) -> None:
     run = training_run()
+    text = what_if(run)
+    assert "ddp_default 91.0 ms of 101.0" in text and "gradsync 30.4 ms of 40.4" in text
     write_page(run, tmp_path / "report.html")
-    rendered, messages = open_in_browser(tmp_path / "report.html", tmp_path / "profile")
-    assert not messages
-    drawn = [part for part in re.split(r'<div id="plot-\d+"', rendered)[1:] if 'class="main-svg"' in part]
-    assert len(drawn) == len(figures(run)) == 6, "every plot was drawn"
+    assert text in unescape((tmp_path / "report.html").read_text(encoding="utf-8"))
+    unknown = [m.model_copy(update={"exposed_s": None}) for m in run.methods]
+    assert what_if(run.model_copy(update={"methods": unknown})) == ""
+
+
+def records_of_two_links() -> list[Record]:
+    record = training_run().records[0]
+    slow = record.model_copy(
+        update={"params": {"workload": "deepfm", "link": "10gbit"}, "ratio": Spread(median=1.2, p5=1.1, p95=1.3)}
+    )
+    fast = record.model_copy(update={"params": {"workload": "deepfm", "link": "1gbit"}})
+    picked = record.model_copy(update={"subject": "ddp_1mb", "params": {"phase": "pick"}})
+    return [fast, slow, picked, record.model_copy(update={"subject": "auto", "ratio": None, "failed": "OSError"})]
+
+
+def test_the_verdict_of_records_counts_them_and_names_the_worst(tmp_path: Path) -> None:
+    text = verdict_of_records(records_of_two_links())
+    assert text == (
+        "gradsync, 2 records: faster than its baseline in 1, slower than its baseline in 1; at most "
+        "1.200 [1.100-1.300] of ddp_default (workload deepfm, link 10gbit). auto failed: OSError. 1 more chose the "
+        "line of DDP that is compared with."
+    )
+    assert verdict_of_records(training_run().records[:1]) == "gradsync is faster than ddp_default: 0.400 [0.360-0.440]."
+
+
+def test_the_command_writes_the_page_of_a_run_or_of_records(tmp_path: Path) -> None:
+    run, page = tmp_path / "results.json", tmp_path / "page.html"
+    run.write_text(training_run().model_dump_json(), encoding="utf-8")
+    save_records(records_of_two_links(), tmp_path / "records.json")
+    done = CliRunner().invoke(app, ["report", str(run), "-o", str(page)])
+    assert done.exit_code == 0 and "gradsync is faster than ddp_default" in " ".join(done.output.split())
+    assert "deepfm on 4 nodes, 1gbit" in page.read_text(encoding="utf-8")
+    done = CliRunner().invoke(app, ["report", str(tmp_path / "records.json"), "-o", str(page)])
+    text = page.read_text(encoding="utf-8")
+    assert done.exit_code == 0 and "4 records of train" in text
+    for cell in ("1.200 [1.100-1.300]", "failed: OSError", "train workload deepfm, link 10gbit"):
+        assert f">{cell}</td>" in text
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (["no.json"], "no.json"),
+        (["words.json"], "words.json: the results.json of a demo, or list of records is no JSON"),
+        (["other.json"], "other.json: results of a demo, field workload: Field required"),
+        (["run.json", "run.json"], "run.json has the results of a whole run, which fill a page: give it alone"),
+        (["empty.json"], "there are no records to report on"),
+    ],
+)
+def test_files_without_results_are_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    texts = {"words": "words", "other": "{}", "run": training_run().model_dump_json(), "empty": "[]"}
+    for name, text in texts.items():
+        Path(f"{name}.json").write_text(text, encoding="utf-8")
+    done = CliRunner().invoke(app, ["report", *files])
+    assert done.exit_code == 2 and message in " ".join(done.output.split())
+    assert "Traceback" not in done.output and not Path("report.html").exists()
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome is installed: the page was not opened")

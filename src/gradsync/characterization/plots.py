@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-# Okabe and Ito's colours, which most colour-blind people can tell apart.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
+# Okabe and Ito's colours, which most colour-blind people can tell apart; grey for black, which dark pages hide.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A7A7A", "#8C6D31")
 
 
 def figure(x: str, y: str, height: int = 400, **layout: Any) -> go.Figure:
@@ -30,5 +30,7 @@ def figure(x: str, y: str, height: int = 400, **layout: Any) -> go.Figure:
         xaxis={"title": x, "automargin": True},
         yaxis={"title": y, "automargin": True},
         font={"family": "system-ui, sans-serif", "size": 13},
+        paper_bgcolor="rgba(0,0,0,0)",  # the page's, light or dark
+        plot_bgcolor="rgba(0,0,0,0)",
     )
     return plot.update_layout(**layout)

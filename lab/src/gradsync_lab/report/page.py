@@ -1,18 +1,32 @@
-"""The HTML page about a training run: one self-contained file that loads nothing from the network."""
+"""The HTML pages about a training run, or about records: self-contained files that load nothing from the network."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
 from . import plots
 from .record import Record, Spread, TrainingRun
-from .tables import against_baseline, factor, failure, training_columns, training_rows
+from .tables import (
+    against_baseline,
+    factor,
+    failure,
+    in_words,
+    own_words,
+    records_caption,
+    records_cells,
+    shared_params,
+    training_columns,
+    training_rows,
+)
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-TEMPLATE = Path(__file__).parent / "page.html"
+TEMPLATES = Path(__file__).parent
 SUBJECT = "gradsync"
 LOOPBACK = "loopback"  # how `TrainingRun.link` begins when no link's rate was limited
 
@@ -58,6 +72,24 @@ def _pace(ratio: Spread, aa: Spread | None) -> str:
     return "faster than" if ratio.median < 1 else "slower than"
 
 
+def what_if(run: TrainingRun) -> str:
+    """Returns how long each method's step would be if exchanges cost nothing, in a sentence; "" if that is not known.
+
+    No way of exchanging gradients saves more than that.
+    """
+    known = [
+        f"{method.name} {1e3 * (median(method.step_s) - method.exposed_s):.1f} ms of {1e3 * median(method.step_s):.1f}"
+        for method in run.methods
+        if not failure(method) and method.exposed_s is not None
+    ]
+    if not known:
+        return ""
+    return (
+        f"What if exchanges cost nothing? A step would then take, with {', '.join(known)}: the rest is waiting that "
+        "backward does not hide, and nothing that synchronises gradients can save more."
+    )
+
+
 def _others(records: dict[str, Record]) -> list[str]:
     """Returns a sentence about the fastest method other than gradsync and the baseline; an empty list without one."""
     medians = {name: record.ratio.median for name, record in records.items() if record.ratio}
@@ -101,25 +133,102 @@ def write_page(run: TrainingRun, path: str | Path) -> None:
     Raises:
         ImportError: plotly or Jinja2 is missing; the message says what to install.
     """
+    _write(
+        "page.html",
+        path,
+        figures(run),
+        title=f"{run.workload} on {run.nodes} nodes, {run.link}",
+        run=run,
+        verdict=verdict(run),
+        what_if=what_if(run),
+        columns=training_columns(run),
+        rows=training_rows(run),
+        aa=next((factor(record.aa) for record in run.records if record.aa), None),
+    )
+
+
+def verdict_of_records(records: Sequence[Record]) -> str:
+    """Returns how each subject stands to its baseline, in a sentence each; of several records how often, and the worst.
+
+    Records whose `params` have a "phase", which chose the line of DDP to compare with, are counted only.
+    """
+    shared = shared_params(records)
+    judged = [record for record in records if "phase" not in record.params]
+    subjects = dict.fromkeys(record.subject for record in judged)
+    sentences = [_standing_of([r for r in judged if r.subject == subject], shared) for subject in subjects]
+    if picking := len(records) - len(judged):
+        sentences.append(f"{picking} more chose the line of DDP that is compared with.")
+    return " ".join(sentences)
+
+
+def _standing_of(records: Sequence[Record], shared: Mapping[str, Any]) -> str:
+    """Returns the sentence about one subject's records; `shared`: parameters that need not be named."""
+    subject, measured = records[0].subject, [(r.ratio, r) for r in records if r.ratio is not None]
+    if not measured:
+        return f"{subject} failed: {records[0].failed}."
+    worst, record = max(measured, key=lambda pair: pair[0].median)
+    if len(records) == 1:
+        return f"{subject} is {_pace(worst, record.aa)} {record.baseline}: {factor(worst)}."
+    paces = Counter(_pace(ratio, record.aa) for ratio, record in measured)
+    told = [f"{words} its baseline in {count}" for words, count in sorted(paces.items())]
+    told += [f"failed in {failed}"] if (failed := len(records) - len(measured)) else []
+    of = f" ({own})" if (own := own_words(record, shared)) else ""
+    return f"{subject}, {len(records)} records: {', '.join(told)}; at most {factor(worst)} of {record.baseline}{of}."
+
+
+def write_records_page(records: Sequence[Record], path: str | Path) -> None:
+    """Writes the HTML page about records of any runs to `path`: the verdict, the ratios as a plot, all figures.
+
+    Raises:
+        ValueError: there are no records.
+        ImportError: plotly or Jinja2 is missing; the message says what to install.
+    """
+    if not records:
+        raise ValueError("there are no records to report on")
+    shared, (columns, rows) = shared_params(records), records_cells(records)
+    hint = "Subject over baseline: the median, and a line from the 5th to the 95th percentile. Grey: A/A."
+    drawn = [("Ratios", hint, plots.ratios(records, [own_words(record, shared) for record in records]))]
+    plans = {r.plan.digest or r.plan.words[0]: (r.subject, r.plan.words) for r in records if r.plan and r.plan.words}
+    machine: dict[str, Any] = {}
+    for record in records:
+        for key, value in (*record.environment.items(), *record.versions.items(), ("commit", record.commit)):
+            if value is not None:
+                machine.setdefault(key, []).append(str(value))
+    cases = ", ".join(dict.fromkeys(record.case for record in records))
+    _write(
+        "records.html",
+        path,
+        drawn if any(record.ratio for record in records) else [],
+        title=f"{len(records)} record{'s' if len(records) > 1 else ''} of {cases}",
+        verdict=verdict_of_records(records),
+        shared=in_words(shared),
+        caption=records_caption(records),
+        columns=columns,
+        rows=rows,
+        plans=list(plans.values()),
+        machine=[(key, "; ".join(dict.fromkeys(values))) for key, values in machine.items()],
+    )
+
+
+def _write(template: str, path: str | Path, figures: Sequence[tuple[str, str, go.Figure]], **values: Any) -> None:
+    """Writes the page that a template makes of these values and plots, (title, hint, figure) each, to `path`."""
     try:
-        from jinja2 import Environment, StrictUndefined
+        from jinja2 import Environment, FileSystemLoader, StrictUndefined
         from markupsafe import Markup
         from plotly.offline import get_plotlyjs
     except ImportError as error:
         raise ImportError(f"the report needs {error.name}: pip install plotly Jinja2") from None
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+    environment = Environment(
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+        loader=FileSystemLoader(TEMPLATES),
+    )
     config = {"displayModeBar": False, "responsive": True}
     drawn = [
         (title, hint, Markup(plot.to_html(full_html=False, include_plotlyjs=False, config=config, div_id=f"plot-{n}")))
-        for n, (title, hint, plot) in enumerate(figures(run))
+        for n, (title, hint, plot) in enumerate(figures)
     ]
-    html = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
-        run=run,
-        verdict=verdict(run),
-        columns=training_columns(run),
-        rows=training_rows(run),
-        figures=drawn,
-        aa=next((factor(record.aa) for record in run.records if record.aa), None),
-        plotly=Markup(get_plotlyjs()),
-    )
+    html = environment.get_template(template).render(figures=drawn, plotly=Markup(get_plotlyjs()), **values)
     Path(path).write_text(html, encoding="utf-8")

@@ -5,6 +5,7 @@ Names from the run are escaped, as plotly reads labels as HTML.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 from itertools import accumulate
 from statistics import median
@@ -12,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from gradsync.characterization.plots import COLOURS, figure
 
-from .record import MethodRun, TimelineTask, TrainingRun
-from .tables import failure
+from .record import MethodRun, Record, TimelineTask, TrainingRun
+from .tables import factor, failure
 from .trace import lanes
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ STREAM_COLOURS = {"compute": BACKWARD, "offload": "#8C6D31", "link": EXPOSED, "k
 DASHES = ("solid", "dash", "dot", "dashdot")
 LABEL_SHARE = 0.08  # a bar shorter than this share of the step has its name in the hover text only
 MOST_SHOWN_BUCKETS = 40
+MOST_SHOWN_RECORDS = 60
+LABEL_LENGTH = 46  # characters of a row's label: what a phone has room for
+BAR_GAP = 0.5  # of a row's height: its label stands above its bars
 
 
 def colour_of(run: TrainingRun, name: str) -> str:
@@ -67,7 +71,7 @@ def step_breakdown(run: TrainingRun) -> go.Figure:
     backward_ms = [(method.backward_s or 0.0) * 1e3 for method in methods]
     exposed_ms = [(method.exposed_s or 0.0) * 1e3 for method in methods]
     rest_ms = [max(s - b - e, 0.0) for s, b, e in zip(steps_ms, backward_ms, exposed_ms, strict=True)]
-    plot = figure("median step, ms", "", height=150 + 55 * len(methods), barmode="stack")
+    plot = figure("median step, ms", "", height=150 + 60 * len(methods), barmode="stack")
     parts = (
         ("backward alone", backward_ms, BACKWARD),
         ("exposed communication", exposed_ms, EXPOSED),
@@ -76,20 +80,20 @@ def step_breakdown(run: TrainingRun) -> go.Figure:
     for label, values, colour in parts:
         text = f"{label}: %{{x:.1f}} ms<extra>%{{y}}</extra>"
         plot.add_bar(y=names, x=values, name=label, orientation="h", marker_color=colour, hovertemplate=text)
-    return _rows_from_the_top(plot, names)
+    return _rows_from_the_top(plot, [method.name for method in methods])
 
 
 def step_distribution(run: TrainingRun) -> go.Figure:
     """Plots each method's step times as a box with all points."""
     methods = shown(run)
-    plot = figure("step, ms", "", height=110 + 55 * len(methods), showlegend=False)
+    plot = figure("step, ms", "", height=110 + 70 * len(methods), showlegend=False, boxgap=BAR_GAP)
     for method in methods:
         times_ms, colour = [seconds * 1e3 for seconds in method.step_s], colour_of(run, method.name)
         plot.add_box(
             x=times_ms, name=escape(method.name), orientation="h", marker_color=colour, boxpoints="all", jitter=0.4
         )
     plot.update_xaxes(rangemode="tozero")
-    return _rows_from_the_top(plot, [escape(method.name) for method in methods])
+    return _rows_from_the_top(plot, [method.name for method in methods])
 
 
 def bytes_by_bucket(run: TrainingRun, method: MethodRun) -> go.Figure:
@@ -99,11 +103,8 @@ def bytes_by_bucket(run: TrainingRun, method: MethodRun) -> go.Figure:
     """
     rows = sorted(method.buckets, key=lambda row: -row.sent_bytes)[:MOST_SHOWN_BUCKETS]
     # Numbered, as two buckets may have the same label.
-    labels = [
-        f"{escape(bucket_name(row.names))}<br>{number}: {escape(row.scheme)}"
-        for number, row in enumerate(rows, start=1)
-    ]
-    plot = figure("payload sent by rank 0, kB a step", "", height=130 + 60 * len(rows), barmode="group")
+    labels = [f"{number}: {row.scheme}, {bucket_name(row.names)}" for number, row in enumerate(rows, start=1)]
+    plot = figure("payload sent by rank 0, kB a step", "", height=130 + 70 * len(rows), barmode="group")
     colour = colour_of(run, method.name)
     figures = (
         ("recorded", [row.sent_bytes for row in rows], 1.0),
@@ -111,7 +112,7 @@ def bytes_by_bucket(run: TrainingRun, method: MethodRun) -> go.Figure:
     )
     for name, sent, opacity in figures:
         plot.add_bar(
-            y=labels,
+            y=[escape(label) for label in labels],
             x=[None if nbytes is None else nbytes / 1e3 for nbytes in sent],
             text=[None if nbytes is None else f"{nbytes / 1e3:,.1f}" for nbytes in sent],
             textposition="outside",
@@ -134,8 +135,8 @@ def step_timeline(method: MethodRun) -> go.Figure:
         found.sort(key=lambda row: known.index(row[1][0].stream) if row[1][0].stream in known else len(known))
         rows += [(f"{label}{what}", row, 0.5 if what else 1.0) for label, row in found]
     step_s = max(task.end_s for _, row, _ in rows for task in row)
-    plot = figure("time since the step's backward began, ms", "", height=110 + 45 * len(rows), showlegend=False)
-    plot.update_layout(barmode="overlay", bargap=0.25)
+    plot = figure("time since the step's backward began, ms", "", height=110 + 55 * len(rows), showlegend=False)
+    plot.update_layout(barmode="overlay")
     for label, tasks, opacity in rows:
         plot.add_bar(
             opacity=opacity,
@@ -152,7 +153,7 @@ def step_timeline(method: MethodRun) -> go.Figure:
             hovertext=[_task_in_words(task) for task in tasks],
             hoverinfo="text",
         )
-    return _rows_from_the_top(plot, [escape(label) for label, _, _ in rows])
+    return _rows_from_the_top(plot, [label for label, _, _ in rows])
 
 
 def bucket_name(names: list[str]) -> str:
@@ -168,7 +169,51 @@ def _task_in_words(task: TimelineTask) -> str:
     return f"{escape(task.name)}<br>{times}{sent}"
 
 
+def ratios(records: Sequence[Record], cases: Sequence[str]) -> go.Figure:
+    """Plots each record's ratio of subject over baseline, on a logarithmic axis, with its spread and A/A.
+
+    Only the first `MOST_SHOWN_RECORDS` records with a ratio are shown. `cases`: what tells the records apart, in words.
+    """
+    shown = [(record, case) for record, case in zip(records, cases, strict=True) if record.ratio][:MOST_SHOWN_RECORDS]
+    labels = [f"{n}: {record.subject}{f', {case}' if case else ''}" for n, (record, case) in enumerate(shown, start=1)]
+    plot = figure("subject over baseline", "", height=130 + 45 * len(shown), showlegend=False)
+    for label, (record, _) in zip(labels, shown, strict=True):
+        ratio, aa = record.ratio, record.aa
+        assert ratio is not None
+        if aa is not None:
+            plot.add_scatter(
+                x=[aa.p5, aa.p95],
+                y=[escape(label)] * 2,
+                mode="lines",
+                line={"color": REST, "width": 12},
+                hoverinfo="skip",
+            )
+        spread = {"array": [ratio.p95 - ratio.median], "arrayminus": [ratio.median - ratio.p5], "symmetric": False}
+        colour = COLOURS[0] if ratio.median <= 1 else EXPOSED
+        said = f"{escape(record.subject)} over {escape(record.baseline)}: {factor(ratio)}<br>A/A: {factor(aa)}"
+        plot.add_scatter(
+            x=[ratio.median],
+            y=[escape(label)],
+            mode="markers",
+            marker={"color": colour, "size": 10},
+            error_x={**spread, "type": "data", "color": colour},
+            hovertemplate=f"{said}<extra></extra>",
+        )
+    plot.add_vline(x=1, line_color=BACKWARD, line_dash="dot")
+    plot.update_xaxes(type="log")
+    return _rows_from_the_top(plot, labels)
+
+
 def _rows_from_the_top(plot: go.Figure, labels: list[str]) -> go.Figure:
-    """Orders the plot's categories as `labels`, the first on top; categories without a value are kept."""
-    order = {"categoryorder": "array", "categoryarray": labels}
-    return plot.update_yaxes(type="category", range=[len(labels) - 0.5, -0.5], ticksuffix=" ", **order)
+    """Orders the plot's categories as `labels`, the first on top, and writes each above its bars, as phones are narrow.
+
+    Categories are named by the escaped labels.
+    """
+    known = [escape(label) for label in labels]
+    order = {"categoryorder": "array", "categoryarray": known, "showticklabels": False}
+    plot.update_yaxes(type="category", range=[len(labels) - 0.5, -0.5], **order)
+    for number, label in enumerate(labels):
+        text = label if len(label) <= LABEL_LENGTH else f"{label[: LABEL_LENGTH - 1]}…"
+        place = {"x": 0, "xref": "paper", "xanchor": "left", "y": number - 0.5, "yref": "y", "yanchor": "top"}
+        plot.add_annotation(text=escape(text), hovertext=escape(label), showarrow=False, font_size=12, **place)
+    return plot.update_layout(bargap=BAR_GAP, margin={"l": 20})

@@ -156,33 +156,52 @@ def records_table(records: Sequence[Record], *, compact: bool = False) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    shared = _shared(records)
+    table = Table(title=Text(in_words(shared_params(records))), caption=Text(records_caption(records)))
+    columns, rows = records_cells(records, compact=compact)
+    for column in columns:
+        justify: Literal["left", "right"] = "left" if column in RECORD_COLUMNS[:3] else "right"
+        table.add_column(column, justify=justify, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    return table
+
+
+def records_caption(records: Sequence[Record]) -> str:
+    """Returns what the columns of the table of these records mean, in words."""
     caption = "times: median [p5-p95]; A/A: the baseline against itself; wire: subject / baseline, a step and node"
-    unknown = set()
     if any(record.scaling is not None for record in records):
         caption += "; scaling: what all ranks process over as many times what one would alone"
-    else:
-        unknown.add(SCALING)
     if any(measure_of(record.loss) for record in records):
         caption += "; held-out: subject / baseline, after the run"
-    else:
+    return caption
+
+
+def records_cells(records: Sequence[Record], *, compact: bool = False) -> tuple[list[str], list[list[str]]]:
+    """Returns the headings of the table of records, and the cells of each record.
+
+    Columns that no record has figures for are left out; `compact`: so are those that a narrow terminal has no room for.
+    """
+    shared = shared_params(records)
+    unknown = set()
+    if all(record.scaling is None for record in records):
+        unknown.add(SCALING)
+    if not any(measure_of(record.loss) for record in records):
         unknown.add(LEARNED)
-    table = Table(title=Text(_in_words(shared)), caption=Text(caption))
     chosen = [n for n in (COMPACT_RECORD_COLUMNS if compact else range(len(RECORD_COLUMNS))) if n not in unknown]
-    for number in chosen:
-        table.add_column(RECORD_COLUMNS[number], justify="left" if number < 3 else "right", overflow="fold")
-    for record in records:
-        cells = _record_row(record, shared)
-        table.add_row(*(Text(cells[number]) for number in chosen))
-    return table
+    rows = [_record_row(record, shared) for record in records]
+    return [RECORD_COLUMNS[number] for number in chosen], [[row[number] for number in chosen] for row in rows]
+
+
+def own_words(record: Record, shared: Mapping[str, Any]) -> str:
+    """Returns the parameters of a record that are not `shared` by the others, in words."""
+    return in_words({key: value for key, value in record.params.items() if key not in shared})
 
 
 def _record_row(record: Record, shared: dict[str, Any]) -> list[str]:
     wire, bound_s = record.wire_bytes, record.bound_s
-    own = {key: value for key, value in record.params.items() if key not in shared}
     over_bound = record.subject_s.median / bound_s if record.subject_s and bound_s else None
     return [
-        f"{record.case} {_in_words(own)}".rstrip(),
+        f"{record.case} {own_words(record, shared)}".rstrip(),
         record.subject,
         record.baseline,
         f"failed: {record.failed}" if record.failed else milliseconds(record.subject_s),
@@ -213,7 +232,7 @@ def judgements(records: Sequence[Record], bounds: Sequence[tuple[str, float]]) -
     Args:
         bounds: pairs of a subject and the largest ratio that it may have to its baseline.
     """
-    shared = _shared(records)
+    shared = shared_params(records)
     return [
         (record.within(bound), _judgement(record, bound, shared))
         for subject, bound in bounds
@@ -223,8 +242,7 @@ def judgements(records: Sequence[Record], bounds: Sequence[tuple[str, float]]) -
 
 
 def _judgement(record: Record, bound: float, shared: dict[str, Any]) -> str:
-    own = _in_words({key: value for key, value in record.params.items() if key not in shared})
-    holds = record.within(bound)
+    own, holds = own_words(record, shared), record.within(bound)
     words = f"{record.subject} <= {bound:g} x {record.baseline}{f', {own}' if own else ''}"
     if record.ratio is None or record.aa is None:
         return f"does not hold: {words}: {record.failed or 'the baseline was not measured against itself'}"
@@ -237,7 +255,7 @@ def _judgement(record: Record, bound: float, shared: dict[str, Any]) -> str:
     return f"{'holds' if holds else 'does not hold'}: {said}"
 
 
-def _shared(records: Sequence[Record]) -> dict[str, Any]:
+def shared_params(records: Sequence[Record]) -> dict[str, Any]:
     """Returns the parameters that have the same value in every record."""
     if not records:
         return {}
@@ -246,7 +264,7 @@ def _shared(records: Sequence[Record]) -> dict[str, Any]:
     return {key: value for key, value in first.items() if all(o.get(key, missing) == value for o in others)}
 
 
-def _in_words(params: dict[str, Any]) -> str:
+def in_words(params: dict[str, Any]) -> str:
     """Returns parameters as `nodes 4, link 1gbit, size 4,096 kB`, without results, lists, dicts and kernel names."""
     words = []
     for key, value in params.items():
