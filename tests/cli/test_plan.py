@@ -44,6 +44,18 @@ def test_a_plan_is_made_for_the_job_and_explained(profile: Path, tmp_path: Path)
     assert all(bucket.names[0] in told.output for bucket in plan.buckets)
 
 
+def test_figures_and_reasons_are_there_as_json(profile: Path, tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    made = json.loads(run("plan", profile, "--allow", "int8", "-o", out, "--json").stdout)
+    told = json.loads(run("explain", out, "--profile", profile, "--allow", "int8", "--json").stdout)
+    assert made.pop("gap") >= 0 and made.keys() == told.keys()
+    assert told["buckets"] == made["buckets"] and [b["id"] for b in told["buckets"]] == [
+        bucket.id for bucket in Plan.load(out).buckets
+    ]
+    assert all(0 < made[name] for name in ("step_s", "backward_s")) and "ddp_bf16" in made["rivals"]
+    assert made["verdict"] in run("explain", out, "--profile", profile, "--allow", "int8").output.replace("\n", " ")
+
+
 def test_which_leaves_payloads_may_take_is_as_asked_for(
     profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

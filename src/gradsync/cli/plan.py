@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +14,7 @@ from ..costs.cluster import Cluster
 from ..planner.default.named import SCHEMES_IN_WORDS, lossy_of
 from ..planner.search.candidates import searched
 from ..planner.search.job import Job
-from ..planner.search.reasons import describe
+from ..planner.search.reasons import as_data, describe
 from ..planner.search.reasons import explain as explained
 from ..planner.search.ways import Constraints, ways_of
 from ..plans.plan import Plan
@@ -55,6 +56,7 @@ Without = Annotated[
     typer.Option(help="A collective or device barred from compressed gradients (all_to_all, offload); repeatable."),
 ]
 FlatOnly = Annotated[bool, typer.Option(help="No stages inside nodes for compressed gradients.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print figures and reasons as JSON, in seconds and bytes.")]
 
 
 def plan(
@@ -70,6 +72,7 @@ def plan(
     without: Without = None,
     flat_only: FlatOnly = False,
     out: Annotated[Path, typer.Option("--out", "-o", callback=writable, help="File for the plan.")] = Path("plan.json"),
+    as_json: AsJson = False,
 ) -> None:
     """Find a plan for a measured job: which gradients to merge, which to compress, and how to exchange them."""
     with plain_errors():
@@ -79,10 +82,13 @@ def plan(
         constraints = _constraints(job, allow, exact, matrices_only, most_error, most_delay, most_delay_frozen, leaves)
         found = searched(job, constraints)
         found.plan.measured_on(measured.device).save(out)
-        _print(describe(explained(found.plan, job, found.ways)))
-        gap = found.certificate().gap
-    model = "the search's model with halved latencies" if found.hiding else "the search's model"
-    console.print(f"By {model}, it takes at most {gap:.1%} longer than the best plan.", highlight=False)
+        reasons, gap = explained(found.plan, job, found.ways), found.certificate().gap
+    if as_json:
+        print(json.dumps({**as_data(reasons), "gap": gap}, indent=2))
+    else:
+        _print(describe(reasons))
+        model = "the search's model with halved latencies" if found.hiding else "the search's model"
+        console.print(f"By {model}, it takes at most {gap:.1%} longer than the best plan.", highlight=False)
     beside.print(f"Plan: {out}")
 
 
@@ -99,13 +105,18 @@ def explain(
     most_compressions: MostCompressions = None,
     without: Without = None,
     flat_only: FlatOnly = False,
+    as_json: AsJson = False,
 ) -> None:
     """Explain a plan: the best other schemes for each bucket, and whether plain DDP is as fast."""
     with plain_errors():
         job = _job(_profile(profile, cluster), cluster)
         leaves = _leaves(most_compressions, without, flat_only)
         constraints = _constraints(job, allow, exact, matrices_only, most_error, most_delay, most_delay_frozen, leaves)
-        _print(describe(explained(Plan.load(plan), job, ways_of(job, constraints))))
+        reasons = explained(Plan.load(plan), job, ways_of(job, constraints))
+    if as_json:
+        print(json.dumps(as_data(reasons), indent=2))
+    else:
+        _print(describe(reasons))
 
 
 def _profile(profile: Path, cluster: Path | None) -> Profile:

@@ -123,6 +123,29 @@ def rivals(job: Job) -> dict[str, float]:
     return found
 
 
+def as_data(explanation: Explanation) -> dict[str, Any]:
+    """Returns the explanation as data for JSON: the fields by their names, schemes by their titles, and the verdict."""
+    buckets = [
+        {
+            "id": bucket.id,
+            "names": list(bucket.names),
+            "nbytes": bucket.nbytes,
+            "scheme": bucket.scheme.title,
+            "alternatives": [{"scheme": other.scheme.title, "step_s": other.step_s} for other in bucket.alternatives],
+            "why_exact": bucket.why_exact,
+        }
+        for bucket in explanation.buckets
+    ]
+    return {
+        "step_s": explanation.step_s,
+        "backward_s": explanation.backward_s,
+        "beside_s": explanation.beside_s,
+        "rivals": dict(explanation.rivals),
+        "buckets": buckets,
+        "verdict": explanation.verdict,
+    }
+
+
 def describe(explanation: Explanation) -> Iterator[str]:
     """Yields the explanation as lines of text, a paragraph per bucket."""
     for bucket in explanation.buckets:
