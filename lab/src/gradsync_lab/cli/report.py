@@ -14,7 +14,7 @@ from ..report.page import verdict, verdict_of_records, write_page, write_records
 from ..report.record import TrainingRun, load_records
 
 Files = Annotated[
-    list[Path], typer.Argument(metavar="FILE...", help="results.json of a demo, or files of records (bench --json).")
+    list[Path], typer.Argument(metavar="FILE", help="results.json of a demo, or files of records (bench --json).")
 ]
 Out = Annotated[Path, typer.Option("--out", "-o", callback=writable, help="File for the page.")]
 
