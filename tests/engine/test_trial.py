@@ -42,11 +42,24 @@ def test_those_far_behind_take_no_second_turn() -> None:
     assert trial.waits and trial.fastest(times_s) == 2
 
 
-def test_a_clear_winner_is_known_after_one_turn() -> None:
+def test_the_best_guess_is_known_to_win_after_one_turn() -> None:
     trial = Trial([0, 1, 2])
-    times_s = [FAR + 0.01, 1.0, 2.0]
+    times_s = [1.0, FAR + 0.01, 2.0]
     assert turns(trial, times_s) == [[0, 1, 2]]
-    assert trial.waits and trial.fastest(times_s) == 1
+    assert trial.waits and trial.fastest(times_s) == 0
+
+
+def test_the_best_guess_takes_a_second_turn_whatever_its_first_met() -> None:
+    trial = Trial([0, 1, 2])
+    assert turns(trial, [9.0, 1.0, 2.0], [1.0, 1.2, 2.0]) == [[0, 1, 2], [1, 0]]
+    assert trial.fastest([1.0, 1.2, 2.0]) == 0
+
+
+def test_times_of_nothing_end_too() -> None:
+    trial = Trial([0, 1])
+    zeros = [0.0, 0.0]
+    assert turns(trial, zeros, zeros, zeros) == [[0, 1], [1, 0], [0, 1, 1, 0, 0, 1, 1, 0]]
+    assert trial.waits and not trial.go_on(zeros)
 
 
 def test_a_candidate_that_was_dropped_is_not_kept_though_the_others_got_slower() -> None:

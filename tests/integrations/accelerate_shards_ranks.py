@@ -107,7 +107,10 @@ def resumed() -> dict[str, Any]:
 def refused() -> dict[str, Any]:
     twice = accelerator()
     use(twice)
+    scaled = accelerator()
+    scaled.scaler = torch.amp.GradScaler("cpu")
     return {
+        "fp16": error_of(lambda: use(scaled)),
         "twice": error_of(lambda: use(twice)),
         "first version": error_of(lambda: use(accelerator(fsdp_version=1))),
         "no replicas": error_of(lambda: use(accelerator(dp_shard_size=4))),

@@ -126,7 +126,15 @@ def resumed() -> Result:
             enable_checkpointing=True, callbacks=[keep, GradsyncCallback()],
         )  # fmt: skip
         strategy = ours(lossy(), save_distributed_checkpoint=distributed)
-        found[name] = difference(fit(strategy, ckpt_path=path / "step=4.ckpt"), whole)
+        module = fit(strategy, ckpt_path=path / "step=4.ckpt")
+        found[name] = difference(module, whole)
+    kept_in = FOLDER / "folder" / "step=4.ckpt" / "gradsync"
+    found["replaced"] = [kept_in.is_dir()]
+    strategy = ours(save_distributed_checkpoint=True)
+    ended = fit(strategy)
+    ended.trainer.save_checkpoint(kept_in.parent)  # when gradsync is detached already
+    dist.barrier()
+    found["replaced"].append(kept_in.is_dir())
     keep = ModelCheckpoint(FOLDER / "plain", every_n_train_steps=4, save_top_k=-1, filename="{step}")
     fit(theirs(), enable_checkpointing=True, callbacks=[keep])
     found["plain"] = difference(fit(ours(), ckpt_path=FOLDER / "plain" / "step=4.ckpt"), fit(theirs()))

@@ -30,4 +30,5 @@ def test_bad_input_is_refused_on_every_rank() -> None:
         assert each["twice"].startswith("RuntimeError") and "call it once" in each["twice"]
         assert each["first version"].startswith("ValueError") and "fsdp_version=2" in each["first version"]
         assert each["no replicas"].startswith("ValueError") and "dp_replicate_size" in each["no replicas"]
+        assert each["fp16"].startswith("ValueError") and "expected 'bf16' or 'no'" in each["fp16"]
         assert each["shared"].startswith("ValueError") and "communicator='shared'" in each["shared"]

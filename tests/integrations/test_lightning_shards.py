@@ -41,6 +41,10 @@ def test_a_checkpoint_of_lightnings_own_strategy_is_gone_on_with(said: Results) 
     assert said["resumed"]["plain"] == 0
 
 
+def test_a_checkpoint_without_state_leaves_none_of_the_one_that_it_replaces(said: Results) -> None:
+    assert said["resumed"]["replaced"] == [True, False]
+
+
 @pytest.mark.parametrize(
     ("way", "text"),
     [

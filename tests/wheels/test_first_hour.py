@@ -25,6 +25,9 @@ MOST_COMMANDS = 5  # to the own model
 MOST_CHANGED_LINES = 3
 SECONDS = 280  # of a command: the quick demo takes the longest
 
+# Whichever test comes first waits for all commands.
+pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("first_hour")]
+
 
 class Ran(NamedTuple):
     """A command of the page, as it ran."""
@@ -77,7 +80,6 @@ def of(hour: list[Ran], begins: str) -> str:
     return next(ran.printed for ran in hour if ran.command.startswith(begins))
 
 
-@pytest.mark.timeout(900)
 def test_the_own_model_trains_after_few_commands(hour: list[Ran]) -> None:
     before = [ran.command for ran in hour].index("torchrun --nproc-per-node 2 train.py")
     assert hour[0].command == INSTALL and before < MOST_COMMANDS

@@ -432,6 +432,11 @@ def test_the_verdict_of_records_counts_them_and_names_the_worst(tmp_path: Path) 
         "1.200 [1.100-1.300] of ddp_default (workload deepfm, link 10gbit). auto failed: OSError. 1 more chose the "
         "line of DDP that is compared with."
     )
+    losses = [record.model_copy(update={"metric": "loss"}) for record in records_of_two_links()[:2]]
+    assert verdict_of_records([*records_of_two_links()[:1], *losses]) == (
+        "gradsync is faster than ddp_default: 0.400 [0.360-0.440]. gradsync (loss), 2 records: above its baseline in "
+        "1, below its baseline in 1; at most 1.200 [1.100-1.300] of ddp_default (link 10gbit)."
+    )
     assert verdict_of_records(training_run().records[:1]) == "gradsync is faster than ddp_default: 0.400 [0.360-0.440]."
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed import distributed_c10d
 CPU = torch.device("cpu")
 GLOO_SHARED = "gradsync_gloo"  # the backend of communicators that share gloo's devices with another process group
 THREADS_A_DEVICE = 2  # as torch has by default
+_naming = threading.Lock()  # several threads may make communicators
 
 
 def is_open(communicator: dist.ProcessGroup) -> bool:
@@ -47,7 +49,7 @@ def gloo_devices(process_group: dist.ProcessGroup | None, device: torch.device) 
     They are those for tensors on the CPU, `device`. Empty for another device, where the process group has another
     backend for the CPU, and where torch checks each operation (TORCH_DISTRIBUTED_DEBUG=DETAIL).
     """
-    if device.type != CPU.type:
+    if device.type != CPU.type or not dist.is_gloo_available():
         return ()
     backend = (process_group or distributed_c10d._get_default_group())._get_backend(CPU)
     if not isinstance(backend, dist.ProcessGroupGloo):
@@ -77,7 +79,10 @@ def new_communicator(
     # new_group(use_local_synchronization=True) names the group by how many groups a rank is in: members of different
     # numbers of groups would wait for each other. So this calls what new_group ends with.
     made: dist.ProcessGroup
-    with _shared_gloo() if devices else nullcontext(backend) as its_backend:
+    with ExitStack() as stack:
+        its_backend, options = backend, None
+        if devices:
+            its_backend, options = GLOO_SHARED, (devices, stack.enter_context(_known_backend()))
         made, _ = distributed_c10d._new_process_group_helper(
             len(members),
             rank,
@@ -85,7 +90,7 @@ def new_communicator(
             its_backend,
             distributed_c10d._get_default_store(),
             name,  # type: ignore[arg-type]  # a NewType of str in some versions
-            devices or None,  # options for `_gloo_sharing`
+            options,
             timeout=timedelta(seconds=timeout_s),
         )
     distributed_c10d._world.pg_group_ranks[made] = {member: place for place, member in enumerate(members)}
@@ -93,26 +98,44 @@ def new_communicator(
 
 
 @contextmanager
-def _shared_gloo() -> Iterator[str]:
-    """Yields the name of a backend that torch knows only inside: where it knows one of ours, it chooses others."""
+def _known_backend() -> Iterator[Callable[[], None]]:
+    """Makes torch know the backend `GLOO_SHARED`, and yields the function that ends it; so does the end of the block.
+
+    Groups that other threads make meanwhile would get other defaults, as torch then has a backend beside its own: so it
+    ends before this thread waits for other members. One thread at a time has it.
+    """
     plugins: Any = dist.Backend._plugins
+    held = _naming.acquire()
+
+    def end() -> None:
+        nonlocal held
+        if held:
+            held = False
+            del plugins[GLOO_SHARED.upper()]
+            _naming.release()
+
     if GLOO_SHARED in dist.Backend.backend_list:
         plugins[GLOO_SHARED.upper()] = dist.Backend._BackendPlugin(_gloo_sharing, True)
     else:
         dist.Backend.register_backend(GLOO_SHARED, _gloo_sharing, extended_api=True, devices=[CPU.type])
     try:
-        yield GLOO_SHARED
+        yield end
     finally:
-        del plugins[GLOO_SHARED.upper()]
+        end()
 
 
-def _gloo_sharing(made: Any, devices: Sequence[Any]) -> Any:
-    """Returns gloo for one process group, as torch asks for it, that shares the devices of another."""
+def _gloo_sharing(made: Any, options: tuple[Sequence[Any], Callable[[], None]]) -> Any:
+    """Returns gloo for one process group, as torch asks for it, that shares the devices of another.
+
+    `options`: these devices, and what is to be called before this waits for other members.
+    """
+    devices, known_no_longer = options
+    known_no_longer()
     gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()
-    options._devices, options._timeout = list(devices), made.timeout
-    options._threads = THREADS_A_DEVICE * len(devices)
-    return gloo(made.store, made.group_rank, made.group_size, options)
+    own = gloo._Options()
+    own._devices, own._timeout = list(devices), made.timeout
+    own._threads = THREADS_A_DEVICE * len(devices)
+    return gloo(made.store, made.group_rank, made.group_size, own)
 
 
 def set_patience(communicator: dist.ProcessGroup, patience_s: float) -> None:

@@ -1,8 +1,8 @@
 """A trial runs several plans on real training steps, as no formula says how an exchange shares cores with backward.
 
 Candidates take turns, there and back, so that a drift of the machine's speed meets all of them alike. Clearly slower
-ones take the first turn only. The best two, if they are close, take more turns: a run-off. Every rank times its own
-steps; decisions use the times of all ranks.
+ones take the first turn only, but for the best guess, whose first turn comes soon after measurements. The best two, if
+they are close, take more turns: a run-off. Every rank times its own steps; decisions use the times of all ranks.
 """
 
 from __future__ import annotations
@@ -56,21 +56,21 @@ class Trial(Generic[T]):
     def go_on(self, times_s: Sequence[float]) -> bool:
         """Starts more turns where times do not decide yet; returns whether it did.
 
-        After the first turns of all there are second ones of the candidates that are not far behind the best; after
-        these a run-off of the two fastest, if they are close. `times_s`: each candidate's step time, equal on all
-        ranks.
+        After the first turns of all there are second ones of the first candidate, and of those that are not far behind
+        the best; after these a run-off of the two fastest, if they are close. `times_s`: each candidate's step time,
+        equal on all ranks.
         """
+        if self._stage == 2:
+            return False
         best, *others = sorted(self._left, key=times_s.__getitem__)
-        most = (FAR, CLOSE, 0.0)[self._stage] * times_s[best]
-        rivals = [number for number in others if times_s[number] <= most]
+        if self._stage == 0:
+            rivals = [number for number in others if number == 0 or times_s[number] <= FAR * times_s[best]]
+        else:
+            rivals = [number for number in others[:1] if times_s[number] <= CLOSE * times_s[best]]
         if not rivals:
             return False
-        if self._stage == 0:
-            self._left = sorted([best, *rivals])
-            self._turns = self._left[::-1]
-        else:
-            self._left = sorted([best, rivals[0]])
-            self._turns = [*self._left, *self._left[::-1]] * (RUN_OFF_ROUNDS // 2)
+        self._left = sorted([best, *rivals])
+        self._turns = self._left[::-1] if self._stage == 0 else [*self._left, *self._left[::-1]] * (RUN_OFF_ROUNDS // 2)
         self._stage += 1
         return True
 

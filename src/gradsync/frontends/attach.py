@@ -372,7 +372,7 @@ def attach(
             compressor is then refused at once, not only before a step.
         plan: what is sent, and how. None: all-reduce for dense and a sparse scheme for sparse gradients, decided from
             the first step's gradients on all ranks, and logged; models with some MiB of dense gradients, or sparse
-            ones, then try bucket sizes, orders and schemes for 20 to 90 steps, and 40 more if the best are close (not
+            ones, then try bucket sizes, orders and schemes for 10 to 100 steps, and 40 more if the best are close (not
             under `torch.use_deterministic_algorithms`: timing decides, and bucket sizes change rounding). A function of
             (profiles, world size) that returns a plan, or several to try; `gradsync.planner.CompressingPlanner` is one,
             for a compressor. "auto": measures the first steps, searches for plans, and tries the best ones (see

@@ -37,6 +37,7 @@ class CompressedReduceScatter:
 
     Args:
         compressor: `Cast`, `BlockInt` or `Float8`. Rounding is the only error: nothing is kept back from step to step.
+            Random rounding (`stochastic`) begins anew in a job that goes on from a checkpoint.
 
     Raises:
         TypeError: for another compressor, whose error needs a residual.
@@ -81,10 +82,10 @@ class CompressedReduceScatter:
                 f"{self.compressor.title}: a reduce-scatter with op={op} and async_op={async_op} is not supported, "
                 "only sums and means that are waited for: leave out set_gradient_divide_factor()"
             )
-        size, rank = group.size(), group.rank()
+        size = group.size()
         parts = input_tensor.float().view(size, -1)
         spec = FlatSpec.of(parts[0])
-        state = CompressorState(spec, stream=rank, step=self._calls)
+        state = CompressorState(spec, stream=dist.get_rank(), step=self._calls)
         self._calls += 1
         made = [self.compressor.compress(part, state)[0] for part in parts]
         nbytes, kind = made[0].nbytes, made[0].data.dtype

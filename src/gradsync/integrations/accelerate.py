@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
+import torch.distributed as dist
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 from torch import nn
@@ -50,6 +51,9 @@ FIRST_VERSION = (
 NO_REPLICAS = (
     "the accelerator shards the model over all ranks, so no gradients are left for gradsync to average: expected "
     "replicas, one for each node, by ParallelismConfig(dp_replicate_size=nodes, dp_shard_size=ranks of a node)"
+)
+FLOAT16 = (
+    "mixed_precision='fp16' scales the loss, which is not supported yet for a model in shards: expected 'bf16' or 'no'"
 )
 SHARED_BY_SHARDS = (
     "communicator={got!r} is not for a model in shards, for which gradsync chooses by the device: leave it out"
@@ -230,6 +234,8 @@ def _attach_when_in_shards(accelerator: Accelerator, settings: dict[str, Any]) -
         raise ValueError(FIRST_VERSION)
     if not getattr(accelerator.parallelism_config, "dp_replicate_enabled", False):
         raise ValueError(NO_REPLICAS)
+    if settings.pop("grad_scaler") is not None:
+        raise ValueError(FLOAT16)
     if (communicator := settings.pop("communicator")) != "own":
         raise ValueError(SHARED_BY_SHARDS.format(got=communicator))
     accelerator.prepare = _Preparing(accelerator, settings).prepare
@@ -255,7 +261,7 @@ def _save(models: list[Any], weights: list[Any], folder: str) -> None:
 def _load(models: list[Any], folder: str) -> None:
     """Loads this rank's state of gradsync for each model; Accelerate calls it on all ranks."""
     for number, handle in _attached(models):
-        if not handle.checkpoint().load(_folder(folder, number), missing_ok=True) and handle.rank == 0:
+        if not handle.checkpoint().load(_folder(folder, number), missing_ok=True) and dist.get_rank() == 0:
             logger.warning(NO_FOLDER, folder, number)
 
 

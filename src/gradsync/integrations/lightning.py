@@ -40,8 +40,8 @@ class GradsyncShardedStrategy(ShardedTrainerPart, ModelParallelStrategy):
     """The Trainer's strategy for models in shards (FSDP2), with gradients averaged between replicas by gradsync.
 
     The module's `configure_model()` puts the model into shards by `fully_shard`, on a mesh of (replicas, shards) of all
-    ranks; see docs/tutorials/fsdp.md. Checkpoints also have every rank's residuals, and `trainer.fit(ckpt_path=...)`
-    loads them, on the same mesh or on another one.
+    ranks; see docs/tutorials/fsdp.md. Checkpoints that are saved during the training also have every rank's residuals,
+    and `trainer.fit(ckpt_path=...)` loads them, on the same mesh or on another one.
 
     Args:
         plan, exclude, verify_every, verify_tolerance: as in `gradsync.attach`; plans of gradients.

@@ -7,6 +7,7 @@ It comes before Lightning's ModelParallelStrategy among the bases of a strategy.
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -103,7 +104,7 @@ class ShardedTrainerPart(LogsPlans):
         """Saves the checkpoint, with every rank's state of gradsync; Lightning calls it on all ranks.
 
         A folder, for distributed checkpoints, gets a folder "gradsync" with a file for each rank. A checkpoint of
-        weights only is saved as it is.
+        weights only is saved as it is, and one that is saved after the training, which says so.
         """
         ours = "optimizer_states" in checkpoint and self._attachment is not None  # not one of weights only
         why = "" if not ours else ENDED if self._has_ended else why_apart(self.lightning_module.trainer)
@@ -112,8 +113,11 @@ class ShardedTrainerPart(LogsPlans):
         if ours and not self._save_distributed_checkpoint:
             checkpoint[KEY] = {MISSING: why} if why else self.attachment.checkpoint(gather=True).state_dict()
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        folder = Path(self.broadcast(filepath)) / KEY
         if ours and not why and self._save_distributed_checkpoint:
-            self.attachment.checkpoint().save(Path(self.broadcast(filepath)) / KEY)
+            self.attachment.checkpoint().save(folder)
+        elif self.is_global_zero and folder.is_dir():  # of a checkpoint that this one replaces
+            shutil.rmtree(folder)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Loads a checkpoint as Lightning does, and each rank's state of gradsync, on the same mesh or another one."""

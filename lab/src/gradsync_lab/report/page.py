@@ -73,20 +73,21 @@ def _pace(ratio: Spread, aa: Spread | None) -> str:
 
 
 def what_if(run: TrainingRun) -> str:
-    """Returns how long each method's step would be if exchanges cost nothing, in a sentence; "" if that is not known.
-
-    No way of exchanging gradients saves more than that.
-    """
-    known = [
-        f"{method.name} {1e3 * (median(method.step_s) - method.exposed_s):.1f} ms of {1e3 * median(method.step_s):.1f}"
+    """Returns how long each method's step would be without waiting for exchanges, in a sentence; "" if not known."""
+    steps_s = [
+        (method.name, median(method.step_s), method.exposed_s)
         for method in run.methods
         if not failure(method) and method.exposed_s is not None
+    ]
+    known = [
+        f"{name} {1e3 * max(step_s - exposed_s, 0.0):.1f} ms of {1e3 * step_s:.1f}"
+        for name, step_s, exposed_s in steps_s
     ]
     if not known:
         return ""
     return (
-        f"What if exchanges cost nothing? A step would then take, with {', '.join(known)}: the rest is waiting that "
-        "backward does not hide, and nothing that synchronises gradients can save more."
+        f"What if nothing waited for exchanges? A step would then take, with {', '.join(known)}. The rest is what "
+        "backward does not hide. Exchanges also take cores from backward, which this leaves in."
     )
 
 
@@ -154,26 +155,35 @@ def verdict_of_records(records: Sequence[Record]) -> str:
     """
     shared = shared_params(records)
     judged = [record for record in records if "phase" not in record.params]
-    subjects = dict.fromkeys(record.subject for record in judged)
-    sentences = [_standing_of([r for r in judged if r.subject == subject], shared) for subject in subjects]
+    kinds = dict.fromkeys((record.subject, record.metric) for record in judged)
+    sentences = [_standing_of([r for r in judged if (r.subject, r.metric) == kind], shared) for kind in kinds]
     if picking := len(records) - len(judged):
         sentences.append(f"{picking} more chose the line of DDP that is compared with.")
     return " ".join(sentences)
 
 
 def _standing_of(records: Sequence[Record], shared: Mapping[str, Any]) -> str:
-    """Returns the sentence about one subject's records; `shared`: parameters that need not be named."""
-    subject, measured = records[0].subject, [(r.ratio, r) for r in records if r.ratio is not None]
+    """Returns the sentence about one subject's records of one metric; `shared`: parameters that need not be named."""
+    first, measured = records[0], [(record.ratio, record) for record in records if record.ratio is not None]
+    subject = first.subject if first.metric.endswith("_s") else f"{first.subject} ({first.metric})"
+    failures = list(dict.fromkeys(str(record.failed) for record in records if record.ratio is None))
     if not measured:
-        return f"{subject} failed: {records[0].failed}."
+        return f"{subject} failed: {'; '.join(failures)}."
     worst, record = max(measured, key=lambda pair: pair[0].median)
     if len(records) == 1:
-        return f"{subject} is {_pace(worst, record.aa)} {record.baseline}: {factor(worst)}."
-    paces = Counter(_pace(ratio, record.aa) for ratio, record in measured)
+        return f"{subject} is {_words(worst, record)} {record.baseline}: {factor(worst)}."
+    paces = Counter(_words(ratio, record) for ratio, record in measured)
     told = [f"{words} its baseline in {count}" for words, count in sorted(paces.items())]
-    told += [f"failed in {failed}"] if (failed := len(records) - len(measured)) else []
+    told += [f"failed in {len(records) - len(measured)} ({'; '.join(failures)})"] if failures else []
     of = f" ({own})" if (own := own_words(record, shared)) else ""
     return f"{subject}, {len(records)} records: {', '.join(told)}; at most {factor(worst)} of {record.baseline}{of}."
+
+
+def _words(ratio: Spread, record: Record) -> str:
+    """Returns how a record's subject stands to its baseline: faster or slower, or of what is no time below or above."""
+    found = _pace(ratio, record.aa)
+    no_time = {"faster than": "below", "slower than": "above"}
+    return found if record.metric.endswith("_s") else no_time.get(found, found)
 
 
 def write_records_page(records: Sequence[Record], path: str | Path) -> None:
