@@ -48,7 +48,10 @@ COMMANDS = {
         "Check an installation: versions, devices, backends, kernels, and two ranks; exits with 1 for a fault.",
     ),
     "bench": Command(None, "Compare methods in one run and keep the records."),
-    "report": Command(None, "Writes an HTML page about the results of a demo, or about records of benchmarks."),
+    "report": Command(
+        None,
+        "Writes an HTML page about the results of a demo, or about records of benchmarks, and prints its verdict.",
+    ),
     "faults": Command(None, "Injects random faults into small jobs, and judges what surviving ranks say and do."),
     "fuzz": Command(
         None, "Draws random models, plans and worlds, and holds each against oracles; shrinks what fails to a script."
