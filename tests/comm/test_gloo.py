@@ -23,6 +23,7 @@ from gradsync.comm import (
     LocalGroup,
     RecordingGroup,
     TorchGroup,
+    communicators,
     run_local,
     torch_group,
 )
@@ -410,6 +411,23 @@ def shares_the_thread_of_sockets() -> list[Any]:
 
 def test_groups_share_the_thread_that_watches_sockets_and_torch_makes_groups_as_before(world: World) -> None:
     assert world(3).run(shares_the_thread_of_sockets) == [[0, True, False, 3]] * 3
+
+
+def test_one_thread_at_a_time_has_a_backend_known() -> None:
+    known, entered = dist.Backend._plugins, threading.Event()
+
+    def enter() -> None:
+        with communicators._known_backend():
+            entered.set()
+
+    other = threading.Thread(target=enter)
+    with communicators._known_backend() as end:
+        other.start()
+        assert not entered.wait(0.2) and "GRADSYNC_GLOO" in known
+        end()  # as when torch has asked for the backend, and members are waited for
+        assert entered.wait(10)
+        other.join()
+    assert "GRADSYNC_GLOO" not in known
 
 
 def left_over_after_half_a_start() -> tuple[int, list[str]]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,7 +12,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, TorchDynamoPlugin
-from findings import apart, error_of, owed
+from findings import apart, common, error_of, owed, tell
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -95,13 +93,6 @@ class Job:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
         return torch.cat([p.detach().reshape(-1) for p in self.model.parameters()])
-
-
-def common(name: str) -> str:
-    """Returns a folder that both ranks know."""
-    box = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(box)
-    return str(Path(str(box[0])) / name)
 
 
 def equal() -> dict[str, Any]:
@@ -287,14 +278,7 @@ def main() -> None:
     known, names = {each.__name__: each for each in SCENARIOS}, sys.argv[1].split("+")
     found = {name: known[name]() for name in names}
     result = found if len(names) > 1 else found[names[0]]
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, result)
-    if dist.get_rank() == 0:
-        print("FOUND", json.dumps(gathered))
-    for handle in Job.handles:
-        handle.detach()
-    dist.barrier()  # gloo's threads let go of the tensors above, for which they need Python
-    dist.destroy_process_group()
+    tell(result, lambda: [handle.detach() for handle in Job.handles])
 
 
 if __name__ == "__main__":

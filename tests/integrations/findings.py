@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,3 +32,21 @@ def error_of(function: Callable[[], Any]) -> str:
 def owed(state: Mapping[str, Any]) -> float:
     """Returns the sum of a rank's residuals in an attachment's `state_dict`."""
     return sum(float(values.double().sum()) for key, values in state["state"].items() if "residual" in key)
+
+
+def common(name: str = "") -> str:
+    """Returns the path of a new folder that all ranks know, or of this name in it. Collective."""
+    box = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box)
+    return str(Path(str(box[0])) / name)
+
+
+def tell(found: Any, end: Callable[[], object] = lambda: None) -> None:
+    """Prints what each rank has found, on rank 0, calls `end`, and destroys the process group. Collective."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, found)
+    if dist.get_rank() == 0:
+        print("FOUND", json.dumps(gathered), flush=True)
+    end()
+    dist.barrier()  # gloo's threads let go of the tensors above, for which they need Python
+    dist.destroy_process_group()

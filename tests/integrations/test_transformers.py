@@ -129,6 +129,7 @@ def test_trials_of_a_search_go_through_gradsync_and_pruning_is_refused_on_every_
 
 def test_bad_input_is_refused_on_every_rank() -> None:
     for each in on_ranks(RANKS, "refused"):
+        assert each["sharded"].startswith("ValueError") and "the Trainer shards the model (FSDP)" in each["sharded"]
         assert each["late"].startswith("RuntimeError") and "before it" in each["late"]
         assert each["twice"].startswith("RuntimeError") and "call it once" in each["twice"]
         assert each["model"].startswith("TypeError") and "expected a transformers.Trainer" in each["model"]

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import DistributedType
 from accelerate.state import AcceleratorState
-from findings import apart, error_of, owed
+from findings import apart, common, error_of, owed, tell
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import (
@@ -99,13 +98,6 @@ def trained(trainer: Trainer, **options: Any) -> Tensor:
     torch.manual_seed(1)  # of dropout: a Trainer sets it where it is made
     trainer.train(**options)
     return parameters(trainer)
-
-
-def common() -> str:
-    """Returns a new folder that both ranks know."""
-    box = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(box)
-    return str(box[0])
 
 
 def equal() -> dict[str, Any]:
@@ -220,7 +212,13 @@ def refused() -> dict[str, Any]:
     twice = new_trainer()
     elsewhere, evaluated = new_trainer(kind=OtherTrainer), new_trainer()
     evaluated.evaluate(Words())
+    in_shards = new_trainer(with_gradsync=False)
+    state = in_shards.accelerator.state
+    kind, state.distributed_type = state.distributed_type, DistributedType.FSDP
+    sharded = error_of(lambda: use(in_shards))
+    state.distributed_type = kind
     return {
+        "sharded": sharded,
         "late": error_of(lambda: use(late)),
         "twice": error_of(lambda: use(twice)),
         "model": error_of(lambda: use(twice.model)),
@@ -417,12 +415,7 @@ def main() -> None:
     known, names = {each.__name__: each for each in SCENARIOS}, sys.argv[1].split("+")
     found = {name: known[name]() for name in names}
     result = found if len(names) > 1 else found[names[0]]
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, result)
-    if dist.get_rank() == 0:
-        print("FOUND", json.dumps(gathered))
-    dist.barrier()  # gloo's threads let go of the tensors above, for which they need Python
-    dist.destroy_process_group()
+    tell(result)
 
 
 if __name__ == "__main__":

@@ -405,7 +405,7 @@ def test_pages_fit_any_width_and_either_theme(tmp_path: Path, what: str, scheme:
         assert (found["page"] == "rgb(255, 255, 255)") != dark and ("230" in found["text"]) == dark, found
 
 
-def test_the_page_says_what_a_step_takes_where_exchanges_cost_nothing(tmp_path: Path) -> None:
+def test_the_page_says_what_a_step_takes_where_nothing_waits_for_exchanges(tmp_path: Path) -> None:
     run = training_run()
     text = what_if(run)
     assert "ddp_default 91.0 ms of 101.0" in text and "gradsync 30.4 ms of 40.4" in text

@@ -144,7 +144,8 @@ def use(
 
     Raises:
         TypeError: for anything else than an Accelerator.
-        ValueError: for a job that shards the model, and where DDP has another communication hook.
+        ValueError: for a job that shards the model otherwise, without replicas, or with a scale of the loss, and where
+            DDP has another communication hook.
         RuntimeError: after `prepare()`, and for a second call; from `prepare()`, where a rank does not come in time.
 
     Example:

@@ -103,6 +103,25 @@ class LogsPlans(_Base):
         return output
 
 
+class OfTrainer(_Base):
+    """A strategy for the Trainer, whose `attachment` is that of the model which the Trainer has fitted last."""
+
+    _attachment: Attachment | None = None
+
+    @property
+    def attachment(self) -> Attachment:
+        """The result of `gradsync.attach` for the model of the last `trainer.fit()`: plan, statistics, state.
+
+        After the training its statistics stay.
+
+        Raises:
+            RuntimeError: before the first `trainer.fit()` has set up the model.
+        """
+        if self._attachment is None:
+            raise RuntimeError(NOT_ATTACHED.format(strategy=type(self).__name__))
+        return self._attachment
+
+
 class _Part(LogsPlans):
     """Arguments of gradsync beside those of Lightning, and the wrapping of a model."""
 
@@ -127,11 +146,9 @@ class _Part(LogsPlans):
         known = {*_parameters_of(super().__init__), *_parameters_of(DistributedDataParallel)} - set(OF_LIGHTNING)
         if unknown := sorted(kwargs.keys() - known):
             raise TypeError(UNKNOWN.format(strategy=type(self).__name__, names=", ".join(unknown)))
-        self._settings: dict[str, Any] = {"plan": plan, "exclude": exclude, "communicator": communicator}
-        self._settings |= {"verify_every": verify_every, "verify_tolerance": verify_tolerance}
-        if timeout is not None:
-            self._settings["timeout"] = timeout
-            kwargs["timeout"] = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+        verification = {"verify_every": verify_every, "verify_tolerance": verify_tolerance}
+        given = {"plan": plan, "exclude": exclude, "communicator": communicator, **verification}
+        self._settings = settings_of(given, timeout, kwargs)
         super().__init__(**kwargs)
         check_version(self.package)
         self._untold = []
@@ -161,24 +178,10 @@ class _Part(LogsPlans):
         return wrapper
 
 
-class TrainerPart(_Part):
+class TrainerPart(OfTrainer, _Part):
     """The part of `GradsyncStrategy` that replaces methods of the Trainer's DDPStrategy."""
 
-    _attachment: Attachment | None = None
     _kept: bytes | None = None  # this rank's state when training ended, for checkpoints after it
-
-    @property
-    def attachment(self) -> Attachment:
-        """The result of `gradsync.attach` for the model of the last `trainer.fit()`: plan, statistics, state.
-
-        After the training its statistics stay.
-
-        Raises:
-            RuntimeError: before the first `trainer.fit()` has set up the model.
-        """
-        if self._attachment is None:
-            raise RuntimeError(NOT_ATTACHED.format(strategy=type(self).__name__))
-        return self._attachment
 
     # Setting up and tearing down.
 
@@ -375,7 +378,7 @@ class CallbackPart(_Base):
         Raises:
             TypeError: if the Trainer's strategy is not one of gradsync's.
         """
-        if not isinstance(trainer.strategy, LogsPlans):
+        if not isinstance(trainer.strategy, OfTrainer):
             raise TypeError(OTHER_STRATEGY.format(found=type(trainer.strategy).__name__))
         if not trainer.loggers and trainer.is_global_zero:
             logger.warning(NO_LOGGER)
@@ -395,6 +398,19 @@ class CallbackPart(_Base):
         if metrics:
             for each in trainer.loggers:
                 each.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def settings_of(
+    given: dict[str, Any], timeout: timedelta | float | None, of_lightning: dict[str, Any]
+) -> dict[str, Any]:
+    """Returns arguments of `gradsync.attach`, those in `given`, with a timeout, which Lightning's arguments get, too.
+
+    `timeout`: seconds or a timedelta; None: the default of each.
+    """
+    if timeout is None:
+        return given
+    of_lightning["timeout"] = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    return {**given, "timeout": timeout}
 
 
 def load(attachment: Attachment, saved: Mapping[str, Any] | None) -> None:

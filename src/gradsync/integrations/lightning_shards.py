@@ -18,11 +18,11 @@ from torch import nn
 
 from ..engine.guard import VERIFY_EVERY
 from ..engine.plan_control import Planner
-from ..frontends.attach import Attachment, attach
+from ..frontends.attach import attach
 from ..frontends.fsdp_internals import is_root_in_shards
 from ..plans.plan import Plan
 from .frameworks import check_version
-from .lightning_parts import KEY, MISSING, NO_STATE, NOT_ATTACHED, LogsPlans, load, why_apart
+from .lightning_parts import KEY, MISSING, NO_STATE, LogsPlans, OfTrainer, load, settings_of, why_apart
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +41,10 @@ OUTSIDE = (
 ENDED = "training has ended, and gradsync is detached"
 
 
-class ShardedTrainerPart(LogsPlans):
+class ShardedTrainerPart(OfTrainer, LogsPlans):
     """The part of `GradsyncShardedStrategy` beside Lightning's ModelParallelStrategy."""
 
     package = "lightning"  # on PyPI
-    _attachment: Attachment | None = None
     _has_ended = False
 
     def __init__(
@@ -58,27 +57,11 @@ class ShardedTrainerPart(LogsPlans):
         verify_tolerance: float | None = None,
         **kwargs: Any,
     ) -> None:
-        self._settings: dict[str, Any] = {"plan": plan, "exclude": exclude}
-        self._settings |= {"verify_every": verify_every, "verify_tolerance": verify_tolerance}
-        if timeout is not None:
-            self._settings["timeout"] = timeout
-            kwargs["timeout"] = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+        verification = {"verify_every": verify_every, "verify_tolerance": verify_tolerance}
+        self._settings = settings_of({"plan": plan, "exclude": exclude, **verification}, timeout, kwargs)
         super().__init__(**kwargs)
         check_version(self.package)
         self._untold = []
-
-    @property
-    def attachment(self) -> Attachment:
-        """The result of `gradsync.attach` for the model of the last `trainer.fit()`: plan, statistics, state.
-
-        After the training its statistics stay.
-
-        Raises:
-            RuntimeError: before the first `trainer.fit()` has set up the model.
-        """
-        if self._attachment is None:
-            raise RuntimeError(NOT_ATTACHED.format(strategy=type(self).__name__))
-        return self._attachment
 
     def setup(self, trainer: Any) -> None:
         """Sets the model up as Lightning does, then attaches gradsync, if the Trainer is to fit it.

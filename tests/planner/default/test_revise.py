@@ -11,6 +11,7 @@ import torch
 
 from gradsync.costs.cluster import Link, Placement
 from gradsync.costs.cost_model import CostModel, KernelCost
+from gradsync.planner.default import plan as planning
 from gradsync.planner.default.network import Network
 from gradsync.planner.default.plan import default_plan, default_plans, timed_schemes
 from gradsync.planner.default.revise import revised
@@ -173,8 +174,11 @@ def test_kernels_that_take_long_change_what_is_planned() -> None:
     assert schemes_of(by_time, [known])[0].planned_for(()) != BalancedParallelism()
 
 
-@pytest.mark.parametrize(("call_s", "tried"), [(0.0, 2), (0.5, 1)])
-def test_the_second_scheme_is_tried_where_it_is_not_far_off(call_s: float, tried: int) -> None:
+@pytest.mark.parametrize(("call_s", "worth", "tried"), [(0.0, 1.5, 2), (0.5, 1.5, 1), (0.0, 100.0, 3)])
+def test_the_next_two_schemes_are_tried_where_they_are_not_far_off(
+    call_s: float, worth: float, tried: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "WORTH_A_TRIAL", worth)
     known = table(500, "same rows")
     slow = {name: KernelCost(call_s, 1e-10) for name in ("sum_rows", "sum_tables")}
     plans = default_plans([known], WORLD, with_kernels(slow))
