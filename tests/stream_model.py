@@ -65,6 +65,7 @@ class Memory:
     of: Stream  # to which it returns
     written: tuple[Stream, int, str] | None = None
     read: dict[Stream, tuple[int, str]] = field(default_factory=dict)
+    shared: set[Stream] = field(default_factory=set)  # behind which it returns
     watched: bool = True
     place: str = ""  # "host" or "device"; "": not known before the first operation with other memory
 
@@ -293,9 +294,15 @@ class StreamModel:
             clock = self.snapshot()
             for memory in self._freed.pop(stream, []):
                 for use in memory.uses() if memory.watched else ():
-                    self._require_order(use, clock, f"{what} may take memory that was freed, which", "used")
+                    if use[0] not in memory.shared:
+                        self._require_order(use, clock, f"{what} may take memory that was freed, which", "used")
             self.write(tensor, what)
             self._of(tensor).place = place
+
+    def share(self, tensor: Tensor) -> None:
+        """Lets the tensor's memory be taken anew behind what the current stream is given until the tensor is gone."""
+        with self._lock:
+            self._of(tensor).shared.add(self.current)
 
     def forget(self, what: object) -> None:
         """Leaves the tensors in `what` out from now on: they are on the network, between ranks."""
@@ -355,6 +362,9 @@ class ModelStreams(Streams):
     def to_host(self, tensor: Tensor) -> HostCopy:
         with self._model.unmetered():
             return ModelCopy(tensor)
+
+    def share(self, tensor: Tensor) -> None:
+        self._model.share(tensor)
 
     def keep(self, *objects: object) -> None:
         if self._model.without == f"{_caller()} keeps":

@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -162,6 +163,17 @@ def test_what_is_kept_lives_until_it_is_released(default: FakeStream) -> None:
         assert (gone() is not None) == lives
         streams.release()
         assert gone() is None
+
+
+def test_memory_of_another_stream_is_known_to_the_current_one(default: FakeStream) -> None:
+    ours, tensor = streams_of(CARD), Mock()
+    ours.share(tensor)
+    with ours.on(COMMUNICATION):
+        ours.share(tensor)
+        current = torch.accelerator.current_stream(CARD)
+    assert tensor.record_stream.call_args_list == [call(default), call(current)] and current is not default
+    streams_of(torch.device("cpu")).share(tensor)
+    assert tensor.record_stream.call_count == 2
 
 
 class Kept:

@@ -84,6 +84,13 @@ class Streams(ABC):
         """Begins to copy a 1-D tensor to the host, on this thread's current stream, and returns the copy under way."""
 
     @abstractmethod
+    def share(self, tensor: Tensor) -> None:
+        """Lets a tensor of any shape, of another stream's memory, be used on this thread's current stream.
+
+        When the tensor is gone, its memory is used anew behind what the current stream was given by then.
+        """
+
+    @abstractmethod
     def keep(self, *objects: object) -> None:
         """Keeps objects and their tensors alive until `release`, as another stream than their own still uses them."""
 
@@ -112,6 +119,9 @@ class NoStreams(Streams):
 
     def to_host(self, tensor: Tensor) -> HostCopy:
         return _Here(tensor)
+
+    def share(self, tensor: Tensor) -> None:
+        pass
 
     def keep(self, *objects: object) -> None:
         pass
@@ -160,6 +170,9 @@ class AcceleratorStreams(Streams):
         arriving = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         arriving.copy_(tensor, non_blocking=True)
         return _Arriving(arriving, self._recorded())
+
+    def share(self, tensor: Tensor) -> None:
+        tensor.record_stream(torch.accelerator.current_stream(self._device))
 
     def keep(self, *objects: object) -> None:
         self._kept += objects

@@ -446,6 +446,14 @@ class Engine:
         assert out is not None
         return SparseRows.from_dense(out).to_torch(shape) if sparse else out
 
+    def release(self) -> None:
+        """Leaves the buckets' memory to the gradients in it, once all results of a step were unloaded.
+
+        The next step's buckets take new memory, each with the first gradient that it gets.
+        """
+        for run in self.running_plan.runs:
+            run.gradients.release()
+
     def verify(self, names: Iterable[str]) -> None:
         """Checks, between two steps, that the parameters `names` are the same on all ranks. Collective.
 

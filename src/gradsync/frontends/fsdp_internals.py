@@ -187,11 +187,12 @@ class ParameterGroup:
         keeps_unused = getattr(self._found, "reduce_scatter_unused_params", False)  # which torch 2.11 lacks
         return [p for p in self.parameters if p.has_gradient() or (keeps_unused and p.is_reduced_without())]
 
-    def connect(self, before: Callable[[], None], reduced: Callable[[Tensor], None]) -> None:
-        """Calls `before()` ahead of `post_backward`, and `reduced(flat)` with reduced gradients, on autograd's thread.
+    def connect(self, before: Callable[[], None], reduced: Callable[[Tensor], None], after: Callable[[], None]) -> None:
+        """Calls `before()` and `after()` around `post_backward`, and `reduced(flat)` with reduced gradients in it.
 
-        The hook does not say which parameters' gradients it got, and these are taken away before it: so
-        `post_backward` is replaced on the object.
+        All run on autograd's thread. When `after()` is called, `.grad` has what FSDP has made of `flat`. The hook does
+        not say which parameters' gradients it got, and these are taken away before it: so `post_backward` is replaced
+        on the object.
         """
         found = self._found
         torchs = type(found).post_backward
@@ -200,7 +201,10 @@ class ParameterGroup:
             alive = group()
             if alive is not None:
                 before()
-                torchs(alive, *unused)
+                try:
+                    torchs(alive, *unused)
+                finally:
+                    after()
 
         group = self._group
         found.post_backward = torch.compiler.disable(post_backward)

@@ -1,8 +1,10 @@
 """The frontend for models in shards: gradients, reduced within each replica by FSDP, are averaged between replicas.
 
 FSDP calls a hook with the reduced gradients of each module, laid end to end. The engine gets them parameter by
-parameter, over the ranks that have the same shard, and exchanges complete buckets while backward goes on. At the end of
-backward, behind FSDP's own callback, the means are put into `.grad`, which FSDP has made from its own values meanwhile.
+parameter, over the ranks that have the same shard, and exchanges complete buckets while backward goes on. FSDP makes
+`.grad` of its own values, which is taken away at once, so that their memory is free. At the end of backward, behind
+FSDP's own callback, `.grad` gets the means: where it can, in the buckets' memory, which each step takes anew. So there
+is one copy of the gradients, and gradients of an earlier step that a user holds stay as they are.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,14 +58,6 @@ AFTER_ACCUMULATION = (
 )
 
 
-class _Slice(NamedTuple):
-    """The reduced gradient of one parameter, in FSDP's memory; without a name: gradsync leaves it alone."""
-
-    name: str | None
-    parameter: ShardedParameter
-    values: Tensor
-
-
 class ShardedGradients:
     """The hooks that connect an engine with the gradients of one model in shards, until `remove`.
 
@@ -99,7 +93,7 @@ class ShardedGradients:
         self._factors = {name: group.post_divide_factor(dtypes[name]) for name, group in self._group_of.items()}
         self._reduced: list[ShardedParameter] = []  # whose gradients the next call of a hook brings
         self._partial: dict[str, Tensor] = {}  # sums of backwards that were not to be exchanged yet
-        self._fresh: set[str] = set()  # parameters whose `.grad` is this backward's alone
+        self._aside: list[tuple[Any, Tensor | None]] = []  # parameters that FSDP gives a new `.grad`, and the old one
         self._stages: set[int] = set()  # groups that had their turn in this backward
         self._task = -1  # autograd's id of the backward under way
         self._streams = streams_of(engine.device)
@@ -119,7 +113,7 @@ class ShardedGradients:
         for number, group in enumerate(groups):
             before = Hook(self, lambda owner, number=number: owner._on_post_backward(number))
             reduced = Hook(self, lambda owner, flat, number=number: owner._on_reduced(number, flat))
-            group.connect(before, reduced)
+            group.connect(before, reduced, Hook(self, ShardedGradients._after_post_backward))
         self._handles = [
             nn.Module.register_forward_pre_hook(model, uncompiled(ModelHook)(self, ShardedGradients._before_forward)),
             before_optimizer_steps(self, ShardedGradients._before_optimizer_step, optimizer),
@@ -252,14 +246,21 @@ class ShardedGradients:
         group = self._groups[number]
         self._reduced = group.reduced()
         self._has_local |= not group.reduces
+        ours = [each.parameter for each in self._reduced if id(each) in self._names]
+        self._aside = [(parameter, parameter.grad) for parameter in ours]
+        for parameter in ours:
+            parameter.grad = None
+
+    def _after_post_backward(self) -> None:
+        """Replaces each `.grad` that FSDP has made, of this replica's gradients alone, by what was there before."""
+        for parameter, gradient in self._aside:
+            parameter.grad = gradient
+        self._aside.clear()
 
     @torch.no_grad()
     def _on_reduced(self, number: int, flat: Tensor) -> None:
-        """Loads the gradients of one group, which FSDP has reduced within the replica, into the engine.
-
-        FSDP makes `.grad` of `flat`, or adds it to `.grad`, when the hook has returned: the latter must add nothing,
-        so there the values are set to zero once the engine has copied them.
-        """
+        """Loads the gradients of one group, which FSDP has reduced within the replica, into the engine."""
+        self._streams.share(flat)
         group = self._groups[number]
         slices = self._slices(group, flat)
         if not group.exchanges:
@@ -274,20 +275,14 @@ class ShardedGradients:
                 "set_reduce_scatter_unused_params(True), or put both calls into one forward of an FSDP module around it"
             )
         self._stages.add(number)
-        for name, parameter, values in slices:
-            if name is None:
-                continue
+        for name, values in slices:
             if (kept := self._partial.pop(name, None)) is not None:
                 values.add_(kept)
-            self._engine.load(name, values.clone() if self._by_rows(name) else values)
-            if parameter.parameter.grad is None:
-                self._fresh.add(name)
-            else:
-                values.zero_()
+            self._engine.load(name, self._lasting(name, values) if self._by_rows(name) else values)
         self._loaded = self._streams.record()
 
-    def _slices(self, group: ParameterGroup, flat: Tensor) -> list[_Slice]:
-        """Returns the gradients that lie in `flat`, (elements,), one after the other, each padded by FSDP."""
+    def _slices(self, group: ParameterGroup, flat: Tensor) -> list[tuple[str, Tensor]]:
+        """Returns names and views of the gradients to be averaged that lie in `flat`, (elements,), padded by FSDP."""
         reduced, self._reduced = self._reduced, []
         lengths = [parameter.padded_numel for parameter in reduced]
         if sum(lengths) != flat.numel():
@@ -305,16 +300,19 @@ class ShardedGradients:
                 )
             if name is not None and parameter.parameter._post_accumulate_grad_hooks:
                 self._engine.peers.stop(AFTER_ACCUMULATION.format(name=name))
-            found.append(_Slice(name, parameter, part[: local.numel()].view(local.shape)))
+            if name is not None:
+                found.append((name, part[: local.numel()].view(local.shape)))
         return found
 
-    def _keep(self, slices: Sequence[_Slice]) -> None:
+    def _keep(self, slices: Sequence[tuple[str, Tensor]]) -> None:
         """Adds gradients up for the backward that will exchange them (`set_requires_all_reduce(False)`)."""
-        for name, _, values in slices:
-            if name is not None:
-                kept = self._partial.get(name)
-                self._partial[name] = values.clone() if kept is None else kept.add_(values)
-                values.zero_()
+        for name, values in slices:
+            kept = self._partial.get(name)
+            self._partial[name] = self._lasting(name, values) if kept is None else kept.add_(values)
+
+    def _lasting(self, name: str, values: Tensor) -> Tensor:
+        """Returns reduced gradients that stay as they are: FSDP divides its own after the hook, if by anything."""
+        return values if self._factors[name] == 1 else values.clone()
 
     def _begin(self) -> None:
         if is_nested_backward():
@@ -333,7 +331,6 @@ class ShardedGradients:
             self._plan = self._engine.plan
             if why := why_not_plan(self._plan) or self._why_not_now():
                 self._engine.peers.stop(why)
-        self._fresh.clear()
         self._stages.clear()
         at_end_of_backward(self._end, self._engine)  # behind FSDP's own callback, which reduces what is left
 
@@ -366,6 +363,7 @@ class ShardedGradients:
         for name, shard in self._shards.items():
             if engine.used(name):
                 self._deliver(name, shard)
+        engine.release()
 
     def _deliver(self, name: str, shard: ShardedParameter) -> None:
         """Puts the mean over replicas into the parameter's `.grad`, or adds it to what was there before backward."""
@@ -373,12 +371,11 @@ class ShardedGradients:
         if self._factors[name] != 1:
             mean = mean / self._factors[name]
         parameter = shard.parameter
+        mean = mean.to(parameter.dtype)
         if parameter.grad is None:
-            parameter.grad = shard.as_gradient(mean.to(parameter.dtype, copy=True))
-        elif name in self._fresh:
-            parameter.grad._local_tensor.copy_(mean)
+            parameter.grad = shard.as_gradient(mean)
         else:
-            parameter.grad._local_tensor.add_(mean.to(parameter.dtype))
+            parameter.grad._local_tensor.add_(mean)
 
     def _by_rows(self, name: str) -> bool:
         """Whether the parameter's bucket keeps the tensors that it is given until they are exchanged."""

@@ -24,10 +24,12 @@ class FlatGradients:
 
     Flags are numbers to be summed over ranks: which parameters a rank used, if a value is not finite, and `StepMarks`.
     A parameter's elements lie in the order of its own memory (channels-last, say), so that its gradient can live here.
-    With `in_order`, and for a parameter that the plan cut, they lie in the order of their indices.
+    With `in_order`, and for a parameter that the plan cut, they lie in the order of their indices. Memory is allocated
+    when it is first asked for.
 
     Attributes:
         factor: multiplies gradients as they are loaded, but not flags; 1: they stay as they are.
+        flags: the flags, (bucket.num_flags,), at the end of `flat`; after `release` a copy of them.
     """
 
     def __init__(
@@ -45,30 +47,45 @@ class FlatGradients:
         self._known_flags: dict[tuple[float, ...], Tensor] = {}
         stops = list(accumulate(segment.numel for segment in bucket.segments))
         self._places = list(zip(bucket.names, [0, *stops[:-1]], stops, strict=True))  # in memory: (name, start, stop)
-        self._allocate()
-
-    def _allocate(self) -> None:
-        bucket = self.bucket
-        self.flat = torch.zeros(bucket.numel + bucket.num_flags, dtype=bucket.dtype, device=self._device)
-        self.flags = self.flat[bucket.numel :]
+        self.flags = torch.zeros(bucket.num_flags, dtype=bucket.dtype, device=device)
+        self._flat: Tensor | None = None
         self._parts: dict[str, list[tuple[Segment, Tensor]]] = {}
         self._views: dict[str, Tensor] = {}
+
+    def release(self) -> None:
+        """Leaves the memory to the tensors outside of this object that lie in it, such as parameters' gradients."""
+        self.flags = self.flags.clone()
+        self._flat, self._parts, self._views = None, {}, {}
+
+    def renew(self) -> None:
+        """Allocates new memory, of uninitialised gradients, and leaves the old memory to the tensors that lie in it."""
+        bucket = self.bucket
+        self._parts, self._views = {}, {}
+        flat = torch.empty(bucket.numel + bucket.num_flags, dtype=bucket.dtype, device=self._device)
         for segment, (name, start, stop) in zip(bucket.segments, self._places, strict=True):
-            part = self.flat[start:stop]
+            part = flat[start:stop]
             self._parts.setdefault(name, []).append((segment, part))
             if name in self._with_view:
                 self._views[name] = part.as_strided(self._shapes[name], self._strides[name], part.storage_offset())
-        self._storage = self.flat.untyped_storage()
-        self._own_references = torch._C._storage_Use_Count(self._storage._cdata)
+        self._flat, self.flags = flat, flat[bucket.numel :].zero_()
+        self._own_references = self._references
+
+    @property
+    def flat(self) -> Tensor:
+        """The bucket's memory: gradients and flags, (bucket.numel + bucket.num_flags,)."""
+        if self._flat is None:
+            self.renew()
+            assert self._flat is not None
+        return self._flat
 
     @property
     def references(self) -> int:
         """The number of tensors outside of this object that lie in its memory, such as parameters' gradients."""
-        return torch._C._storage_Use_Count(self._storage._cdata) - self._own_references
+        return self._references - self._own_references
 
-    def renew(self) -> None:
-        """Allocates new memory, of zeros, and leaves the old memory to the tensors that refer to it."""
-        self._allocate()
+    @property
+    def _references(self) -> int:
+        return torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata)
 
     @property
     def values(self) -> Tensor:
@@ -80,6 +97,8 @@ class FlatGradients:
 
         None if the plan cut the parameter, or if the elements lie here in another order than in the parameter's memory.
         """
+        if self._flat is None:
+            self.renew()
         return self._views.get(name)
 
     def begin(self, factor: float = 1.0) -> None:
@@ -116,7 +135,7 @@ class FlatGradients:
         """
         if used:
             self._loaded.add(name)
-        view = self._views.get(name)
+        view = self.view(name)
         if gradient is None:
             for _, part in self._parts[name]:
                 part.zero_()
@@ -255,6 +274,11 @@ class RowGradients:
 
     def clear(self) -> None:
         """Does nothing: tables hold only gradients that were loaded."""
+
+    def release(self) -> None:
+        """Drops the gradients that were loaded, and the rows of the sums."""
+        self._brought.clear()
+        self._result = {}
 
     def load(self, name: str, gradient: Tensor | None, *, used: bool = True) -> None:
         if gradient is not None:
