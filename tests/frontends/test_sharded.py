@@ -7,6 +7,7 @@ import gc
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradsync
 from gradsync import Plan
+from gradsync.comm import distributed
 from gradsync.compressors import BlockInt, ErrorFeedback, TopK
 from gradsync.frontends import fsdp_internals
 from gradsync.frontends.fsdp_internals import ParameterGroup, groups_of
@@ -679,6 +681,31 @@ def test_all_shards_of_what_one_replica_used_get_gradients(world: World) -> None
     """Otherwise ranks would sum the norms of more gradients than others do."""
     found = world(4).run(used_by_one_replica)
     assert len(set(found)) == 1
+
+
+def measurements() -> int:
+    """Attaches, and returns how often this rank measured links."""
+    with patch.object(distributed, "measured_link", wraps=distributed.measured_link) as measured:
+        gradsync.attach(sharded(meshes()), timeout=TIMEOUT_S)
+    return measured.call_count
+
+
+def test_only_the_links_between_replicas_are_measured(world: World) -> None:
+    assert world(4).run(measurements) == [1] * 4
+
+
+def fails_at_the_end_of_a_step() -> str:
+    net = sharded(meshes())
+    gradsync.attach(net, plan=by_one_bucket(FEEDBACK), timeout=TIMEOUT_S)
+    train(net, steps=2)
+    error = ValueError("there is no sum")
+    with patch.object(ShardRanks, "summed", side_effect=error) if dist.get_rank() == 3 else nullcontext():
+        return message(lambda: train(net, steps=2))
+
+
+def test_an_error_at_the_end_of_a_step_names_this_step(world: World) -> None:
+    found = world(4).run(fails_at_the_end_of_a_step)
+    assert "the end of the step in all shards, step 2" in found[2] and "there is no sum" in found[2]
 
 
 def message(attach: Callable[[], Any]) -> str:

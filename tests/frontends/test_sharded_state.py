@@ -563,6 +563,28 @@ def test_what_one_rank_cannot_do_while_it_loads_is_an_error_on_all_and_training_
         assert goes_on
 
 
+def gathered_without_memory(is_sharded: bool) -> tuple[str, int, bool]:
+    """Gathers while rank 0 has no memory, and again; returns the error, the number of parts, and whether it trains."""
+    net, handle = attached((2, 2), GATHERED) if is_sharded else (plain := Net(), gradsync.attach(plain, timeout=20))
+    with patch.object(checkpoint, "to_bytes", side_effect=MemoryError) if dist.get_rank() == 0 else nullcontext():
+        said = ""
+        try:
+            handle.checkpoint(gather=True).state_dict()
+        except (MemoryError, RuntimeError) as error:
+            said = f"{type(error).__name__}: {error}"
+    parts = handle.checkpoint(gather=True).state_dict()
+    net(torch.ones(4, 6)).sum().backward()
+    return said, len(parts), all(p.grad is not None for p in net.parameters())
+
+
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_what_one_rank_cannot_gather_is_an_error_on_all_and_training_goes_on(world: World, is_sharded: bool) -> None:
+    for rank, (said, parts, trains) in enumerate(world(4).run(gathered_without_memory, is_sharded)):
+        there = "MemoryError: " if rank == 0 else "RuntimeError: gathering of state: rank 0 could not: MemoryError"
+        assert said.startswith(there)
+        assert parts == 4 and trains
+
+
 def between_kinds() -> tuple[str, str]:
     """Loads state of a model in shards into one that is in none, and the other way round."""
     net, handle = attached((2, 2), GATHERED)

@@ -23,6 +23,7 @@ def torch_group(
     placement: Placement | None = None,
     what: str = "a group of gradsync",
     on_calling_thread: bool = False,
+    measures: bool = True,
 ) -> TorchGroup:
     """Returns a group with the members of a process group, for tensors on `device`.
 
@@ -36,6 +37,7 @@ def torch_group(
         what: what the members come together for, the same on all members, for error messages.
         on_calling_thread: whether only the thread that calls issues operations, see `TorchGroup`; the same on all
             members.
+        measures: whether to measure the links now, by up to 5 MiB of each member; the same on all members.
 
     Raises:
         ValueError: if the process group has no backend for the device.
@@ -50,4 +52,5 @@ def torch_group(
         placement=placement,
         what=what,
         on_calling_thread=on_calling_thread,
+        measures=measures,
     )

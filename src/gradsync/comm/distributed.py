@@ -56,6 +56,7 @@ class TorchGroup(Group):
         places: the members' indices in `parent`.
         on_calling_thread: whether only the thread that calls issues operations; where these run on streams, then on
             the process group itself, with the user's own.
+        measures: whether to measure the links now; the same on all members.
 
     Raises:
         GroupError: where another member does not come in time, came for something else, died or stopped.
@@ -72,8 +73,9 @@ class TorchGroup(Group):
         parent: TorchGroup | None = None,
         places: tuple[int, ...] | None = None,
         on_calling_thread: bool = False,
+        measures: bool = True,
     ) -> None:
-        self.on_calling_thread = on_calling_thread
+        self.on_calling_thread, self._measures = on_calling_thread, measures
         everyone = tuple(dist.get_process_group_ranks(process_group)) if parent is None else parent.members
         self.members = everyone if places is None else tuple(everyone[place] for place in places)
         self.rank = self.members.index(dist.get_rank())
@@ -133,11 +135,13 @@ class TorchGroup(Group):
         return self._device
 
     def _measure_links(self, all_to_all: Callable[[int], Exchange], timeout_s: float) -> None:
-        """Measures latency and rate of the links, unless the rate was given; see `measured_link`. Collective.
+        """Measures latency and rate of the links if asked to, unless the rate was given: `measured_link`. Collective.
 
         Makes the groups within and across nodes now, as plans need the measurements of their links, and must be the
         same on all ranks: all ranks take the slowest one's figures.
         """
+        if not self._measures:
+            return
         if self.bytes_per_s is None and self.size > 1:
             self.alpha_s, self.stage_s, self.bytes_per_s = measured_link(self, all_to_all, timeout_s)
         if not self.placement.is_hierarchy:
@@ -170,7 +174,12 @@ class TorchGroup(Group):
 
     def _make_subgroup(self, places: tuple[int, ...]) -> TorchGroup:
         return type(self)(
-            self._process_group, timeout_s=self._timeout_s, device=self._device, parent=self, places=places
+            self._process_group,
+            timeout_s=self._timeout_s,
+            device=self._device,
+            parent=self,
+            places=places,
+            measures=self._measures,
         )
 
     def all_reduce(self, buffer: Tensor) -> Pending[Tensor]:

@@ -39,13 +39,15 @@ class GlooGroup(TorchGroup):
         timeout_s: seconds to wait for the other members, and that making each communicator may take; operations have
             their own timeout.
         device: the device of the tensors that the members will exchange; None: the CPU.
-        bytes_per_s: the rate of a member's link in each direction; None: it is measured now, by sending 5 MiB.
+        bytes_per_s: the rate of a member's link in each direction; None: it is measured now, by sending 5 MiB, if
+            `measures`.
         placement: the node of each member; None: the members find it out together.
         what: what the members come together for, the same on all members, for error messages.
         parent: the group that this one is a subgroup of.
         places: the members' indices in `parent`.
         on_calling_thread: whether only the thread that calls issues operations. The communicators are the group's own
             all the same, as gloo's do not wait for each other.
+        measures: whether to measure the links now.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class GlooGroup(TorchGroup):
         parent: TorchGroup | None = None,
         places: tuple[int, ...] | None = None,
         on_calling_thread: bool = False,
+        measures: bool = True,
     ) -> None:
         self.bytes_per_s = self._given_bytes_per_s = bytes_per_s
         super().__init__(
@@ -71,6 +74,7 @@ class GlooGroup(TorchGroup):
             parent=parent,
             places=places,
             on_calling_thread=on_calling_thread,
+            measures=measures,
         )
 
     def _open(self, process_group: dist.ProcessGroup | None, timeout_s: float) -> None:
@@ -88,6 +92,7 @@ class GlooGroup(TorchGroup):
             bytes_per_s=self._given_bytes_per_s,
             parent=self,
             places=places,
+            measures=self._measures,
         )
 
     def all_reduce(self, buffer: Tensor) -> Pending[Tensor]:

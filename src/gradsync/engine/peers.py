@@ -79,15 +79,17 @@ class Peers:
         self.thread.stop()
         self.group.close()
 
-    def call(self, what: str, function: Callable[[Group], Any]) -> Any:
+    def call(self, what: str, function: Callable[[Group], Any], *, step: int | None = None) -> Any:
         """Returns `function(group)`, called while no other thread uses the group; `what` names the operation in errors.
+
+        `step`: the number of the training step that errors name; None: the present one's.
 
         Raises:
             GroupError: when another rank died, stopped answering or failed, naming `what` and the step.
             RuntimeError: if synchronisation has stopped or was closed before.
         """
         self.require_working()
-        place = f"{what}, step {self._step()}"
+        place = f"{what}, step {self._step() if step is None else step}"
         try:
             with self.turn, waiting_at(lambda: place):
                 return function(self.group)

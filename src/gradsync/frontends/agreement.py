@@ -172,6 +172,8 @@ def group_of(
     what: str,
     device: torch.device,
     communicator: Communicator = "own",
+    *,
+    measures: bool = True,
 ) -> Group:
     """Makes a communicator over the ranks of `process_group` (None: all), which all call this for `what`.
 
@@ -180,6 +182,7 @@ def group_of(
         what: the purpose, for error messages.
         device: of the tensors that the ranks will exchange.
         communicator: as in `gradsync.attach`.
+        measures: as in `torch_group`.
 
     Raises:
         ValueError: if the process group has no backend for the device.
@@ -199,7 +202,9 @@ def group_of(
     shared = communicator == "shared"
     if shared:  # ranks that come with another one are told so before they issue anything
         what = f"{what} with communicator='shared'"
-    return torch_group(process_group, timeout_s=timeout_s, device=device, what=what, on_calling_thread=shared)
+    return torch_group(
+        process_group, timeout_s=timeout_s, device=device, what=what, on_calling_thread=shared, measures=measures
+    )
 
 
 def forget(modules: Iterable[nn.Module], parameters: Iterable[Tensor]) -> None:

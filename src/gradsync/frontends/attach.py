@@ -234,7 +234,11 @@ class Attachment:
 
     @contextmanager
     def _met(self, what: str) -> Iterator[Ranks]:
-        """Lets all ranks come together for the purpose `what`, and yields them for the `with` block."""
+        """Lets all ranks come together for the purpose `what`, and yields them for the `with` block.
+
+        What is under way, such as an average, ends first, so that ranks come between two steps.
+        """
+        self.wait()
         sharded, engine = self._switch.present.sharded, self._engine
         with engine.at_barrier(what) if sharded is None else sharded.met(what) as ranks:
             yield engine.peers if ranks is None else ranks
@@ -242,9 +246,8 @@ class Attachment:
     @torch.inference_mode(False)  # tensors made here take part in training
     def _load(self, find: Find, *, strict: bool = True, what: str = LOADING) -> None:
         """Loads the state that `find` returns, after a barrier at which all ranks must give the same purpose `what`."""
-        self.wait()
-        engine, averaging = self._engine, self._averaging
         with self._met(what) as ranks:
+            engine, averaging = self._engine, self._averaging
             found = find(ranks)
             state = check_saved(engine, found, None if averaging is None else averaging.specs, strict=strict)
             groups = None if self._regrouping is None else self._regrouping.saved(state)

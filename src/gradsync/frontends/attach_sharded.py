@@ -148,7 +148,9 @@ def _replica_of(attached: Attached, sharding: Sharding, undo: ExitStack) -> Grou
     if sharding.mesh.shard_group is None:
         return LocalGroup.world(1)[0]
     device = device_of(attached.model)
-    group = group_of(sharding.mesh.shard_group, attached.timeout_s, SHARDED, device, _communicator(device))
+    group = group_of(
+        sharding.mesh.shard_group, attached.timeout_s, SHARDED, device, _communicator(device), measures=False
+    )
     undo.callback(group.close)
     return group
 
@@ -169,7 +171,7 @@ class _Meeting:
         self._timeout_s, device = attached.timeout_s, device_of(attached.model)
         self._groups: list[Group] = []
         for process_group in _ranks_of(attached.model, replicate_group):
-            self._groups.append(group_of(process_group, self._timeout_s, SHARDED, device))
+            self._groups.append(group_of(process_group, self._timeout_s, SHARDED, device, measures=False))
             opened.callback(self._groups[-1].close)
 
     def attempt(self, make: Callable[[], T]) -> T:

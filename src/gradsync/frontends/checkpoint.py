@@ -72,7 +72,7 @@ class Source:
         engine: returns the engine that synchronises the model.
         sharded: returns the hooks of a model in shards, or None.
         state_dict: returns this rank's state.
-        met: lets all ranks come together for the purpose that it is given, for a `with` block.
+        met: lets all ranks come together between two steps for the purpose that it is given, for a `with` block.
         load: loads state on all ranks.
     """
 
@@ -115,23 +115,24 @@ class Checkpoint:
         bytes, (nbytes,) uint8, and the call is collective.
 
         Raises:
-            RuntimeError: after `detach`, and with `gather` inside a step.
+            RuntimeError: after `detach`, and with `gather` inside a step and where another rank has no state to save.
             ValueError: without `gather`, for more ranks than a checkpoint has entries for.
             GroupError: with `gather`, on all ranks, if only some gather.
         """
-        saved = self._source.state_dict()  # waits for averages under way: the barrier is between two steps
-        mine = to_bytes(saved)
         if self._gather:
             with self._source.met(GATHERING) as ranks:
+                mine = _on_all(ranks, lambda: to_bytes(self._source.state_dict()), GATHERING)
                 parts = ranks.gather(GATHERING, mine)
             return {_entry(r): torch.frombuffer(bytearray(part), dtype=torch.uint8) for r, part in enumerate(parts)}
+        saved = self._source.state_dict()
         rank, size = place_of(saved)
         if size > MOST_RANKS:
             raise ValueError(
                 f"a checkpoint has entries for {MOST_RANKS} ranks, there are {size}: save each rank's state_dict(), "
                 "and load what gradsync.state.redistribute makes of them"
             )
-        return {_entry(r): RankBytes(mine) if r == rank else None for r in range(rank, MOST_RANKS, size)}
+        mine = RankBytes(to_bytes(saved))
+        return {_entry(r): mine if r == rank else None for r in range(rank, MOST_RANKS, size)}
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Loads what `state_dict` returned on these ranks, or on another number of ranks; call it on all ranks.
@@ -255,14 +256,17 @@ class Checkpoint:
         return {**self._source.state_dict(), "step": step, "state": state, "per_rank": True}
 
 
-def _on_all(ranks: Ranks, make: Callable[[], T]) -> T:
-    """Returns `make()`, which must not be collective, if it succeeds on all ranks; else all raise. Collective."""
+def _on_all(ranks: Ranks, make: Callable[[], T], what: str = LOADING) -> T:
+    """Returns `make()`, which must not be collective, if it succeeds on all ranks; else all raise. Collective.
+
+    `what` names the operation in the errors of the other ranks.
+    """
     problem: Exception | None = None
     try:
         made = make()
     except Exception as error:  # told to all, then raised
         problem = error
-    ranks.agree(LOADING, problem)
+    ranks.agree(what, problem)
     return made
 
 

@@ -53,7 +53,7 @@ class ShardRanks:
         self._replica.fail(why)
 
     def summed(self, flags: Tensor) -> Tensor:
-        """Returns flags of a step, (numbers,), summed over the ranks of this rank's replica. Collective.
+        """Returns flags of the step that has just ended, (numbers,), summed over this rank's replica. Collective.
 
         The host does not wait for a device.
 
@@ -66,7 +66,7 @@ class ShardRanks:
 
         if self._replica.size == 1:
             return flags
-        found: Tensor = self._replica.call("the end of the step before, in all shards", total)
+        found: Tensor = self._replica.call("the end of the step in all shards", total, step=self._engine.step - 1)
         return found
 
     @property
