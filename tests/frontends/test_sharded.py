@@ -749,8 +749,8 @@ def wrong(kind: str) -> str:
         settings = {"plan": AveragingPlanner()}
     elif kind == "process group":
         settings = {"process_group": group}
-    elif kind == "scaler":
-        settings = {"grad_scaler": torch.amp.GradScaler("cpu")}
+    elif kind == "scaler on one rank":
+        settings = {"grad_scaler": torch.amp.GradScaler("cpu") if odd else None}
     elif kind == "freezing":
         settings = {"plan": by_one_bucket(CoarseGrained(ratio=0.3, chunk=4, freeze=True))}
     elif kind == "plan fails on one rank":
@@ -798,7 +798,7 @@ REFUSALS = {
     "auto with freezing": "leave freeze=False",
     "parameters": "a plan that averages parameters is not supported",
     "process group": "process_group is not for a model in shards",
-    "scaler": "grad_scaler is not supported yet",
+    "scaler on one rank": "the ranks differ: 2 replicas of 2 shards",
     "freezing": "leave freeze=False",
     "plan fails on one rank": "there is no plan",
     "settings differ": "the settings of attach differ between the ranks",

@@ -65,10 +65,6 @@ PROCESS_GROUP = (
     "process_group is not for a model in shards, whose ranks its mesh names: leave it out, or give replicate_group"
 )
 NO_PARAMETERS = "a plan that averages parameters is not supported for a model in shards: give a plan of gradients"
-NO_SCALER = (
-    "grad_scaler is not supported yet for a model in shards, as residuals of all shards must follow it together: leave "
-    "it out (exact plans need none)"
-)
 
 
 @dataclass(frozen=True)
@@ -269,8 +265,6 @@ def _why_not_arguments(attached: Attached, plan: Plan | Planner | AveragingPlann
             return FREEZES
     if attached.process_group is not None:
         return PROCESS_GROUP
-    if given.grad_scaler is not None:
-        return NO_SCALER
     if given.static_graph or not given.find_unused_parameters:
         return "static_graph and find_unused_parameters have no meaning for a model in shards: leave them out"
     return ""
@@ -364,6 +358,8 @@ def _installed(
     ):
         if why := why_not_plan(engine.plan):
             raise ValueError(why)
+        if given.grad_scaler is not None:  # whose scale is the same on all ranks: torch tells shards of an overflow
+            engine.follow_loss_scale(given.grad_scaler)
         if given.init_sync:
             _level(model, attached.exclude, sharding, engine)
         for group in sharding.groups:

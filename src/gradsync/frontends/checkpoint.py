@@ -199,14 +199,18 @@ class Checkpoint:
             return parts
 
         parts = _on_all(ranks, read)
-        mine = [[*place_of(part), _shards_of(part), repr(part.get("step"))] for part in parts.values()]
+        mine = [
+            [*place_of(part), _shards_of(part), repr(part.get("step")), part.get("loss_scale")]
+            for part in parts.values()
+        ]
         told = [each for theirs in ranks.tell(LOADING, mine) for each in theirs]
-        world = _world_of([(rank, of) for rank, of, _, _ in told])
+        world = _world_of([(rank, of) for rank, of, *_ in told])
         sharded = self._source.sharded()
         if sharded is not None:
-            shards, step = _shards_and_step([(count, step) for _, _, count, step in told])
+            shards, step = _shards_and_step([(count, step) for _, _, count, step, _ in told])
             if shards != sharded.shard.count:
-                return self._of_other_shards(ranks, list(parts.values()), step)
+                scale = _scale_of([scale for *_, scale in told])
+                return self._of_other_shards(ranks, list(parts.values()), step, scale)
         if world == ranks.size:
             return parts[ranks.rank]
         return self._of_other_ranks(ranks, list(parts.values()))
@@ -245,15 +249,18 @@ class Checkpoint:
 
         return _on_all(ranks, taken_over)
 
-    def _of_other_shards(self, ranks: Ranks, parts: Sequence[Mapping[str, Any]], step: int) -> Mapping[str, Any]:
+    def _of_other_shards(
+        self, ranks: Ranks, parts: Sequence[Mapping[str, Any]], step: int, scale: float | None
+    ) -> Mapping[str, Any]:
         """Returns the state for this rank's shard, of the parts of other shards that its replica has read.
 
-        Any replica may have read any part: the sum over replicas, which counts, stays.
+        Any replica may have read any part: the sum over replicas, which counts, stays. `step` and `scale`, the loss
+        scale in whose units state is, are those of the checkpoint.
         """
         sharded = self._source.sharded()
         assert sharded is not None and isinstance(ranks, ShardRanks)
         state = ranks.taken_over(LOADING, parts, sharded.shard)
-        return {**self._source.state_dict(), "step": step, "state": state, "per_rank": True}
+        return {**self._source.state_dict(), "step": step, "state": state, "loss_scale": scale, "per_rank": True}
 
 
 def _on_all(ranks: Ranks, make: Callable[[], T], what: str = LOADING) -> T:
@@ -284,6 +291,20 @@ def _shards_and_step(told: Sequence[tuple[int, str]]) -> tuple[int, int]:
             f"{LOADING}: expected the parts of one checkpoint, got parts of step {step}, of models of {found} shards"
         )
     return int(next(iter(shards))), int(step)
+
+
+def _scale_of(told: Sequence[float | None]) -> float | None:
+    """Returns the loss scale in whose units all state is, given that of each part; None in parts without state.
+
+    Raises:
+        ValueError: for parts with several loss scales.
+    """
+    found = {repr(scale): scale for scale in told if scale is not None}
+    if len(found) > 1:
+        raise ValueError(
+            f"{LOADING}: expected the parts of one checkpoint, got state at the loss scales {', '.join(sorted(found))}"
+        )
+    return next(iter(found.values()), None)
 
 
 def _entry(rank: int) -> str:
