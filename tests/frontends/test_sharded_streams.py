@@ -71,7 +71,7 @@ def fsdp_on(model: StreamModel) -> Iterator[None]:
             ("current_stream", lambda *unused: FsdpStream(model, model.current)),
             ("stream", lambda stream: model.on(stream.name)),
         ):
-            within.enter_context(patch.object(torch.cpu, name, value))
+            within.enter_context(patch.object(torch.cpu, name, value, create=True))
         for module in (frontend, shard_ranks):
             within.enter_context(patch.object(module, "streams_of", streams.streams_of))
         yield
