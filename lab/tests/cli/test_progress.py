@@ -1,0 +1,43 @@
+"""The bar of a benchmark advances with events, and says when workloads fetch data."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from gradsync_lab.bench.launch import START_OVER
+from gradsync_lab.bench.rank import DISTURBED, TOLD
+from gradsync_lab.cli.progress import event_bar
+from tests.terminals import terminal_as_stderr
+
+WORKLOADS = logging.getLogger("gradsync_lab.workloads")
+
+
+def test_a_bar_advances_with_events_and_starts_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = terminal_as_stderr(monkeypatch)
+    with event_bar("deepfm", 3, "first") as on_event:
+        on_event({"method": "ddp", "seconds": 0.25, "none": None})
+        assert "1/3" in seen.getvalue() and "ddp 0.2500" in seen.getvalue()
+        on_event({"kind": TOLD, "text": "fetching flights"})
+        assert "fetching flights" in seen.getvalue() and "2/3" not in seen.getvalue()
+        on_event({"kind": "turn"})
+        on_event({"kind": DISTURBED, "turns": 1})
+        assert seen.getvalue().rpartition("measuring again")[0].rpartition("2/3")[2].count("1/3") == 1
+        on_event({"kind": START_OVER})
+        assert "a rank crashed" in seen.getvalue() and "0/3" in seen.getvalue()
+
+
+def test_what_workloads_fetch_is_said_on_a_terminal_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fetch() -> None:
+        with event_bar("deepfm", 3):
+            logging.getLogger("gradsync_lab.workloads.data").info("fetching %s", "flights")
+
+    fetch()
+    assert capsys.readouterr() == ("", "deepfm\n")
+    seen = terminal_as_stderr(monkeypatch)
+    fetch()
+    assert "fetching flights" in seen.getvalue()
+    assert not WORKLOADS.handlers and WORKLOADS.level == logging.NOTSET
