@@ -21,7 +21,8 @@ HEAD = """# Command line
 | status | meaning |
 |---|---|
 | 0 | the command did what it was asked |
-| 1 | it ended with a fault: `doctor` found one, a bound of `bench --require` does not hold, your script raised |
+| 1 | it ended with a fault: the run failed, your script raised, `doctor` found a fault, or an aim was missed \
+(`bench --require`, `faults`, `fuzz`, `soak`, `lab check`) |
 | 2 | an argument or a file is wrong; the message says which, and what was expected |
 | another | that of your own script, or in `lab run` of the rank that failed first ([lab](../how-to/lab.md)) |
 

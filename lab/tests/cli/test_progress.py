@@ -8,6 +8,7 @@ import pytest
 
 from gradsync_lab.bench.launch import START_OVER
 from gradsync_lab.bench.rank import DISTURBED, TOLD
+from gradsync_lab.cli import workloads
 from gradsync_lab.cli.progress import event_bar
 from tests.terminals import terminal_as_stderr
 
@@ -41,3 +42,13 @@ def test_what_workloads_fetch_is_said_on_a_terminal_alone(
     fetch()
     assert "fetching flights" in seen.getvalue()
     assert not WORKLOADS.handlers and WORKLOADS.level == logging.NOTSET
+
+
+@pytest.mark.parametrize(("rank", "said"), [("0", "measuring lstm\n"), ("1", "")])
+def test_rank_0_alone_says_what_is_measured(
+    rank: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(workloads, "measure_workload", lambda name, options, **settings: (name, options))
+    assert workloads.measured("lstm", ["dim=8"], steps=1, warmup=2, candidates=()) == ("lstm", {"dim": 8})
+    assert capsys.readouterr() == ("", said)

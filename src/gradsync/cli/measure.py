@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +15,6 @@ from ..tuning.kernels import CANDIDATES
 from ..tuning.measurement import Measurement
 from .console import beside, plain_errors, writable
 from .extensions import WORKLOADS, extension
-from .progress import phase
 from .results import Json, put, words
 from .script import NamedWorkload, Script, WorkloadOptions, run_as_main
 from .world import ranks_of_environment
@@ -45,8 +43,7 @@ def measure(
         candidates = (*CANDIDATES, *(lossy_of(name, ranks) for name in compressor or ()))
         if workload is not None:
             measured = extension(WORKLOADS, "measure", f"the workload {workload}")
-            with phase(f"measuring {workload}") if rank == 0 else nullcontext():
-                profile = measured(workload, option or (), steps=steps, warmup=warmup, candidates=candidates)
+            profile = measured(workload, option or (), steps=steps, warmup=warmup, candidates=candidates)
         else:
             measurement = Measurement(steps, warmup, candidates=candidates, ends_script=True)
             profile = _of_script(script or (), measurement, rank, json)
