@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from gradsync.cli import app, main
+from gradsync.cli import app
 from gradsync.cli.console import LiteralConsole, beside
 from gradsync.cli.progress import phase
 from tests.hostile import STEERING
@@ -86,17 +85,3 @@ def test_piped_output_has_no_codes(tmp_path: Path) -> None:
     )  # fmt: skip
     assert not STEERING.search(done.stdout + done.stderr)
     assert done.stderr.splitlines() == ["searching a plan for 3 parameters", "Plan: plan.json"]
-
-
-def test_what_modules_say_beside_warnings_is_not_printed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    root = logging.getLogger()
-    monkeypatch.setattr(root, "handlers", [])
-    monkeypatch.setattr("gradsync.cli.app", lambda: None)
-    main()
-    logger = logging.getLogger("gradsync.told")
-    logger.setLevel(logging.INFO)
-    logger.info("a word")
-    logger.warning("a warning")
-    assert capsys.readouterr().err == "WARNING: a warning\n"

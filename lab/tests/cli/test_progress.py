@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 
 import pytest
 
@@ -34,14 +35,18 @@ def test_what_workloads_fetch_is_said_on_a_terminal_alone(
 ) -> None:
     def fetch() -> None:
         with event_bar("deepfm", 3):
-            logging.getLogger("gradsync_lab.workloads.data").info("fetching %s", "flights")
+            data = logging.getLogger("gradsync_lab.workloads.data")
+            data.info("fetching %s", "flights")
+            data.warning("a warning")
 
+    shown = logging.StreamHandler(sys.stderr)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [shown])
     fetch()
-    assert capsys.readouterr() == ("", "deepfm\n")
+    assert capsys.readouterr() == ("", "deepfm\na warning\n")
     seen = terminal_as_stderr(monkeypatch)
     fetch()
     assert "fetching flights" in seen.getvalue()
-    assert not WORKLOADS.handlers and WORKLOADS.level == logging.NOTSET
+    assert not WORKLOADS.handlers and WORKLOADS.level == logging.NOTSET and WORKLOADS.propagate
 
 
 @pytest.mark.parametrize(("rank", "said"), [("0", "measuring lstm\n"), ("1", "")])

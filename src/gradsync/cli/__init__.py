@@ -128,7 +128,5 @@ def gradsync(
 
 def main() -> None:
     """Runs the `gradsync` command line, with warnings logged to stderr."""
-    warnings = logging.StreamHandler()
-    warnings.setLevel(logging.WARNING)  # also where a command listens to what modules say
-    logging.basicConfig(format="%(levelname)s: %(message)s", handlers=[warnings])
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     app()

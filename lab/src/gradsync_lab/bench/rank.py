@@ -72,21 +72,29 @@ def in_time(what: str, patience_s: float) -> Iterator[None]:
 
 @contextmanager
 def telling(tell: Callable[[str], None]) -> Iterator[None]:
-    """Calls `tell` inside the block with what workloads log, which fetch and prepare data for seconds or minutes."""
+    """Calls `tell` inside the block with what workloads log, which fetch and prepare data for seconds or minutes.
+
+    Their warnings are logged as ever.
+    """
+    log = logging.getLogger(workloads.__name__)
 
     class Telling(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            tell(record.getMessage())
+            if record.levelno < logging.WARNING:
+                tell(record.getMessage())
+            elif log.parent is not None:
+                log.parent.callHandlers(record)
 
-    log, handler = logging.getLogger(workloads.__name__), Telling(logging.INFO)
-    before = log.level
+    handler, before = Telling(), (log.level, log.propagate)
     log.setLevel(logging.INFO)
+    log.propagate = False
     log.addHandler(handler)
     try:
         yield
     finally:
         log.removeHandler(handler)
-        log.setLevel(before)
+        log.setLevel(before[0])
+        log.propagate = before[1]
 
 
 def event(**data: Any) -> None:
