@@ -21,9 +21,17 @@ HEAD = """# Command line
 | status | meaning |
 |---|---|
 | 0 | the command did what it was asked |
-| 1 | it ended with a fault: `doctor` found one, a bound of `bench --require` does not hold, your script raised |
+| 1 | it ended with a fault: the run failed, your script raised, `doctor` found a fault, or an aim was missed \
+(`bench --require`, `faults`, `fuzz`, `soak`, `lab check`) |
 | 2 | an argument or a file is wrong; the message says which, and what was expected |
 | another | that of your own script, or in `lab run` of the rank that failed first ([lab](../how-to/lab.md)) |
+
+`--json` means the same wherever it stands. `--json FILE` writes the command's result to a file; `--json -` prints it to
+stdout and nothing else, while tables and words go to stderr. The status is the same as without it. What `faults`,
+`fuzz` and `soak` give is their verdict with its counts; the cases themselves are in the file of `--record`.
+
+What takes more than some seconds shows its phase and the time on stderr where that is a terminal, and elsewhere one
+line when a phase begins.
 """
 
 

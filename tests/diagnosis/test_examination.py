@@ -49,8 +49,8 @@ def finding(about: str) -> Finding:
 
 @pytest.mark.timeout(180)
 def test_a_sound_installation_trains_and_passes() -> None:
-    done = CliRunner().invoke(app, ["doctor", "--json"])
-    report = json.loads(done.output)
+    done = CliRunner().invoke(app, ["doctor", "--json", "-"])
+    report = json.loads(done.stdout)
     assert done.exit_code == 0 and {found["verdict"] for found in report["findings"]} == {"ok"}, done.output
     assert "trained by gradsync and by DDP on cpu over gloo, to the same bits" in report["findings"][-1]["text"]
     installed = version("torch")  # which may lack the build, as in 2.13.0+cu130

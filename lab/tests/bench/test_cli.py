@@ -125,4 +125,5 @@ def test_a_bound_that_does_not_hold_ends_with_code_1(
     said = "does not hold: gradsync" if code else "holds: gradsync"
     assert said in unboxed(done.output)
     if json_to == "-":
-        assert json.loads(done.stdout)[0]["subject"] == "gradsync"
+        assert json.loads(done.stdout)[0]["subject"] == "gradsync" and said in unboxed(done.stderr)
+        assert "subject / baseline" in unboxed(done.stderr)

@@ -51,6 +51,14 @@ if os.environ["RANK"] == "0":
 sys.exit("the cause")
 """
 
+FETCHES = """
+import logging
+from gradsync_lab.bench.rank import run_rank
+def measure(spec):
+    logging.getLogger("gradsync_lab.workloads.data").info("fetching %s", "a data set")
+run_rank(measure)
+"""
+
 LEAVES_ITS_PID = """
 import os, time
 from pathlib import Path
@@ -101,6 +109,10 @@ def test_results_come_back_by_rank_and_events_from_rank_0(ranks: Any) -> None:
     results, events = ranks(REPORTS)
     assert results == [["x", "0", "2"], ["x", "1", "2"]]
     assert events == [{"rank": "0"}]
+
+
+def test_what_workloads_of_rank_0_say_comes_as_an_event(ranks: Any) -> None:
+    assert ranks(FETCHES)[1] == [{"kind": rank.TOLD, "text": "fetching a data set"}]
 
 
 def test_a_rank_that_waits_for_a_failed_one_is_ended(

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from gradsync.cli import app
 from gradsync.cli.console import LiteralConsole, beside, console, printable
+from gradsync_lab.bench.rank import TOLD
 from gradsync_lab.cli import bench, demo, lab
 from gradsync_lab.cli.progress import event_bar
 from gradsync_lab.cluster import LabUnavailableError
@@ -28,6 +29,7 @@ from gradsync_lab.report.record import Record, TrainingRun, load_records, save_r
 from gradsync_lab.report.tables import judgements, records_table, training_table
 from gradsync_lab.report.trace import write_trace
 from tests.hostile import FRAGMENTS, NAMES, SAMPLES, STEERING, elements, squeezed
+from tests.terminals import terminal_as_stderr
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 TABLES: dict[str, tuple[str, Callable[..., Any]]] = {
@@ -218,12 +220,13 @@ def test_records_of_others_are_refused_by_their_names(name: str, tmp_path: Path)
 
 @ids
 def test_bars_show_titles_and_events_as_they_are(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = io.StringIO()
-    monkeypatch.setattr(beside, "_file", seen)
+    seen = terminal_as_stderr(monkeypatch)
     with event_bar(name, 2, name) as on_event:
         on_event({"method": name})
-    start, text = re.split(STEERING, name)[0], squeezed(seen.getvalue())  # a bar may have no room for all of a name
-    assert text.count(squeezed(start)) >= 2 and not STEERING.search(seen.getvalue())
+        on_event({"kind": TOLD, "text": name})
+    written = re.sub(r"\x1b\[(\?25[lh]|\d*[AKm]|\d\S{0,8}?m)|\r", "", seen.getvalue())  # rich's own codes
+    start, text = re.split(STEERING, name)[0], squeezed(written)  # a bar may have no room for all of a name
+    assert text.count(squeezed(start)) >= 2 and not STEERING.search(written), repr(written)
 
 
 @ids

@@ -18,6 +18,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from gradsync.characterization.plots import COLOURS
 from gradsync.cli import app
 from gradsync_lab.report.page import (
     figures,
@@ -27,6 +28,7 @@ from gradsync_lab.report.page import (
     write_page,
     write_records_page,
 )
+from gradsync_lab.report.plots import BACKWARD, EXPOSED
 from gradsync_lab.report.record import (
     BucketRow,
     MethodRun,
@@ -38,7 +40,14 @@ from gradsync_lab.report.record import (
     load_records,
     save_records,
 )
-from gradsync_lab.report.tables import judgements, records_table, training_rows, training_table
+from gradsync_lab.report.tables import (
+    RECORD_COLUMNS,
+    judgements,
+    records_cells,
+    records_table,
+    training_rows,
+    training_table,
+)
 from gradsync_lab.report.trace import lanes, trace_events, write_trace
 
 BROWSER = next(
@@ -52,6 +61,7 @@ FLAGS = (
 
 WIDTHS = (360, 768, 1280)  # a phone, a tablet, a desk
 LIGHT, DARK = 1, 0  # Chromium's numbers
+TOO_DARK = {f"rgb({int(c[1:3], 16)}, {int(c[3:5], 16)}, {int(c[5:], 16)})" for c in (COLOURS[0], BACKWARD, EXPOSED)}
 # Puts a page into a frame of each width, and notes how wide it is there, what is drawn, and its colours.
 MEASURE = """<!doctype html><meta charset="utf-8"><body><script>
 (async () => {
@@ -71,6 +81,7 @@ MEASURE = """<!doctype html><meta charset="utf-8"><body><script>
       plots: new Set(drawn.map(each => each.closest(".plotly-graph-div").id)).size,
       page: getComputedStyle(inside.body).backgroundColor,
       text: (inside.querySelector(".main-svg text") || inside.body).style.fill,
+      inks: [...inside.querySelectorAll(".main-svg path")].flatMap(each => [each.style.fill, each.style.stroke]),
     });
     frame.remove();
   }
@@ -403,6 +414,7 @@ def test_pages_fit_any_width_and_either_theme(tmp_path: Path, what: str, scheme:
         assert found["plots"] == (1 if what == "records" else len(figures(run)))
         dark = scheme == DARK
         assert (found["page"] == "rgb(255, 255, 255)") != dark and ("230" in found["text"]) == dark, found
+        assert found["inks"] and dark != any(ink in TOO_DARK for ink in found["inks"]), found["inks"]
 
 
 def test_the_page_says_what_a_step_takes_where_nothing_waits_for_exchanges(tmp_path: Path) -> None:
@@ -452,6 +464,23 @@ def test_the_command_writes_the_page_of_a_run_or_of_records(tmp_path: Path) -> N
     assert done.exit_code == 0 and "4 records of train" in text
     for cell in ("1.200 [1.100-1.300]", "failed: OSError", "train workload deepfm, link 10gbit"):
         assert f">{cell}</td>" in text
+
+
+def test_records_that_chose_a_line_of_ddp_are_in_the_table_not_in_the_plot(tmp_path: Path) -> None:
+    records = [record.model_copy(update={"aa": None}) for record in records_of_two_links()]
+    write_records_page(records, tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "in the table only" in text and ">ddp_1mb</td>" in text and ": ddp_1mb" not in text
+    write_records_page(records[2:3], tmp_path / "page.html")
+    assert ": ddp_1mb" in (tmp_path / "page.html").read_text(encoding="utf-8"), "alone they are drawn"
+
+
+def test_columns_without_figures_are_left_out() -> None:
+    record = training_run().records[0].model_copy(update={"bound_s": None, "predicted_s": None, "wire_bytes": None})
+    columns, rows = records_cells([record])
+    assert columns == [*RECORD_COLUMNS[:7]] and [len(row) for row in rows] == [7]
+    columns, _ = records_cells([record, record.model_copy(update={"bound_s": 0.1, "predicted_s": 0.2})])
+    assert columns == [*RECORD_COLUMNS[:7], "predicted, ms", "bound, ms", "subject / bound"]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -74,9 +75,17 @@ class Commands(TyperGroup):
         if name is None:
             return name, None, rest
         try:
-            return name, loaded(name), rest
+            with _loading(name):
+                return name, loaded(name), rest
         except ImportError as error:
             ctx.fail(str(error))
+
+
+def _loading(name: str) -> AbstractContextManager[Any]:
+    """Returns a context that shows, on a terminal, that the command's module and torch are imported."""
+    from .progress import is_terminal, phase
+
+    return phase(f"loading gradsync {name}") if is_terminal() else nullcontext()
 
 
 def loaded(name: str) -> Any:

@@ -13,8 +13,10 @@ from ..characterization.footprint import DEFAULT_SAMPLE
 from ..characterization.recording import Recorder, await_recording, discard_recording, load_recording, save_recording
 from ..characterization.views import sparsity_table, summary, views, write_sparsity_page
 from ..engine.step_listener import recording
-from .console import WIDE, beside, console, folder, plain_errors, writable
+from .console import WIDE, beside, folder, plain_errors, writable
 from .extensions import WORKLOADS, extension
+from .progress import phase
+from .results import Json, put, words
 from .script import NamedWorkload, Script, WorkloadOptions, run_as_main
 from .world import ranks_of_environment
 
@@ -42,9 +44,7 @@ def characterize(
     out: Annotated[
         Path, typer.Option(callback=folder, help="Folder for a script's recording, one file per rank.")
     ] = Path("recorded"),
-    json: Annotated[
-        str | None, typer.Option("--json", callback=writable, help="JSON file for all figures; - prints them.")
-    ] = None,
+    json: Json = None,
     plot: Annotated[Path | None, typer.Option(callback=writable, help="HTML file for plots.")] = None,
 ) -> None:
     """Show how sparse gradients are, how much ranks overlap, how their sum fills up, and how skewed it is."""
@@ -61,37 +61,36 @@ def characterize(
         else:
             if script:
                 kept = DEFAULT_SAMPLE if sample is None else sample or None
-                if not _record(script, Recorder(steps, kept, every=every), out):
+                if not _record(script, Recorder(steps, kept, every=every), out, json):
                     return
             footprints = load_recording(recorded or out)
-        found = characterize_footprints(footprints, partitions=partitions)
+        with phase("counting non-zeros"):
+            found = characterize_footprints(footprints, partitions=partitions)
         _show(found, json, plot)
 
 
-def _record(script: Sequence[str], recorder: Recorder, out: Path) -> bool:
+def _record(script: Sequence[str], recorder: Recorder, out: Path, json: str | None) -> bool:
     """Runs the script and writes indices of gradients' non-zeros to `out`; True on rank 0 only, once all ranks have."""
     rank, ranks = ranks_of_environment(joins=False)
     discard_recording(out, rank=rank, ranks=ranks)
     with recording(recorder):
-        run_as_main(script)
+        run_as_main(script, json)
     if not recorder.footprints:
         raise RuntimeError(f"{script[0]} showed no gradients: does it call gradsync.attach(model) and backward()?")
     save_recording(out, recorder.footprints, rank=rank, ranks=ranks)
     if rank == 0:
-        await_recording(out, ranks, OTHER_RANKS_TIMEOUT_S)
+        with phase("waiting for the recordings of all ranks"):
+            await_recording(out, ranks, OTHER_RANKS_TIMEOUT_S)
     return rank == 0
 
 
 def _show(found: Characterization, json: str | None, plot: Path | None) -> None:
-    if json == "-":
-        typer.echo(found.to_json())
-    else:
-        if views(found):
-            console.print(sparsity_table(found, compact=console.width < WIDE))
-        console.print(summary(found), highlight=False)
-    if json is not None and json != "-":
-        Path(json).write_text(found.to_json() + "\n", encoding="utf-8")
-        beside.print(f"Figures: {json}")
+    said = words(json)
+    if views(found):
+        said.print(sparsity_table(found, compact=said.width < WIDE))
+    said.print(summary(found), highlight=False)
+    put(json, found.to_json(), "Figures")
     if plot is not None:
-        write_sparsity_page(found, plot)
+        with phase("drawing the plots"):
+            write_sparsity_page(found, plot)
         beside.print(f"Plots: {plot}")

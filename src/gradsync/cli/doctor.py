@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from typing import Annotated
 
 import typer
 
 from ..diagnosis.examination import Report, examined
-from .console import console
+from .progress import phase
+from .results import Json, put, words
 
 
 def doctor(
     ranks: Annotated[bool, typer.Option(help="Train with two ranks on this machine; it takes some seconds.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    json: Json = None,
 ) -> None:
     """Check an installation: versions, devices, backends, kernels, and two ranks; exits with 1 for a fault."""
-    report = examined(ranks=ranks)
-    if as_json:
-        print(json.dumps(dataclasses.asdict(report), indent=2))
-    else:
-        for line in described(report):
-            console.print(line, highlight=False, soft_wrap=True)
+    with phase("examining the installation") as shown:
+        report = examined(ranks=ranks, tell=shown.say)
+    for line in described(report):
+        words(json).print(line, highlight=False, soft_wrap=True)
+    put(json, dataclasses.asdict(report))
     if any(finding.verdict == "fault" for finding in report.findings):
         raise typer.Exit(1)
 

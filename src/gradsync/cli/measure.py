@@ -13,8 +13,9 @@ from ..planner.default.named import lossy_of
 from ..plans.profile import Profile, describe_profile
 from ..tuning.kernels import CANDIDATES
 from ..tuning.measurement import Measurement
-from .console import beside, console, plain_errors, writable
+from .console import beside, plain_errors, writable
 from .extensions import WORKLOADS, extension
+from .results import Json, put, words
 from .script import NamedWorkload, Script, WorkloadOptions, run_as_main
 from .world import ranks_of_environment
 
@@ -30,6 +31,7 @@ def measure(
         typer.Option(help=f"A compressor to measure the kernels of; repeatable. {NAMES_IN_WORDS}."),
     ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="File that rank 0 writes.")] = Path("profile.json"),
+    json: Json = None,
 ) -> None:
     """Measure a job: when gradients are ready, what kernels and links cost, and how much overlap slows both."""
     if bool(script) == (workload is not None):
@@ -43,18 +45,22 @@ def measure(
             measured = extension(WORKLOADS, "measure", f"the workload {workload}")
             profile = measured(workload, option or (), steps=steps, warmup=warmup, candidates=candidates)
         else:
-            profile = _of_script(script or (), Measurement(steps, warmup, candidates=candidates, ends_script=True))
+            measurement = Measurement(steps, warmup, candidates=candidates, ends_script=True)
+            profile = _of_script(script or (), measurement, rank, json)
         if rank == 0:
             profile.save(out)
             for line in describe_profile(profile):
-                console.print(line, highlight=False, soft_wrap=True)
+                words(json).print(line, highlight=False, soft_wrap=True)
+            put(json, profile.to_json())
             beside.print(f"Profile: {out}")
 
 
-def _of_script(script: Sequence[str], measured: Measurement) -> Profile:
+def _of_script(script: Sequence[str], measured: Measurement, rank: int, json: str | None) -> Profile:
     """Runs the user's script on this rank until it has been measured, and returns the profile (the measurements)."""
+    if rank == 0:  # no spinner: the script has the terminal
+        beside.print(f"measuring {script[0]} for {measured.steps_needed} steps or more, and its links and kernels")
     with measured.active():
-        run_as_main(script)
+        run_as_main(script, json)
     if measured.profile is not None:
         return measured.profile
     if not measured.steps_taken:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -20,7 +19,9 @@ from ..planner.search.ways import Constraints, ways_of
 from ..plans.plan import Plan
 from ..plans.profile import Profile
 from ..schemes import LeafConstraints
-from .console import beside, console, plain_errors, writable
+from .console import beside, plain_errors, writable
+from .progress import phase
+from .results import Json, put, words
 
 Measured = Annotated[Path, typer.Option("--profile", help="Profile of the job, as `gradsync measure` writes it.")]
 OnCluster = Annotated[
@@ -56,7 +57,6 @@ Without = Annotated[
     typer.Option(help="A collective or device barred from compressed gradients (all_to_all, offload); repeatable."),
 ]
 FlatOnly = Annotated[bool, typer.Option(help="No stages inside nodes for compressed gradients.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print figures and reasons as JSON, in seconds and bytes.")]
 
 
 def plan(
@@ -72,7 +72,7 @@ def plan(
     without: Without = None,
     flat_only: FlatOnly = False,
     out: Annotated[Path, typer.Option("--out", "-o", callback=writable, help="File for the plan.")] = Path("plan.json"),
-    as_json: AsJson = False,
+    json: Json = None,
 ) -> None:
     """Find a plan for a measured job: which gradients to merge, which to compress, and how to exchange them."""
     with plain_errors():
@@ -80,15 +80,15 @@ def plan(
         job = _job(measured, cluster)
         leaves = _leaves(most_compressions, without, flat_only)
         constraints = _constraints(job, allow, exact, matrices_only, most_error, most_delay, most_delay_frozen, leaves)
-        found = searched(job, constraints)
-        found.plan.measured_on(measured.device).save(out)
-        reasons, gap = explained(found.plan, job, found.ways), found.certificate().gap
-    if as_json:
-        print(json.dumps({**as_data(reasons), "gap": gap}, indent=2))
-    else:
-        _print(describe(reasons))
-        model = "the search's model with halved latencies" if found.hiding else "the search's model"
-        console.print(f"By {model}, it takes at most {gap:.1%} longer than the best plan.", highlight=False)
+        with phase(f"searching a plan for {len(measured.parameters)} parameters", now="searching") as shown:
+            found = searched(job, constraints)
+            found.plan.measured_on(measured.device).save(out)
+            shown.say("comparing it with other plans")
+            reasons, gap = explained(found.plan, job, found.ways), found.certificate().gap
+    _print(describe(reasons), json)
+    model = "the search's model with halved latencies" if found.hiding else "the search's model"
+    words(json).print(f"By {model}, it takes at most {gap:.1%} longer than the best plan.", highlight=False)
+    put(json, {**as_data(reasons), "gap": gap})
     beside.print(f"Plan: {out}")
 
 
@@ -105,18 +105,18 @@ def explain(
     most_compressions: MostCompressions = None,
     without: Without = None,
     flat_only: FlatOnly = False,
-    as_json: AsJson = False,
+    json: Json = None,
 ) -> None:
     """Explain a plan: the best other schemes for each bucket, and whether plain DDP is as fast."""
     with plain_errors():
         job = _job(_profile(profile, cluster), cluster)
         leaves = _leaves(most_compressions, without, flat_only)
         constraints = _constraints(job, allow, exact, matrices_only, most_error, most_delay, most_delay_frozen, leaves)
-        reasons = explained(Plan.load(plan), job, ways_of(job, constraints))
-    if as_json:
-        print(json.dumps(as_data(reasons), indent=2))
-    else:
-        _print(describe(reasons))
+        found = Plan.load(plan)
+        with phase(f"comparing {plan} with other plans"):
+            reasons = explained(found, job, ways_of(job, constraints))
+    _print(describe(reasons), json)
+    put(json, as_data(reasons))
 
 
 def _profile(profile: Path, cluster: Path | None) -> Profile:
@@ -159,6 +159,6 @@ def _constraints(
     )
 
 
-def _print(lines: Iterable[str]) -> None:
+def _print(lines: Iterable[str], json: str | None) -> None:
     for line in lines:
-        console.print(line, highlight=False, soft_wrap=True)
+        words(json).print(line, highlight=False, soft_wrap=True)

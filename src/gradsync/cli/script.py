@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated
@@ -12,6 +13,7 @@ from typing import Annotated
 import typer
 
 from ..inputs.settings import shown
+from .results import PRINTED
 
 Script = Annotated[
     list[str] | None,
@@ -31,10 +33,11 @@ WorkloadOptions = Annotated[
 ]
 
 
-def run_as_main(script: Sequence[str]) -> None:
+def run_as_main(script: Sequence[str], json: str | None = None) -> None:
     """Runs the script as `python SCRIPT ARGUMENTS` does, with its `sys.argv` and `sys.path`, and restores both.
 
-    An exception of the script is shown as Python shows it, with the script's own traceback.
+    An exception of the script is shown as Python shows it, with the script's own traceback. What the script prints goes
+    to stderr where the command prints its result as JSON (`json` is "-").
 
     Raises:
         ValueError: if there is no such script.
@@ -50,7 +53,8 @@ def run_as_main(script: Sequence[str]) -> None:
     before = sys.argv, sys.path
     sys.argv, sys.path = list(script), [str(path.resolve().parent), *sys.path]
     try:
-        runpy.run_path(script[0], run_name="__main__")
+        with redirect_stdout(sys.stderr) if json == PRINTED else nullcontext():
+            runpy.run_path(script[0], run_name="__main__")
     except Exception as error:
         error.__traceback__ = _own_part(error.__traceback__)
         sys.excepthook(type(error), error, error.__traceback__)

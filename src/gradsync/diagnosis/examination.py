@@ -74,11 +74,14 @@ class Report:
     findings: list[Finding]
 
 
-def examined(*, ranks: bool) -> Report:
+def examined(*, ranks: bool, tell: Callable[[str], None] = lambda what: None) -> Report:
     """Examines this installation of gradsync and its machine, and returns the report.
 
-    `ranks`: whether to start two ranks that train a small model; it takes some seconds.
+    Args:
+        ranks: whether to start two ranks that train a small model; it takes some seconds.
+        tell: called with words for what is examined next, where that may take a while.
     """
+    tell("kernels")
     findings = [_torch_found(), _native_kernels()]
     try:
         cards = accelerators()
@@ -87,8 +90,10 @@ def examined(*, ranks: bool) -> Report:
         findings.append(Finding("fault", "accelerators", f"they cannot be listed: {type(error).__name__}: {error}"))
     findings += [_accelerator_missing()] if not cards and built_for() else []
     findings += [found for card in cards for found in (_backend_of(card), _kernels_on(card))]
+    tell("names and addresses of this machine")
     findings += [*_interfaces(), _own_address(), *_slow_names()]
     if ranks:
+        tell("two ranks train")
         findings.append(_two_ranks(cards))
     system = f"{platform.system()} {platform.release()}, {platform.machine()}"
     return Report(

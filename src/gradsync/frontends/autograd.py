@@ -104,7 +104,7 @@ class AutogradHooks:
         self._synchronizations = 0  # number of synchronised backwards since attach
         # The value of `_synchronizations` at each optimiser's last step.
         self._used: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._rounds = OptimizerRounds()  # since attach; ranks whose numbers differ must not average
+        self._rounds = OptimizerRounds()  # since attach; ranks whose numbers differ must not average gradients
         self._momentum = MomentumCheck(self._parameters)
         self._freezing = Freezing(self._parameters, lambda: engine.arrivals)
         # Versions of gradients that must not change before the step, if some rank was late.

@@ -31,7 +31,7 @@ LATER = (
 )
 TORCHFT = (
     "torchft's DistributedDataParallel averages the gradients of this model by its manager: attach to a model without "
-    "it, or leave averaging to torchft"
+    "it, or leave averaging gradients to torchft"
 )
 _MARK = "gradsync looked"
 

@@ -1,4 +1,4 @@
-"""Files from elsewhere: read within a size, decoded and parsed strictly, with errors that name the file.
+"""Files from elsewhere are read within a size, decoded and parsed strictly, with errors that name the file.
 
 JSON is strict where Python's reader is not: a key stands once in an object, numbers are finite, whole numbers fit 64
 bits, and nothing is nested deeper than `MOST_DEPTH`.
@@ -72,6 +72,21 @@ def read_text(path: str | os.PathLike[str], noun: str, most_bytes: int = MOST_BY
         except UnicodeDecodeError as error:
             found = f"0x{content[error.start]:02x} at byte {error.start}"
             raise ValueError(f"it is not UTF-8 text ({found}); expected a {noun}") from None
+
+
+def replace_text(path: str | os.PathLike[str], text: str) -> None:
+    """Writes a text file, by way of another one beside it, so that readers see the old text or the new one.
+
+    Raises:
+        OSError: if it cannot be written; a file that is there is kept.
+    """
+    place = Path(path).resolve()
+    if place.exists() and not place.is_file():  # a device or a pipe
+        place.write_text(text, encoding="utf-8")
+        return
+    part = place.with_name(f".{place.name}.part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(place)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Freezing: optimisers leave elements unchanged whose gradients were not exchanged in a step.
 
 Where coarse-grained communication sends nothing, an optimiser would see a gradient of 0: momentum would go on to move
-weights by gradients of long ago, Adam's averages would fade, and weight decay would shrink weights.
+weights by gradients of long ago, Adam's moments would fade, and weight decay would shrink weights.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ CONFIDENCE = 0.95
 KNEE_DOUBT = 0.01  # the chance of a knee where there is none
 FEWEST_FOR_KNEE = 5  # different amounts of a kernel; some line with a knee meets any four
 SAME = 1e-6  # share of a column that must differ from the other columns
-ROUNDS = 1000  # of a bootstrap
+DRAWS = 1000  # of a bootstrap
 MOST_SLOWDOWN = 10.0  # that two things on one processor or link are believed to have
 
 Array = NDArray[np.float64]
@@ -305,8 +305,8 @@ def fit_slowdown(alone_s: Array, together_s: Array, shared_s: Array) -> Interval
     generator = np.random.default_rng(0)
 
     def draws(count: int) -> NDArray[np.int64]:
-        """Returns step numbers, (1 + ROUNDS, count): in the first row each step once, then rows of bootstrap draws."""
-        return np.vstack([np.arange(count), generator.integers(count, size=(ROUNDS, count))])
+        """Returns step numbers, (1 + DRAWS, count): in the first row each step once, then rows of bootstrap draws."""
+        return np.vstack([np.arange(count), generator.integers(count, size=(DRAWS, count))])
 
     factors = []
     for alone, together, shared in ranks:

@@ -127,5 +127,5 @@ def test_a_search_in_pieces_finds_the_same_plans_and_predicts_two_steps_in_a_pie
 
         counts: list[int] = []
         plans = at_once(counted())
-    assert len(counts) > 50 and max(counts) <= 2 * predicting.ROUNDS
+    assert len(counts) > 50 and max(counts) <= 2 * predicting.ITERATIONS
     assert plans == candidate_plans(here, constraints)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import logging
 import os
 import sys
 import threading
@@ -15,8 +16,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from .. import workloads
 from ..cluster.keeper import die_with_parent
 
+TOLD = "told"  # the event with the `text` that a workload says, as when it fetches data
 DISTURBED = "disturbed"  # the event that says how many `turns` before it are repeated
 COLLECTIVE_TIMEOUT = timedelta(minutes=3)  # of the harness: ranks wait for one that evaluates or has failed
 
@@ -30,7 +33,8 @@ def run_rank(measure: Callable[[str], Any], backend_of: Callable[[str], str] = l
     end_with(int(parent))
     spec = Path(spec_path).read_text(encoding="utf-8")
     dist.init_process_group(backend_of(spec), timeout=COLLECTIVE_TIMEOUT)
-    result = measure(spec)
+    with telling(lambda text: event(kind=TOLD, text=text)):
+        result = measure(spec)
     Path(out_path).write_text(json.dumps(result), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
@@ -64,6 +68,33 @@ def in_time(what: str, patience_s: float) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+@contextmanager
+def telling(tell: Callable[[str], None]) -> Iterator[None]:
+    """Calls `tell` inside the block with what workloads log, which fetch and prepare data for seconds or minutes.
+
+    Their warnings are logged as ever.
+    """
+    log = logging.getLogger(workloads.__name__)
+
+    class Telling(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.levelno < logging.WARNING:
+                tell(record.getMessage())
+            elif log.parent is not None:
+                log.parent.callHandlers(record)
+
+    handler, before = Telling(), (log.level, log.propagate)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before[0])
+        log.propagate = before[1]
 
 
 def event(**data: Any) -> None:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from gradsync.characterization.footprint import DEFAULT_SAMPLE
-from gradsync.cli.console import WIDE, beside, console, plain_errors, writable
+from gradsync.cli.console import WIDE, beside, console, plain_errors
+from gradsync.cli.results import Json, put, words
 from gradsync.compressors import names as compressors
 
 from ..bench import averaging
@@ -61,7 +62,6 @@ INTERRUPTED = 130  # exit status, as shells give it
 Nodes = Annotated[int, typer.Option(min=2, help="Nodes of the emulated cluster.")]
 RanksPerNode = Annotated[int, typer.Option(min=1, help="Ranks on each node.")]
 Rate = Annotated[str, typer.Option(help="Rate of every node's link, e.g. 200mbit, 1gbit, unshaped.")]
-Json = Annotated[str | None, typer.Option("--json", callback=writable, help="File for the records; - prints them.")]
 Quick = Annotated[bool, typer.Option(help="A short run, under a minute.")]
 Require = Annotated[
     list[str] | None,
@@ -648,25 +648,18 @@ def finish(
     bounds: list[tuple[str, float]],
     table: Callable[..., RenderableType] = records_table,
 ) -> None:
-    """Prints records, as a table or, if `json` is "-", as JSON, and whether bounds hold; other `json`: a file to write.
+    """Prints records as a table, gives them as JSON where `json` says, and prints whether bounds hold.
 
     Raises:
         typer.Exit: with code 1, a bound does not hold.
     """
-    import json as encoder
-
+    said = words(json)
     for note in notes:
         beside.print(f"Note: {note}", style="yellow")
-    if json == "-":
-        typer.echo(encoder.dumps([record.model_dump(mode="json") for record in records], indent=1))
-    else:
-        console.print(table(records, compact=console.width < WIDE))
-    if json is not None and json != "-":
-        with plain_errors():
-            save_records(records, json)
-        console.print(f"Records: {json}")
+    said.print(table(records, compact=said.width < WIDE))
+    put(json, [record.model_dump(mode="json") for record in records], "Records")
     judged = judgements(records, bounds)
     for holds, text in judged:
-        (beside if json == "-" else console).print(text, style="green" if holds else "red")
+        said.print(text, style="green" if holds else "red")
     if not all(holds for holds, _ in judged):
         raise typer.Exit(1)

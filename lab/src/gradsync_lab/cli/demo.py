@@ -8,7 +8,9 @@ from typing import Annotated
 
 import typer
 
-from gradsync.cli.console import WIDE, console, folder, plain_errors
+from gradsync.cli.console import WIDE, folder, plain_errors
+from gradsync.cli.progress import phase
+from gradsync.cli.results import Json, put, words
 
 from ..bench.train import TrainSpec, run_training
 from ..report.page import write_page
@@ -34,6 +36,7 @@ def demo(
     ] = Path("demo-out"),
     loopback: Annotated[bool, typer.Option(help="No namespaces: plain loopback, without limits on rates.")] = False,
     quick: Annotated[bool, typer.Option(help="A short run, to see that everything works.")] = False,
+    json: Json = None,
 ) -> None:
     """Trains with DDP and with gradsync in turns, and shows the bytes that each gradient cost on the wire."""
     spec = TrainSpec(
@@ -48,15 +51,16 @@ def demo(
     with plain_errors(), event_bar(f"{workload} on {nodes} nodes, {link}", spec.turns) as on_event:
         run = run_training(spec, on_event)
     run.command = repeat_command(spec)
-    with plain_errors():
+    with plain_errors(), phase("writing the report"):
         out.mkdir(parents=True, exist_ok=True)
         (out / "results.json").write_text(run.model_dump_json(indent=1) + "\n", encoding="utf-8")
         write_page(run, out / "report.html")
         write_trace(run, out / "trace.json")
-    show(run)
-    console.print(
+    show(run, json)
+    words(json).print(
         f"\nReport: {out / 'report.html'}   trace (ui.perfetto.dev): {out / 'trace.json'}   {out / 'results.json'}"
     )
+    put(json, run.model_dump_json(indent=1))
 
 
 def repeat_command(spec: TrainSpec) -> str:
@@ -68,8 +72,9 @@ def repeat_command(spec: TrainSpec) -> str:
     return shlex.join(words + ["--loopback"] * spec.loopback)
 
 
-def show(run: TrainingRun) -> None:
-    """Prints the table of methods, and their plans in words."""
+def show(run: TrainingRun, json: str | None = None) -> None:
+    """Prints the table of methods, and their plans in words; to stderr where `json` is "-"."""
+    console = words(json)
     console.print()
     console.print(f"{run.description}; data: {run.source}")
     console.print(training_table(run, compact=console.width < WIDE))

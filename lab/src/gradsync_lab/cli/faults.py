@@ -7,11 +7,13 @@ from typing import Annotated
 
 import typer
 
-from gradsync.cli.console import WIDE, beside, console, plain_errors
+from gradsync.cli.console import WIDE, LiteralConsole, beside, console, plain_errors
+from gradsync.cli.progress import phase
+from gradsync.cli.results import Json, put, words
 
 from ..faults.campaign import LINKS_FROM, numbers, run_campaign
 from ..faults.record import Entry, entries, read_record
-from ..faults.tables import NAMED_AIM, again, bad_lines, judged, markdown, named, summary_table, write_page
+from ..faults.tables import Summary, markdown, summary_table, write_page
 
 AIM_MISSED = 1
 
@@ -34,22 +36,36 @@ def faults(
     table: Annotated[
         Path | None, typer.Option(help="Page for the table of the record, between two marks; runs nothing.")
     ] = None,
+    json: Json = None,
 ) -> None:
     """Injects random faults into small jobs, and judges what surviving ranks say and do."""
     with plain_errors():
         if table is not None:
             if record is None:
                 raise ValueError("--table is made from a record: name it with --record")
+            if json is not None:
+                raise ValueError(
+                    "--json is the verdict on cases that run, and --table runs none: leave one of them out"
+                )
             header, lines = read_record(record)
             write_page(table, markdown(header, list(entries(lines))))
             console.print(f"Table: {table}")
             return
         wanted = numbers(count, links) if only is None else [only]
-        done = run_campaign(seed, wanted, record, _say, jobs=jobs, limit_s=limit)
+        with phase("injecting faults", len(wanted)) as shown:
+
+            def on_entry(entry: Entry) -> None:
+                _say(entry)
+                shown.advance(1, entry.case.words)
+
+            done = run_campaign(seed, wanted, record, on_entry, jobs=jobs, limit_s=limit)
+    said, summary = words(json), Summary.of(done, seed=seed, wanted=len(wanted))
     if only is not None:
-        console.print_json(done[0].model_dump_json())
-    _show(done, len(wanted))
-    raise typer.Exit(0 if _holds(done) else AIM_MISSED)
+        for entry in done:
+            said.print_json(entry.model_dump_json())
+    _show(done, summary, said)
+    put(json, summary.model_dump_json(indent=1))
+    raise typer.Exit(0 if summary.good else AIM_MISSED)
 
 
 def _say(entry: Entry) -> None:
@@ -65,18 +81,12 @@ def _say(entry: Entry) -> None:
     )
 
 
-def _show(done: list[Entry], wanted: int) -> None:
-    console.width = max(console.width, WIDE)
-    console.print(summary_table(done))
-    for line in bad_lines(done):
-        console.print(line, highlight=False, soft_wrap=True)
-    for what in sorted({entry.verdict.not_possible for entry in done if entry.verdict.not_possible}):
-        console.print(f"not possible here: {what}", highlight=False, soft_wrap=True)
-    if len(done) < wanted:
-        console.print(f"{wanted - len(done)} of {wanted} cases were not run: the time was up", highlight=False)
-
-
-def _holds(done: list[Entry]) -> bool:
-    """Whether the aims hold: all cases good, all ranks can start again, and almost all errors name the victim."""
-    came = judged(done)
-    return all(entry.verdict.good for entry in came) and again(came).share == 1.0 and named(came).share >= NAMED_AIM
+def _show(done: list[Entry], summary: Summary, said: LiteralConsole) -> None:
+    said.width = max(said.width, WIDE)
+    said.print(summary_table(done))
+    for line in summary.bad:
+        said.print(line, highlight=False, soft_wrap=True)
+    for what in summary.not_possible:
+        said.print(f"not possible here: {what}", highlight=False, soft_wrap=True)
+    if left := summary.wanted - summary.ran:
+        said.print(f"{left} of {summary.wanted} cases were not run: the time was up", highlight=False)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import json as encoder
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.table import Table
 
-from gradsync.cli.console import console, writable
+from gradsync.cli.console import beside
+from gradsync.cli.progress import phase
+from gradsync.cli.results import PRINTED, Json, put, words
 from gradsync.costs.cluster import format_rate
 
 from ..cluster import Lab, LabUnavailableError, LinkRate, Scenario
@@ -78,16 +82,31 @@ def run(
     stalls: Stalls = None,
     procs_per_node: Procs = 1,
     timeout: Annotated[float | None, typer.Option(min=0.0, help="Seconds after which all ranks are ended.")] = None,
+    json: Json = None,
 ) -> None:
     """Runs a command as every rank of an emulated cluster, with the environment variables that torchrun would set."""
     scenario = scenario_of(nodes, link, rack_size, trunk, slow, background, procs_per_node, moving_background, stalls)
-    try:
-        with Lab(scenario) as lab:
+    with _built(scenario) as lab:
+        began_s = time.monotonic()
+        with redirect_stdout(sys.stderr) if json == PRINTED else nullcontext():
             codes = lab.run([*command, *context.args], timeout_s=timeout)
-    except LabUnavailableError as error:
-        console.print(f"No lab: {error}", style="red")
-        raise typer.Exit(2) from None
-    raise typer.Exit(exit_code(codes, lab.first_failed))
+        seconds = time.monotonic() - began_s
+    code = exit_code(codes, lab.first_failed)
+    put(json, {"exit_code": code, "codes": codes, "first_failed": lab.first_failed, "seconds": round(seconds, 3)})
+    raise typer.Exit(code)
+
+
+@contextmanager
+def _built(scenario: Scenario) -> Iterator[Lab]:
+    """Yields the emulated cluster of a scenario; without one, ends the command with 2 and the reason."""
+    with ExitStack() as stack:
+        try:
+            with phase(f"building {scenario.nodes} nodes"):
+                lab = stack.enter_context(Lab(scenario))
+        except LabUnavailableError as error:
+            beside.print(f"No lab: {error}", style="red", soft_wrap=True)
+            raise typer.Exit(2) from None
+        yield lab
 
 
 def exit_code(codes: list[int], first_failed: int | None) -> int:
@@ -109,24 +128,21 @@ def check(
     trunk: Trunk = None,
     slow: Slow = None,
     seconds: Annotated[float, typer.Option(min=1, help="How long the links are loaded.")] = 4.0,
-    json: Annotated[Path | None, typer.Option("--json", callback=writable, help="File for the figures.")] = None,
+    json: Json = None,
 ) -> None:
     """Loads all links at once and compares measured with configured rates; exit code 1 if a link is off."""
     scenario = scenario_of(nodes, link, rack_size, trunk, slow, background=None)
-    try:
-        with Lab(scenario) as lab:
-            rates, description = lab.check(seconds), lab.describe()
-    except LabUnavailableError as error:
-        console.print(f"No lab: {error}", style="red")
-        raise typer.Exit(2) from None
-    console.print(rates_table(rates))
-    console.print(
+    with _built(scenario) as lab:
+        with phase(f"loading all links for {seconds:g} s"):
+            rates = lab.check(seconds)
+        description = lab.describe()
+    said = words(json)
+    said.print(rates_table(rates))
+    said.print(
         f"congestion control {description['congestion_control']}, {description['lab']}; a link is good between "
         f"{LOWEST_SHARE:.0%} and {HIGHEST_SHARE:.0%} of its rate"
     )
-    if json is not None:
-        data = {"links": [asdict(rate) for rate in rates], "environment": description}
-        json.write_text(encoder.dumps(data, indent=1) + "\n", encoding="utf-8")
+    put(json, {"links": [asdict(rate) for rate in rates], "environment": description})
     raise typer.Exit(0 if all(map(good, rates)) else 1)
 
 

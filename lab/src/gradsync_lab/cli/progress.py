@@ -1,4 +1,4 @@
-"""A progress bar that advances with the events of a benchmark run."""
+"""A progress bar that advances with the events of a benchmark run, and says when workloads fetch data."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-from gradsync.cli.console import beside
+from gradsync.cli.progress import phase
 
 from ..bench.launch import START_OVER
-from ..bench.rank import DISTURBED
+from ..bench.rank import DISTURBED, TOLD, telling
 
 
 @contextmanager
@@ -21,25 +19,19 @@ def event_bar(title: str, total: int, first: str = "starting the ranks") -> Iter
     Args:
         first: text before the first event.
     """
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[now]}", markup=False),
-    )
-    with Progress(*columns, console=beside) as progress:
-        task = progress.add_task(title, total=total, now=first)
+    with phase(title, total, first) as shown:
 
         def on_event(event: dict[str, Any]) -> None:
-            if event.get("kind") == START_OVER:
-                progress.reset(task, now="a rank crashed, starting over")
-                return
-            if event.get("kind") == DISTURBED:
-                progress.update(task, advance=-event["turns"], now="the host took the processors, measuring again")
-                return
-            now = " ".join(f"{v:.4f}" if isinstance(v, float) else str(v) for v in event.values() if v is not None)
-            progress.update(task, advance=1, now=now)
+            kind = event.get("kind")
+            if kind == TOLD:
+                shown.say(event["text"])
+            elif kind == START_OVER:
+                shown.reach(0, "a rank crashed, starting over")
+            elif kind == DISTURBED:
+                shown.advance(-event["turns"], "the host took the processors, measuring again")
+            else:
+                words = (f"{v:.4f}" if isinstance(v, float) else str(v) for v in event.values() if v is not None)
+                shown.advance(1, " ".join(words))
 
-        yield on_event
+        with telling(shown.say):
+            yield on_event

@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
-from gradsync.cli.console import console, plain_errors, writable
+from gradsync.cli.console import plain_errors, writable
+from gradsync.cli.progress import phase
+from gradsync.cli.results import Json, put, words
 from gradsync.inputs.files import from_json, naming, read_as, read_text
 
 from ..report.page import verdict, verdict_of_records, write_page, write_records_page
@@ -19,9 +21,9 @@ Files = Annotated[
 Out = Annotated[Path, typer.Option("--out", "-o", callback=writable, help="File for the page.")]
 
 
-def report(files: Files, out: Out = Path("report.html")) -> None:
+def report(files: Files, out: Out = Path("report.html"), json: Json = None) -> None:
     """Writes an HTML page about the results of a demo, or about records of benchmarks, and prints its verdict."""
-    with plain_errors():
+    with plain_errors(), phase(f"writing {out}"):
         run = _run_of(files[0])
         if run is None:
             records = [record for path in files for record in load_records(path)]
@@ -32,8 +34,9 @@ def report(files: Files, out: Out = Path("report.html")) -> None:
         else:
             write_page(run, out)
             said = verdict(run)
-    console.print(said, highlight=False, markup=False)
-    console.print(f"\nReport: {out}", highlight=False, markup=False)
+    words(json).print(said, highlight=False)
+    words(json).print(f"\nReport: {out}", highlight=False)
+    put(json, {"verdict": said, "page": str(out)})
 
 
 def _run_of(path: Path) -> TrainingRun | None:

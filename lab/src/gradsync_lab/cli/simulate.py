@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json as encoder
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from gradsync.cli.console import console, plain_errors, writable
+from gradsync.cli.console import LiteralConsole
+from gradsync.cli.progress import phase
+from gradsync.cli.results import Json, put, words
 
 from ..papers import (
     Communication,
@@ -39,48 +39,33 @@ class Paper(StrEnum):
 
 def simulate(
     paper: Annotated[Paper, typer.Option(help="Whose evaluation to simulate.")] = Paper.ZEN,
-    json: Annotated[
-        str | None, typer.Option(callback=writable, help="Write the rows here; - prints them instead of the table.")
-    ] = None,
+    json: Json = None,
 ) -> None:
     """Simulates a paper's evaluation beside its published values: communication (zen), or whole steps."""
-    rows: Sequence[Any]
-    match paper:
-        case Paper.ZEN:
-            rows, show = _zen()
-        case Paper.BYTECOMP:
-            rows, show = _tables(bytecomp_tables())
-        case Paper.MERGECOMP:
-            rows, show = _tables(mergecomp_tables())
-        case Paper.GRADIENTFLOW:
-            rows, show = _tables(gradientflow_tables())
-        case Paper.DS_SYNC:
-            rows, show = _tables(ds_sync_tables())
-    text = encoder.dumps([asdict(row) for row in rows], indent=1)
-    if json == "-":
-        typer.echo(text)
-        return
-    show()
-    if json is not None:
-        with plain_errors():
-            Path(json).write_text(text + "\n", encoding="utf-8")
-        console.print(f"Rows: {json}")
-
-
-def _zen() -> tuple[Sequence[Any], Callable[[], None]]:
-    rows = zen_table()
-    return rows, lambda: _print(rows)
-
-
-def _tables(tables: Sequence[Table]) -> tuple[Sequence[Any], Callable[[], None]]:
-    def show() -> None:
+    rows: Sequence[Any] = ()
+    tables: Sequence[Table] = ()
+    with phase(f"simulating {paper}"):
+        match paper:
+            case Paper.ZEN:
+                rows = zen_table()
+            case Paper.BYTECOMP:
+                tables = bytecomp_tables()
+            case Paper.MERGECOMP:
+                tables = mergecomp_tables()
+            case Paper.GRADIENTFLOW:
+                tables = gradientflow_tables()
+            case Paper.DS_SYNC:
+                tables = ds_sync_tables()
+    if paper is Paper.ZEN:
+        _print(rows, words(json))
+    else:
+        rows = [figure for each in tables for figure in each.figures]
         for each in tables:
-            _print_table(each)
+            _print_table(each, words(json))
+    put(json, [asdict(row) for row in rows], "Rows")
 
-    return [figure for each in tables for figure in each.figures], show
 
-
-def _print_table(each: Table) -> None:
+def _print_table(each: Table, console: LiteralConsole) -> None:
     from rich.table import Table as Printed
 
     table = Printed(title=each.title, title_justify="left")
@@ -108,7 +93,7 @@ def _print_table(each: Table) -> None:
     console.print()
 
 
-def _print(rows: list[Communication]) -> None:
+def _print(rows: Sequence[Communication], console: LiteralConsole) -> None:
     from rich.table import Table
 
     table = Table(

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradsync.cli.console import beside, console, plain_errors
+from gradsync.cli.console import beside, plain_errors
+from gradsync.cli.progress import phase
+from gradsync.cli.results import Json, put, words
 
 from ..cluster import LabUnavailableError
 from ..soak.journal import Line
@@ -37,18 +39,27 @@ def soak(
     every: Annotated[int, typer.Option(min=1, max=1_000_000, help="Steps between two checkpoints.")] = 50,
     seed: Annotated[int, typer.Option(help="Draws the model, the data and the faults.")] = 0,
     loopback: Annotated[bool, typer.Option(help="No namespaces, and no faults of links.")] = False,
+    json: Json = None,
 ) -> None:
     """Trains under torchrun while faults come at random, and compares with a run without faults."""
     settings = Settings.of(
         hours, ranks=ranks, step_s=step_ms / 1e3, every=every, seed=seed, links=not loopback, faults=faults
     )
     with plain_errors():
-        try:
-            lines = run_soak(settings, record, _say)
-        except LabUnavailableError as error:
-            raise ValueError(f"{error}; or use --loopback, without faults of links") from None
+        with phase("soaking", settings.steps, "training without faults first") as shown:
+
+            def on_line(line: Line) -> None:
+                _say(line)
+                if line.kind != "clean" and line.step:  # the agent counts without a step
+                    shown.reach(line.step, f"{line.elapsed_s:.0f} s with faults")
+
+            try:
+                lines = run_soak(settings, record, on_line)
+            except LabUnavailableError as error:
+                raise ValueError(f"{error}; or use --loopback, without faults of links") from None
     found = verdict(lines, settings.faults)
-    console.print(_table(found))
+    words(json).print(_table(found))
+    put(json, found.as_data(settings, max((line.elapsed_s for line in lines), default=0.0)))
     raise typer.Exit(0 if found.good else AIM_MISSED)
 
 

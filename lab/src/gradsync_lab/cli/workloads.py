@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from gradsync.characterization.figures import footprints_of
 from gradsync.characterization.footprint import Footprints
+from gradsync.cli.progress import phase
 from gradsync.plans.profile import Profile
 from gradsync.schemes import SchemeOrCompressor
 
 from ..bench.measurement import measure_workload
 from ..bench.options import parse_options
+from ..bench.rank import telling
 from ..bench.topk import TopKWorkload, kind_of, load
 from ..workloads import Batch, Workload
 from .progress import event_bar
@@ -24,7 +28,11 @@ def measured(
     name: str, options: Sequence[str], *, steps: int, warmup: int, candidates: Sequence[SchemeOrCompressor]
 ) -> Profile:
     """Trains a workload as this rank; returns its ready times, densities and costs. `options`: texts `NAME=VALUE`."""
-    return measure_workload(name, parse_options([name], options), steps=steps, warmup=warmup, candidates=candidates)
+    run = partial(measure_workload, steps=steps, warmup=warmup, candidates=candidates)
+    if os.environ.get("RANK", "0") != "0":
+        return run(name, parse_options([name], options))
+    with phase(f"measuring {name}") as shown, telling(shown.say):
+        return run(name, parse_options([name], options))
 
 
 def footprints(

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pydantic import BaseModel, ConfigDict
+
 from .cases import Fault, Phase
 from .judge import GOOD, Ending
 from .record import Entry, Header
@@ -112,6 +114,56 @@ def _row(name: str, own: Sequence[Entry], columns: Sequence[str]) -> list[str]:
     good = Share.among(entry.verdict.good for entry in came)
     shares = map(str, (again(came), named(came), where(came)))
     return [name, str(len(own)), str(good), *(str(outcomes[column] or "") for column in columns), *shares]
+
+
+class Summary(BaseModel):
+    """The verdict on cases of one seed, as `gradsync faults --json` gives it.
+
+    Attributes:
+        good: whether the aims hold: all cases good, all ranks can start again, almost all errors name the victim.
+        wanted, ran: numbers of cases; fewer ran than were wanted where the time was up.
+        outcomes: numbers of cases by the survivor that ended worst, `not struck` or `not possible`.
+        cases_good, started_again, victim_named, says_where: how many of how many.
+        bad: a line for each case that did not end well.
+        not_possible: reasons why this machine could not bring faults about.
+        seconds: of all cases together, which may have run at the same time.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    good: bool
+    seed: int
+    wanted: int
+    ran: int
+    outcomes: dict[str, int]
+    cases_good: tuple[int, int]
+    started_again: tuple[int, int]
+    victim_named: tuple[int, int]
+    says_where: tuple[int, int]
+    bad: list[str]
+    not_possible: list[str]
+    seconds: float
+
+    @classmethod
+    def of(cls, entries: Sequence[Entry], *, seed: int, wanted: int) -> Summary:
+        """Returns the summary of the cases of a seed that ran, of so many wanted ones."""
+        came = judged(entries)
+        cases = Share.among(entry.verdict.good for entry in came)
+        starts, names, places = again(came), named(came), where(came)
+        return cls(
+            good=cases.share == 1.0 and starts.share == 1.0 and names.share >= NAMED_AIM,
+            seed=seed,
+            wanted=wanted,
+            ran=len(entries),
+            outcomes=dict(_outcomes(entries)),
+            cases_good=(cases.of, cases.out_of),
+            started_again=(starts.of, starts.out_of),
+            victim_named=(names.of, names.out_of),
+            says_where=(places.of, places.out_of),
+            bad=bad_lines(entries),
+            not_possible=sorted({entry.verdict.not_possible for entry in entries if entry.verdict.not_possible}),
+            seconds=round(sum(entry.seconds for entry in entries), 1),
+        )
 
 
 def bad_lines(entries: Sequence[Entry]) -> list[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -48,6 +49,53 @@ class Failure(_Line):
     problems: list[str]
     case: str
     script: str | None
+
+
+class Summary(_Line):
+    """The verdict on a run of `gradsync fuzz`, as `--json` gives it.
+
+    Attributes:
+        good: whether no case of this run failed.
+        first, next: this run's seeds are [first, next).
+        cases, mismatches, hangs: numbers by the way in which ranks ran, of all cases in the record that the present
+            sources of the library ran, this run's included.
+        seconds: of those.
+        failures: this run's.
+    """
+
+    good: bool
+    first: int
+    next: int
+    cases: dict[str, int]
+    mismatches: dict[str, int]
+    hangs: dict[str, int]
+    seconds: float
+    failures: list[Failure]
+
+    @classmethod
+    def of(cls, batches: Sequence[Batch], failures: Sequence[Failure], first: int, after: int) -> Summary:
+        """Returns the summary of a run of the seeds [first, after), by batches of the present sources."""
+        cases, mismatches, hangs = (
+            dict(sum((Counter(counts) for counts in found), Counter()))
+            for found in ([b.cases for b in batches], [b.mismatches for b in batches], [b.hangs for b in batches])
+        )
+        return cls(
+            good=not failures,
+            first=first,
+            next=after,
+            cases=cases,
+            mismatches=mismatches,
+            hangs=hangs,
+            seconds=round(sum(batch.seconds for batch in batches), 2),
+            failures=list(failures),
+        )
+
+
+class Replay(_Line):
+    """The problems of a case that `gradsync fuzz --replay` ran; good without any."""
+
+    good: bool
+    problems: list[str]
 
 
 Line = Annotated[Header | Batch | Failure, Field(discriminator="kind")]

@@ -154,12 +154,17 @@ def verdict_of_records(records: Sequence[Record]) -> str:
     Records whose `params` have a "phase", which chose the line of DDP to compare with, are counted only.
     """
     shared = shared_params(records)
-    judged = [record for record in records if "phase" not in record.params]
+    judged = _judged(records)
     kinds = dict.fromkeys((record.subject, record.metric) for record in judged)
     sentences = [_standing_of([r for r in judged if (r.subject, r.metric) == kind], shared) for kind in kinds]
     if picking := len(records) - len(judged):
         sentences.append(f"{picking} more chose the line of DDP that is compared with.")
     return " ".join(sentences)
+
+
+def _judged(records: Sequence[Record]) -> list[Record]:
+    """Returns the records but for those that chose the line of DDP to compare with."""
+    return [record for record in records if "phase" not in record.params]
 
 
 def _standing_of(records: Sequence[Record], shared: Mapping[str, Any]) -> str:
@@ -197,7 +202,10 @@ def write_records_page(records: Sequence[Record], path: str | Path) -> None:
         raise ValueError("there are no records to report on")
     shared, (columns, rows) = shared_params(records), records_cells(records)
     hint = "Subject over baseline: the median, and a line from the 5th to the 95th percentile. Grey: A/A."
-    drawn = [("Ratios", hint, plots.ratios(records, [own_words(record, shared) for record in records]))]
+    compared = _judged(records) or records
+    if len(compared) < len(records):
+        hint += " Records that chose the line of DDP are in the table only."
+    drawn = [("Ratios", hint, plots.ratios(compared, [own_words(record, shared) for record in compared]))]
     plans = {r.plan.digest or r.plan.words[0]: (r.subject, r.plan.words) for r in records if r.plan and r.plan.words}
     machine: dict[str, Any] = {}
     for record in records:
@@ -208,7 +216,7 @@ def write_records_page(records: Sequence[Record], path: str | Path) -> None:
     _write(
         "records.html",
         path,
-        drawn if any(record.ratio for record in records) else [],
+        drawn if any(record.ratio for record in compared) else [],
         title=f"{len(records)} record{'s' if len(records) > 1 else ''} of {cases}",
         verdict=verdict_of_records(records),
         shared=in_words(shared),

@@ -107,10 +107,10 @@ def bytes_by_bucket(run: TrainingRun, method: MethodRun) -> go.Figure:
     plot = figure("payload sent by rank 0, kB a step", "", height=130 + 70 * len(rows), barmode="group")
     colour = colour_of(run, method.name)
     figures = (
-        ("recorded", [row.sent_bytes for row in rows], 1.0),
-        ("predicted", [row.predicted_bytes for row in rows], 0.4),
+        ("recorded", [row.sent_bytes for row in rows], ""),
+        ("predicted", [row.predicted_bytes for row in rows], "/"),
     )
-    for name, sent, opacity in figures:
+    for name, sent, pattern in figures:
         plot.add_bar(
             y=[escape(label) for label in labels],
             x=[None if nbytes is None else nbytes / 1e3 for nbytes in sent],
@@ -119,7 +119,7 @@ def bytes_by_bucket(run: TrainingRun, method: MethodRun) -> go.Figure:
             cliponaxis=False,
             name=name,
             orientation="h",
-            marker={"color": colour, "opacity": opacity},
+            marker={"color": colour, "pattern": {"shape": pattern}},
             hovertemplate=f"{name}: %{{x:,.3f}} kB<extra></extra>",
         )
     plot.update_layout(margin={"r": 70})  # room for the figure behind the longest bar

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from gradsync.characterization.statistics import Estimate
-from gradsync.inputs.files import from_json, naming, read_as, read_text
+from gradsync.inputs.files import from_json, naming, read_as, read_text, replace_text
 
 Metric = Literal[
     "step_s", "start_s", "sync_s", "kernel_s", "plan_s", "time_to_loss_s", "imbalance", "cost", "error", "loss", "gap"
@@ -287,13 +287,7 @@ class TrainingRun(BaseModel):
 def save_records(records: Sequence[Record], path: str | Path) -> None:
     """Writes records to `path` as a JSON list; a file that is there is replaced at once, or kept if writing fails."""
     data = [record.model_dump(mode="json") for record in records]
-    text, place = json.dumps(data, indent=1) + "\n", Path(path).resolve()
-    if place.exists() and not place.is_file():  # a device or a pipe
-        place.write_text(text, encoding="utf-8")
-        return
-    part = place.with_name(f".{place.name}.part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(place)
+    replace_text(path, json.dumps(data, indent=1) + "\n")
 
 
 def load_records(path: str | Path) -> list[Record]:

@@ -123,8 +123,8 @@ def _figures(method: MethodRun, records: dict[str, Record], run: TrainingRun) ->
     ]
 
 
-SCALING, LEARNED = RECORD_COLUMNS.index("scaling"), RECORD_COLUMNS.index("held-out")
-COMPACT_RECORD_COLUMNS = (0, 1, 2, 3, 5, 6, SCALING, LEARNED)
+AA, SCALING, LEARNED = (RECORD_COLUMNS.index(name) for name in ("A/A", "scaling", "held-out"))
+COMPACT_RECORD_COLUMNS = (0, 1, 2, 3, 5, AA, SCALING, LEARNED)
 COMPACT_COLUMNS = (0, 1, 3, 5, 6, 7)  # the most important columns, for narrow terminals
 
 
@@ -182,13 +182,9 @@ def records_cells(records: Sequence[Record], *, compact: bool = False) -> tuple[
     Columns that no record has figures for are left out; `compact`: so are those that a narrow terminal has no room for.
     """
     shared = shared_params(records)
-    unknown = set()
-    if all(record.scaling is None for record in records):
-        unknown.add(SCALING)
-    if not any(measure_of(record.loss) for record in records):
-        unknown.add(LEARNED)
-    chosen = [n for n in (COMPACT_RECORD_COLUMNS if compact else range(len(RECORD_COLUMNS))) if n not in unknown]
     rows = [_record_row(record, shared) for record in records]
+    known = {n for n in range(len(RECORD_COLUMNS)) if n <= AA or any(row[n] != NOTHING for row in rows)}
+    chosen = [n for n in (COMPACT_RECORD_COLUMNS if compact else range(len(RECORD_COLUMNS))) if n in known]
     return [RECORD_COLUMNS[number] for number in chosen], [[row[number] for number in chosen] for row in rows]
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from .journal import Line
+from .settings import Settings
 
 MOST_GROWTH = 0.01  # of memory
 FEWEST = 10  # counts of a life by which growth is told
@@ -49,6 +51,11 @@ class SoakVerdict:
     slowest_s: float
     names_victim: tuple[int, int]
     growths: list[Growth]
+
+    def as_data(self, settings: Settings, seconds: float) -> dict[str, Any]:
+        """Returns the verdict as a dictionary for JSON, with the soak's settings and the seconds that it took."""
+        more = {"memory_growth": self.memory_growth, "left": self.left, "seconds": round(seconds, 1)}
+        return {"good": self.good, **asdict(self), **more, "settings": settings.model_dump(mode="json")}
 
     @property
     def memory_growth(self) -> float | None:

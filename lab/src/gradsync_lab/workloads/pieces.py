@@ -17,7 +17,8 @@ def tokenizers() -> Any:
         import tokenizers as library
     except ImportError as error:
         raise DataUnavailableError(
-            "cutting words into pieces needs tokenizers and it is not installed: pip install 'gradsync-lab[bert]'"
+            "cutting words into pieces needs tokenizers, which is not installed; in the folder of gradsync: "
+            "pip install './lab[bert]'"
         ) from error
     return library
 

@@ -24,7 +24,7 @@ from ...tensors.density import DensityProfile, joined
 from ..default.compressing import LATE
 from .job import Job
 
-ROUNDS = 4  # iterations until ready times and exchanges, which delay each other, have settled
+ITERATIONS = 4  # until ready times and exchanges, which delay each other, have settled
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def predict_steps(plan: Plan, job: Job, steps: Mapping[str, Sequence[Step]]) -> 
     reached_s: dict[float, float] = {}
     own_s = {bucket.id: max(job.ready_s[name] for name in bucket.names) for bucket in plan.buckets}
     delayed = any(_delays(step) for todo in steps.values() for step in todo)
-    for _ in range(ROUNDS if job.slowdown.matters or delayed else 1):
+    for _ in range(ITERATIONS if job.slowdown.matters or delayed else 1):
         delays = _delays_of(exchange, own_s, reached_s)
         reached_s = {at_s: _stretched(at_s, busy, delays, job) for at_s in {*job.ready_s.values(), job.backward_s}}
         backward_s = reached_s[job.backward_s]
@@ -116,7 +116,7 @@ def _stretched(at_s: float, busy: _Busy, delays: Sequence[tuple[float, float]], 
     if not slowdown.matters:
         return at_s + delayed_s
     lost_by_link, lost_by_kernel = 1 - 1 / slowdown.backward_by_transfer, 1 - 1 / slowdown.backward_by_kernel
-    for _ in range(ROUNDS):
+    for _ in range(ITERATIONS):
         by_link, by_kernel = busy.link.before(reached_s), busy.kernels.before(reached_s)
         by_both = by_link + by_kernel - busy.either.before(reached_s)
         lost_s = by_link * lost_by_link + by_kernel * lost_by_kernel - by_both * lost_by_link * lost_by_kernel

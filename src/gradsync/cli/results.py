@@ -1,0 +1,51 @@
+"""The option `--json`, the same of every command: where a result goes as JSON, and where words go then."""
+
+from __future__ import annotations
+
+import json as encoder
+from typing import Annotated, Any
+
+import typer
+
+from ..inputs.files import replace_text
+from .console import LiteralConsole, beside, console, plain_errors, writable
+
+PRINTED = "-"
+
+Json = Annotated[
+    str | None,
+    typer.Option(
+        "--json",
+        metavar="FILE",
+        callback=writable,
+        help="File for the result as JSON; - prints it, and all words go to stderr.",
+    ),
+]
+
+
+def words(json: str | None) -> LiteralConsole:
+    """Returns the console for a command's words and tables: stderr if its result is printed as JSON, else stdout."""
+    return beside if json == PRINTED else console
+
+
+def put(json: str | None, result: Any, noun: str = "Result") -> None:
+    """Prints a command's result as JSON if `json` is "-", writes it to the file that it names, or ignores it for None.
+
+    A file that is there is replaced at once, or kept if writing fails.
+
+    Args:
+        result: text that is JSON already, or numbers, texts, lists and dictionaries.
+        noun: the result in a word, for the line on stderr that names the file.
+
+    Raises:
+        typer.Exit: with code 1, the file cannot be written.
+    """
+    if json is None:
+        return
+    text = result if isinstance(result, str) else encoder.dumps(result, indent=1)
+    if json == PRINTED:
+        typer.echo(text.rstrip())
+        return
+    with plain_errors():
+        replace_text(json, f"{text.rstrip()}\n")
+    beside.print(f"{noun}: {json}", highlight=False, soft_wrap=True)

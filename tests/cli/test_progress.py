@@ -1,0 +1,87 @@
+"""Phases of commands are shown on stderr: with a spinner on a terminal, in one line without codes elsewhere."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from gradsync.cli import app
+from gradsync.cli.console import LiteralConsole, beside
+from gradsync.cli.progress import phase
+from tests.hostile import STEERING
+from tests.profiles import make_profile
+from tests.terminals import terminal_as_stderr
+
+ESCAPE = "\x1b"
+
+
+def test_a_terminal_shows_the_phase_and_what_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = terminal_as_stderr(monkeypatch)
+    with phase("searching", now="first") as shown:
+        assert "searching" in seen.getvalue() and "first" in seen.getvalue() and ESCAPE in seen.getvalue()
+        shown.say("second")
+    assert "second" in seen.getvalue()
+    with phase("cases", 3) as shown:
+        shown.advance(2, "this one")
+        shown.reach(3, "the last")
+    assert "3/3" in seen.getvalue() and "the last" in seen.getvalue()
+
+
+def test_elsewhere_a_phase_is_one_line_without_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("FORCE_COLOR", "1"), ("TTY_COMPATIBLE", "1")):
+        monkeypatch.setenv(name, value)
+    seen = io.StringIO()
+    monkeypatch.setattr(beside, "_file", seen)
+    with phase("a phase of many words " * 10, 3, "first") as shown:
+        for call in (shown.say, lambda now: shown.advance(1, now), lambda now: shown.reach(3, now)):
+            call("more")
+    assert seen.getvalue() == "a phase of many words " * 10 + "\n"
+
+
+def test_a_dumb_terminal_gets_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = terminal_as_stderr(monkeypatch)
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setattr(sys, "stderr", seen)
+    monkeypatch.setattr(beside, "is_interactive", LiteralConsole(stderr=True).is_interactive)
+    with phase("searching"):
+        pass
+    assert seen.getvalue() == "searching\n"
+
+
+def test_what_a_script_prints_meanwhile_stays_on_stdout(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = terminal_as_stderr(monkeypatch)
+    with phase("running"):
+        print("of the script")
+    assert capsys.readouterr().out == "of the script\n" and "of the script" not in seen.getvalue()
+
+
+@pytest.mark.parametrize("command", ["plan", "doctor"])
+def test_commands_name_their_phase(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_profile().save(tmp_path / "profile.json")
+    words, said = {
+        "plan": (["plan", str(tmp_path / "profile.json"), "-o", str(tmp_path / "plan.json")], "searching a plan"),
+        "doctor": (["doctor", "--no-ranks"], "examining the installation"),
+    }[command]
+    seen = terminal_as_stderr(monkeypatch)
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    assert f"loading gradsync {command}" in seen.getvalue() and said in seen.getvalue()
+    assert ESCAPE not in done.stdout and said not in done.stdout
+
+
+def test_piped_output_has_no_codes(tmp_path: Path) -> None:
+    make_profile().save(tmp_path / "profile.json")
+    program = "from gradsync.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "plan", "profile.json", "-o", "plan.json"],
+        cwd=tmp_path, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert not STEERING.search(done.stdout + done.stderr)
+    assert done.stderr.splitlines() == ["searching a plan for 3 parameters", "Plan: plan.json"]
