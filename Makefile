@@ -75,7 +75,7 @@ lab-tests: setup
 
 # The adapters with the real frameworks, in an environment of their own that also sees the packages of .venv.
 integrations: .venv-integrations/setup.stamp
-	.venv-integrations/bin/python -m pytest -n 0 tests/integrations $(ARGS)
+	.venv-integrations/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/integrations $(ARGS)
 
 .venv-integrations/setup.stamp: .venv/setup.stamp tests/integrations/requirements.txt tests/integrations/without-dependencies.txt
 	@echo 'Installing Lightning, Accelerate, Transformers, Ray and TorchRec into .venv-integrations.'
