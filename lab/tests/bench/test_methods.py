@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
+from gradsync.schemes import Scheme
+from gradsync_lab.bench import automatic
 from gradsync_lab.bench.automatic import AUTOMATIC
 from gradsync_lab.bench.methods import METHODS, SWEEPS, TORCH_SPARSE, method
 from gradsync_lab.bench.shards import mesh, put_into_shards
@@ -152,6 +155,15 @@ def in_shards(name: str) -> float:
 def test_method_synchronises_models_in_shards(name: str, world: Callable[[int], Ranks]) -> None:
     for off in world(4).run(in_shards, name):
         assert off < 1e-6 if method(name).exact else 0 < off < 2**-5
+
+
+def test_a_search_for_models_in_shards_leaves_out_what_these_cannot_have() -> None:
+    planner = automatic.in_shards(AUTOMATIC["auto_lossy"].planner, 4)
+    assert planner.averaging is None
+    lossy = planner.constraints.lossy
+    assert len(lossy) > 1 and not any(isinstance(each, Scheme) and each.traits.freezes for each in lossy)
+    wrap = method("sharded_auto_lossy").wrap
+    assert isinstance(wrap, partial) and wrap.args[0].func is automatic.in_shards
 
 
 @pytest.mark.parametrize("name", ["ddp_default", "ds_sync", "asp", "hsdp", "ddp_bf16"])

@@ -15,7 +15,7 @@ from gradsync.compressors import names as compressors
 from gradsync.planner import AveragingPlanner, Search, candidate_plans
 from gradsync.planner.default.named import VOTES, is_lossy, lossy_of
 from gradsync.planner.search.ways import Constraints
-from gradsync.schemes import HalfPrecision, PowerSGD
+from gradsync.schemes import HalfPrecision, PowerSGD, Scheme
 from gradsync.schemes import coarse_names as coarse
 from gradsync.tuning.auto import AutoPlanner
 
@@ -60,6 +60,13 @@ def _planner(
 ) -> AutoPlanner:
     """Returns a planner that raises an error where it finds no plan, so that no method silently trains by default."""
     return AutoPlanner(constraints, search=search, must_plan=True, averaging=averaging)
+
+
+def in_shards(planner: Callable[[int], AutoPlanner], world_size: int) -> AutoPlanner:
+    """Returns the planner without what a model in shards cannot have: averages of parameters, and frozen chunks."""
+    made = planner(world_size)
+    lossy = tuple(each for each in made.constraints.lossy if not (isinstance(each, Scheme) and each.traits.freezes))
+    return _planner(replace(made.constraints, lossy=lossy), world_size, made.search)
 
 
 AUTOMATIC: dict[str, Automatic] = {

@@ -34,7 +34,7 @@ from gradsync.schemes import coarse_names as coarse
 from gradsync.tuning.auto import AutoPlanner
 
 from . import averaging
-from .automatic import AUTOMATIC, ENDINGS_IN_WORDS, Automatic, automatic
+from .automatic import AUTOMATIC, ENDINGS_IN_WORDS, Automatic, automatic, in_shards
 from .parameter_server import USUAL_STALENESS, parameter_servers
 from .rivals import POST_LOCAL_SGD, USUAL_PERIOD, Rival, post_local_sgd
 
@@ -284,7 +284,10 @@ def _in_shards(name: str, momentum: float) -> Method | None:
     inner = method(name.removeprefix(IN_SHARDS), momentum)
     if inner.averages or getattr(inner.wrap, "func", inner.wrap) not in (_gradsync, _automatic):
         raise ValueError(f"{name}: {inner.name} does not exchange gradients by gradsync, as a model in shards needs")
-    return replace(inner, name=name, sparse=False, reduces_in=torch.float32)
+    wrap = inner.wrap
+    if isinstance(wrap, partial) and wrap.func is _automatic:
+        wrap = partial(_automatic, partial(in_shards, *wrap.args))
+    return replace(inner, name=name, wrap=wrap, sparse=False, reduces_in=torch.float32)
 
 
 def method(name: str, momentum: float = 0.0) -> Method:
