@@ -41,7 +41,13 @@ def test_the_backend_of_the_device_decides(
         assert torch_group(timeout_s=3.0, device=device) is classes[kind].return_value
         assert backend_for(None, device) == backend
     classes[kind].assert_called_once_with(
-        None, timeout_s=3.0, device=device, placement=None, what="a group of gradsync", on_calling_thread=False
+        None,
+        timeout_s=3.0,
+        device=device,
+        placement=None,
+        what="a group of gradsync",
+        on_calling_thread=False,
+        measures=True,
     )
 
 

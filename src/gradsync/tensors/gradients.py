@@ -7,7 +7,9 @@ nothing is copied. `RowGradients` holds sparse ones. Neither touches `param.grad
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
+from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +19,19 @@ from .scaling import multiply
 from .sparse import SparseRows
 
 MOST_KNOWN_FLAGS = 64  # tensors of flags, of a few bytes each, that a bucket keeps
+
+
+class _Memory(NamedTuple):
+    """The memory of a flat bucket, and what lies in it.
+
+    `own_references` is the number of references to the storage from here.
+    """
+
+    flat: Tensor  # (elements and flags,)
+    parts: dict[str, list[tuple[Segment, Tensor]]]  # by parameter: its slices of `flat`
+    views: dict[str, Tensor]  # by parameter, with its shape, where its elements lie in the order of its own memory
+    storage: torch.UntypedStorage
+    own_references: int
 
 
 class FlatGradients:
@@ -48,58 +63,56 @@ class FlatGradients:
         stops = list(accumulate(segment.numel for segment in bucket.segments))
         self._places = list(zip(bucket.names, [0, *stops[:-1]], stops, strict=True))  # in memory: (name, start, stop)
         self.flags = torch.zeros(bucket.num_flags, dtype=bucket.dtype, device=device)
-        self._flat: Tensor | None = None
-        self._parts: dict[str, list[tuple[Segment, Tensor]]] = {}
-        self._views: dict[str, Tensor] = {}
 
     def release(self) -> None:
         """Leaves the memory to the tensors outside of this object that lie in it, such as parameters' gradients."""
         self.flags = self.flags.clone()
-        self._flat, self._parts, self._views = None, {}, {}
+        self.__dict__.pop("_memory", None)
 
     def renew(self) -> None:
         """Allocates new memory, of uninitialised gradients, and leaves the old memory to the tensors that lie in it."""
+        self._memory = self._allocated()
+
+    @cached_property
+    def _memory(self) -> _Memory:
+        return self._allocated()
+
+    def _allocated(self) -> _Memory:
         bucket = self.bucket
-        self._parts, self._views = {}, {}
         flat = torch.empty(bucket.numel + bucket.num_flags, dtype=bucket.dtype, device=self._device)
+        self.flags = flat[bucket.numel :].zero_()
+        parts: dict[str, list[tuple[Segment, Tensor]]] = {}
+        views: dict[str, Tensor] = {}
         for segment, (name, start, stop) in zip(bucket.segments, self._places, strict=True):
             part = flat[start:stop]
-            self._parts.setdefault(name, []).append((segment, part))
+            parts.setdefault(name, []).append((segment, part))
             if name in self._with_view:
-                self._views[name] = part.as_strided(self._shapes[name], self._strides[name], part.storage_offset())
-        self._flat, self.flags = flat, flat[bucket.numel :].zero_()
-        self._own_references = self._references
+                views[name] = part.as_strided(self._shapes[name], self._strides[name], part.storage_offset())
+        storage = flat.untyped_storage()
+        return _Memory(flat, parts, views, storage, torch._C._storage_Use_Count(storage._cdata))
 
     @property
     def flat(self) -> Tensor:
         """The bucket's memory: gradients and flags, (bucket.numel + bucket.num_flags,)."""
-        if self._flat is None:
-            self.renew()
-            assert self._flat is not None
-        return self._flat
+        return self._memory.flat
 
     @property
     def references(self) -> int:
         """The number of tensors outside of this object that lie in its memory, such as parameters' gradients."""
-        return self._references - self._own_references
-
-    @property
-    def _references(self) -> int:
-        return torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata)
+        memory = self._memory
+        return torch._C._storage_Use_Count(memory.storage._cdata) - memory.own_references
 
     @property
     def values(self) -> Tensor:
         """A view of the bucket's gradients, (bucket.numel,), without the flags that lie behind them in memory."""
-        return self.flat[: self.bucket.numel]
+        return self._memory.flat[: self.bucket.numel]
 
     def view(self, name: str) -> Tensor | None:
         """Returns the view of the bucket in which the parameter's gradient may live, with the parameter's shape.
 
         None if the plan cut the parameter, or if the elements lie here in another order than in the parameter's memory.
         """
-        if self._flat is None:
-            self.renew()
-        return self._views.get(name)
+        return self._memory.views.get(name)
 
     def begin(self, factor: float = 1.0) -> None:
         """Begins a training step, in which no parameter counts as used yet.
@@ -113,17 +126,17 @@ class FlatGradients:
         """Adds `addend`, (bucket.numel,) in index order, to the bucket's gradients, however these lie in memory."""
         offset = 0
         for segment in self.bucket.segments:
-            part = addend[offset : offset + segment.numel].to(self.flat.device)
-            view = self._views.get(segment.name)
+            part = addend[offset : offset + segment.numel].to(self._memory.flat.device)
+            view = self._memory.views.get(segment.name)
             if view is not None:
                 view += part.view(view.shape)
             else:
-                self.flat[offset : offset + segment.numel] += part
+                self._memory.flat[offset : offset + segment.numel] += part
             offset += segment.numel
 
     def clear(self) -> None:
         """Sets all gradients and flags to zero."""
-        self.flat.zero_()
+        self._memory.flat.zero_()
 
     def load(self, name: str, gradient: Tensor | None, *, used: bool = True) -> None:
         """Copies a parameter's gradient, times `factor`, into the bucket; multiplies it in place if it is `view(name)`.
@@ -135,9 +148,9 @@ class FlatGradients:
         """
         if used:
             self._loaded.add(name)
-        view = self.view(name)
+        view = self._memory.views.get(name)
         if gradient is None:
-            for _, part in self._parts[name]:
+            for _, part in self._memory.parts[name]:
                 part.zero_()
         elif gradient is view:
             if self.factor != 1:
@@ -148,7 +161,7 @@ class FlatGradients:
                 self._copy(view, dense)
                 return
             flat = dense.reshape(-1)
-            for segment, part in self._parts[name]:
+            for segment, part in self._memory.parts[name]:
                 self._copy(part, flat[segment.start : segment.stop])
 
     def _copy(self, room: Tensor, values: Tensor) -> None:
@@ -164,7 +177,7 @@ class FlatGradients:
         """
         self._loaded.update(names)
         if self.factor != 1:
-            multiply([self.flat[start:stop] for start, stop in self._ranges(set(names))], self.factor)
+            multiply([self._memory.flat[start:stop] for start, stop in self._ranges(set(names))], self.factor)
 
     def _ranges(self, names: Set[str]) -> list[tuple[int, int]]:
         """Returns the ranges of `flat` in which these parameters' gradients lie; neighbours share a range."""
@@ -185,19 +198,19 @@ class FlatGradients:
             marks: whether this rank is late, and its number of optimiser steps, for flags that reveal ranks out of
                 step.
         """
-        values = self.flat[: self.bucket.numel]
+        values = self._memory.flat[: self.bucket.numel]
         loaded = [float(segment.name in self._loaded) for segment in self.bucket.segments]
         self.flags.copy_(self._flags_of((*loaded, 0.0, *marks.flags())))
         if check_finite:
             self.flags[-1 - NUM_MARKS] = ~is_finite(values)
-        return self.flat if self.bucket.flags_ride else values
+        return self._memory.flat if self.bucket.flags_ride else values
 
     def _flags_of(self, flags: tuple[float, ...]) -> Tensor:
         """Returns the flags as a tensor on the bucket's device, where the usual ones are from an earlier step."""
         if flags not in self._known_flags:
             if len(self._known_flags) >= MOST_KNOWN_FLAGS:
                 self._known_flags.clear()
-            made = torch.tensor(flags, dtype=self.flat.dtype)
+            made = torch.tensor(flags, dtype=self._memory.flat.dtype)
             self._known_flags[flags] = made.to(self._device, non_blocking=True)  # pageable: staged before this returns
         return self._known_flags[flags]
 
@@ -207,7 +220,7 @@ class FlatGradients:
         If `bucket.flags_ride`, the result ends with the summed flags (numbers such as whether a rank used a parameter).
         If not, the caller must have summed `flags` over the ranks before this call.
         """
-        target = self.flat if self.bucket.flags_ride else self.flat[: self.bucket.numel]
+        target = self._memory.flat if self.bucket.flags_ride else self._memory.flat[: self.bucket.numel]
         if result.data_ptr() != target.data_ptr():
             target.copy_(result)
 
@@ -227,7 +240,7 @@ class FlatGradients:
 
     def fill_nan(self, where: Tensor | None = None) -> None:
         """Sets all synchronised values to NaN; with `where`, a 0-D bool on the bucket's device, only if it is true."""
-        values = self.flat[: self.bucket.numel]
+        values = self._memory.flat[: self.bucket.numel]
         if where is None:
             values.fill_(torch.nan)
         else:
@@ -239,13 +252,13 @@ class FlatGradients:
         Only this bucket's elements of `out` are overwritten, as other buckets may hold the rest of the parameter. If
         `out` is None or sparse, a new tensor is returned, whose other elements are uninitialised.
         """
-        view = self._views.get(name)
+        view = self._memory.views.get(name)
         if view is not None:
             return view
         if out is None or out.layout is not torch.strided:
-            out = self.flat.new_empty_strided(shape, self._strides[name])
+            out = self._memory.flat.new_empty_strided(shape, self._strides[name])
         flat = out.reshape(-1)  # a view where out is contiguous
-        for segment, part in self._parts[name]:
+        for segment, part in self._memory.parts[name]:
             flat[segment.start : segment.stop] = part
         return out if flat.data_ptr() == out.data_ptr() else out.copy_(flat.view(shape))
 
