@@ -124,7 +124,7 @@ def filled() -> list[tuple[int, int]]:
     def see(hooks: ShardedGradients, number: int, flat: Tensor) -> None:
         runs = list(handle._engine.bucket_runs)
         loaded = sum(not run.waiting for run in runs) if hooks._engine.in_step else 0
-        found.append((sum(run.gradients._flat is not None for run in runs), loaded))
+        found.append((sum("_memory" in vars(run.gradients) for run in runs), loaded))
         on_reduced(hooks, number, flat)
 
     with patch.object(ShardedGradients, "_on_reduced", see):
