@@ -28,7 +28,9 @@ HEAD = """# Command line
 
 `--json` means the same wherever it stands. `--json FILE` writes the command's result to a file; `--json -` prints it to
 stdout and nothing else, while tables and words go to stderr. The status is the same as without it. What `faults`,
-`fuzz` and `soak` give is their verdict with its counts; the cases themselves are in the file of `--record`.
+`fuzz` and `soak` give is their verdict with its counts; the cases themselves are in the file of `--record`, if there is
+one. `bench train --grid defaults` takes a file only, from which it goes on. A script's own subprocesses still write to
+stdout.
 
 What takes more than some seconds shows its phase and the time on stderr where that is a terminal, and elsewhere one
 line when a phase begins.

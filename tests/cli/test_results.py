@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -124,3 +126,25 @@ def test_text_and_data_end_in_one_line_break(result: Any, tmp_path: Path, capsys
     out, err = capsys.readouterr()
     assert file.read_text() == out and json.loads(out) == {"a": 1} and out.endswith("}\n") and not out.endswith("\n\n")
     assert err.startswith("Result: ") and [each.name for each in tmp_path.iterdir()] == ["out.json"]
+
+
+def test_an_option_is_not_taken_for_the_file() -> None:
+    result = CliRunner().invoke(app, ["doctor", "--json", "--no-ranks"])
+    assert result.exit_code == 2 and "write --json - --no-ranks" in result.stderr.replace("\n", " ")
+
+
+def test_a_result_goes_into_a_pipe(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    put(f"/dev/fd/{writing}", {"good": True})
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        assert json.load(pipe) == {"good": True}
+
+
+def test_a_file_that_cannot_be_replaced_is_written_to(tmp_path: Path) -> None:
+    there = tmp_path / "result.json"
+    there.write_text("before", encoding="utf-8")
+    with patch.object(Path, "replace", side_effect=OSError("busy")):
+        put(str(there), {"good": True})
+    assert json.loads(there.read_text(encoding="utf-8")) == {"good": True}
+    assert [each.name for each in tmp_path.iterdir()] == ["result.json"]

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import gradsync
 from gradsync.schemes import AllReduce, CompressedAllGather, CompressedTwoWay, HalfPrecision, Scheme
-from tests.frontends.test_sharded import COARSE, TIMEOUT_S, by_one_bucket
+from tests.frontends.test_sharded import COARSE, TIMEOUT_S, by_one_bucket, message
 from tests.frontends.test_sharded_state import FEEDBACK, Mesh, Net, left_in_all, read, write
 from tests.world import Ranks
 
@@ -140,6 +140,21 @@ def in_float16() -> tuple[float, bool]:
 
 def test_an_exact_plan_trains_in_float16_as_hsdp_does(world: World) -> None:
     assert world(4).run(in_float16) == [(0.0, True)] * 4
+
+
+def beside_an_excluded_parameter() -> str:
+    """Attaches on a mesh of shards only, with a parameter that no other replica sees; returns the error."""
+    net: Any = Net()
+    whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    fully_shard(net, mesh=whole["shard"])
+    scaler, group = torch.amp.GradScaler("cpu"), whole.get_group("replicate")
+    settings = {"grad_scaler": scaler, "replicate_group": group, "timeout": TIMEOUT_S}
+    return message(lambda: gradsync.attach(net, exclude=["scale"], **settings))
+
+
+def test_a_scaler_is_refused_where_replicas_may_see_other_overflows(world: World) -> None:
+    for said in world(4).run(beside_an_excluded_parameter):
+        assert "grad_scaler is not supported beside 'scale'" in said
 
 
 def saved_with_a_scale(folder: str) -> dict[str, Tensor]:

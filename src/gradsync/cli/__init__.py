@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated, Any, NamedTuple
 
@@ -85,7 +86,9 @@ def _loading(name: str) -> AbstractContextManager[Any]:
     """Returns a context that shows, on a terminal, that the command's module and torch are imported."""
     from .progress import is_terminal, phase
 
-    return phase(f"loading gradsync {name}") if is_terminal() else nullcontext()
+    if os.environ.get("RANK", "0") != "0" or not is_terminal():
+        return nullcontext()
+    return phase(f"loading gradsync {name}", captures_stderr=False)
 
 
 def loaded(name: str) -> Any:

@@ -32,7 +32,7 @@ class Phase:
 
 
 @contextmanager
-def phase(title: str, total: float | None = None, now: str = "") -> Iterator[Phase]:
+def phase(title: str, total: float | None = None, now: str = "", *, captures_stderr: bool = True) -> Iterator[Phase]:
     """Shows on stderr, inside the block, what a command does: on a terminal a spinner with the time, else one line.
 
     Nothing is ever written to stdout, and no codes that steer a terminal where stderr is none.
@@ -40,6 +40,8 @@ def phase(title: str, total: float | None = None, now: str = "") -> Iterator[Pha
     Args:
         total: the length of the bar; None: a spinner without a bar, which disappears at the end.
         now: what goes on at first.
+        captures_stderr: whether lines that are written to stderr meanwhile appear above the bar. Loggers that are set
+            up in the block would keep writing by way of it.
     """
     on_terminal = is_terminal()
     if not on_terminal:
@@ -52,6 +54,7 @@ def phase(title: str, total: float | None = None, now: str = "") -> Iterator[Pha
         TextColumn("{task.fields[now]}", markup=False),
         console=beside,
         transient=total is None,
+        redirect_stderr=captures_stderr,
         redirect_stdout=False,  # else rich would move what is printed meanwhile to stderr
         disable=not on_terminal,
     ) as progress:

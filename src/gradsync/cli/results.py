@@ -12,12 +12,20 @@ from .console import LiteralConsole, beside, console, plain_errors, writable
 
 PRINTED = "-"
 
+
+def _file(name: str | None) -> str | None:
+    """Returns the file to write, checked, or "-"; refuses what looks like the next option."""
+    if name is not None and name != PRINTED and name.startswith("-"):
+        raise typer.BadParameter(f"expected a file, or - for stdout, got {name!r}: write --json - {name}")
+    return writable(name)
+
+
 Json = Annotated[
     str | None,
     typer.Option(
         "--json",
         metavar="FILE",
-        callback=writable,
+        callback=_file,
         help="File for the result as JSON; - prints it, and all words go to stderr.",
     ),
 ]

@@ -64,6 +64,11 @@ GROUP_OF_MESH = (
 PROCESS_GROUP = (
     "process_group is not for a model in shards, whose ranks its mesh names: leave it out, or give replicate_group"
 )
+SCALER_BESIDE_EXCLUDED = (
+    "grad_scaler is not supported beside {name!r}, which exclude names, on a mesh of shards only: an overflow of its "
+    "gradient in one replica would be told to no other, whose loss scale would differ; shard on a mesh of (replicas, "
+    "shards), or freeze the parameter"
+)
 NO_PARAMETERS = "a plan that averages parameters is not supported for a model in shards: give a plan of gradients"
 
 
@@ -251,7 +256,10 @@ def _examined(
         raise ValueError("modules of the model are on several meshes; one is supported")
     named = names_of(model, groups)
     _require_parameters(model, exclude, named)
-    shards = {n: p for n, (_, p) in named.items() if p.parameter.requires_grad and not matches(n, exclude)}
+    trainable = {n: p for n, (_, p) in named.items() if p.parameter.requires_grad}
+    shards = {n: p for n, p in trainable.items() if not matches(n, exclude)}
+    if given.grad_scaler is not None and mesh.replicate_group is None and len(shards) < len(trainable):
+        raise ValueError(SCALER_BESIDE_EXCLUDED.format(name=next(n for n in trainable if n not in shards)))
     return Sharding(groups, shards, _replicate_group(mesh, replicate_group), mesh)
 
 

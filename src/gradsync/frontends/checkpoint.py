@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..engine.engine import Engine
 from ..engine.engine_state import LOADING
+from ..inputs.settings import PositiveFinite, argument
 from ..state import SHARD, Shard, from_bytes, handed_over, has_ranks, place_of, read_ranks, to_bytes, write_rank
 from .shard_ranks import ShardRanks
 from .sharded import ShardedGradients
@@ -196,6 +197,7 @@ class Checkpoint:
             parts = _parts(find(), ranks.rank, ranks.size)
             for part in parts.values():
                 self._require_kind(part, strict=strict)
+                argument("loss_scale", part.get("loss_scale"), PositiveFinite | None)
             return parts
 
         parts = _on_all(ranks, read)

@@ -11,7 +11,7 @@ import math
 import os
 import tomllib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -77,16 +77,28 @@ def read_text(path: str | os.PathLike[str], noun: str, most_bytes: int = MOST_BY
 def replace_text(path: str | os.PathLike[str], text: str) -> None:
     """Writes a text file, by way of another one beside it, so that readers see the old text or the new one.
 
+    A device or a pipe is written to as it is, and so is a file that cannot be replaced, as in a folder that may not be
+    written to.
+
     Raises:
-        OSError: if it cannot be written; a file that is there is kept.
+        OSError: if it cannot be written.
     """
-    place = Path(path).resolve()
-    if place.exists() and not place.is_file():  # a device or a pipe
-        place.write_text(text, encoding="utf-8")
+    named = Path(path)
+    if named.exists() and not named.is_file():
+        named.write_text(text, encoding="utf-8")
         return
+    place = named.resolve()
     part = place.with_name(f".{place.name}.part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(place)
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(place)
+    except OSError:
+        if not place.is_file():
+            raise
+        place.write_text(text, encoding="utf-8")
+    finally:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -53,7 +53,8 @@ NO_REPLICAS = (
     "replicas, one for each node, by ParallelismConfig(dp_replicate_size=nodes, dp_shard_size=ranks of a node)"
 )
 FLOAT16 = (
-    "mixed_precision='fp16' scales the loss, which is not supported yet for a model in shards: expected 'bf16' or 'no'"
+    "mixed_precision='fp16' scales the loss, which was not tried yet with a model in shards under Accelerate: expected "
+    "'bf16' or 'no', or gradsync.attach(model, grad_scaler=...) without Accelerate"
 )
 SHARED_BY_SHARDS = (
     "communicator={got!r} is not for a model in shards, for which gradsync chooses by the device: leave it out"

@@ -151,7 +151,7 @@ class Summary(BaseModel):
         cases = Share.among(entry.verdict.good for entry in came)
         starts, names, places = again(came), named(came), where(came)
         return cls(
-            good=cases.share == 1.0 and starts.share == 1.0 and names.share >= NAMED_AIM,
+            good=bool(entries) and cases.share == 1.0 and starts.share == 1.0 and names.share >= NAMED_AIM,
             seed=seed,
             wanted=wanted,
             ran=len(entries),
