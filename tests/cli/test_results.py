@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -10,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner, Result
 
 from gradsync.characterization.footprint import Footprint, Shape
@@ -133,7 +135,7 @@ def test_an_option_is_not_taken_for_the_file() -> None:
     assert result.exit_code == 2 and "write --json - --no-ranks" in result.stderr.replace("\n", " ")
 
 
-def test_a_result_goes_into_a_pipe(tmp_path: Path) -> None:
+def test_a_result_goes_into_a_pipe() -> None:
     reading, writing = os.pipe()
     put(f"/dev/fd/{writing}", {"good": True})
     os.close(writing)
@@ -141,10 +143,20 @@ def test_a_result_goes_into_a_pipe(tmp_path: Path) -> None:
         assert json.load(pipe) == {"good": True}
 
 
-def test_a_file_that_cannot_be_replaced_is_written_to(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [errno.EBUSY, errno.EACCES])
+def test_a_file_that_cannot_be_replaced_is_written_to(tmp_path: Path, number: int) -> None:
     there = tmp_path / "result.json"
     there.write_text("before", encoding="utf-8")
-    with patch.object(Path, "replace", side_effect=OSError("busy")):
+    with patch.object(Path, "replace", side_effect=OSError(number, "busy")):
         put(str(there), {"good": True})
     assert json.loads(there.read_text(encoding="utf-8")) == {"good": True}
+    assert [each.name for each in tmp_path.iterdir()] == ["result.json"]
+
+
+def test_a_file_is_kept_where_the_disk_is_full(tmp_path: Path) -> None:
+    there = tmp_path / "result.json"
+    there.write_text("before", encoding="utf-8")
+    with patch.object(Path, "replace", side_effect=OSError(errno.ENOSPC, "full")), pytest.raises(typer.Exit):
+        put(str(there), {"good": True})
+    assert there.read_text(encoding="utf-8") == "before"
     assert [each.name for each in tmp_path.iterdir()] == ["result.json"]

@@ -58,7 +58,8 @@ def measure(
 def _of_script(script: Sequence[str], measured: Measurement, rank: int, json: str | None) -> Profile:
     """Runs the user's script on this rank until it has been measured, and returns the profile (the measurements)."""
     if rank == 0:  # no spinner: the script has the terminal
-        beside.print(f"measuring {script[0]} for {measured.steps_needed} steps or more, and its links and kernels")
+        said = f"measuring {script[0]} for {measured.steps_needed} steps or more, and its links and kernels"
+        beside.print(said, highlight=False, soft_wrap=True)
     with measured.active():
         run_as_main(script, json)
     if measured.profile is not None:

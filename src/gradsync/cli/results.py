@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json as encoder
+import sys
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from typing import Annotated, Any
 
 import typer
@@ -36,10 +38,13 @@ def words(json: str | None) -> LiteralConsole:
     return beside if json == PRINTED else console
 
 
+def prints_apart(json: str | None) -> AbstractContextManager[object]:
+    """Returns a context in which other code's `print` goes to stderr if the command's result is printed as JSON."""
+    return redirect_stdout(sys.stderr) if json == PRINTED else nullcontext()
+
+
 def put(json: str | None, result: Any, noun: str = "Result") -> None:
     """Prints a command's result as JSON if `json` is "-", writes it to the file that it names, or ignores it for None.
-
-    A file that is there is replaced at once, or kept if writing fails.
 
     Args:
         result: text that is JSON already, or numbers, texts, lists and dictionaries.

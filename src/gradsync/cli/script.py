@@ -5,7 +5,6 @@ from __future__ import annotations
 import runpy
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated
@@ -13,7 +12,7 @@ from typing import Annotated
 import typer
 
 from ..inputs.settings import shown
-from .results import PRINTED
+from .results import prints_apart
 
 Script = Annotated[
     list[str] | None,
@@ -53,7 +52,7 @@ def run_as_main(script: Sequence[str], json: str | None = None) -> None:
     before = sys.argv, sys.path
     sys.argv, sys.path = list(script), [str(path.resolve().parent), *sys.path]
     try:
-        with redirect_stdout(sys.stderr) if json == PRINTED else nullcontext():
+        with prints_apart(json):
             runpy.run_path(script[0], run_name="__main__")
     except Exception as error:
         error.__traceback__ = _own_part(error.__traceback__)

@@ -6,6 +6,7 @@ bits, and nothing is nested deeper than `MOST_DEPTH`.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -20,6 +21,7 @@ T = TypeVar("T")
 MOST_BYTES = 64 << 20  # of a JSON file: a profile of 10^4 parameters takes about 10 MB
 MOST_TOML_BYTES = 1 << 20  # TOML is parsed 100 times slower
 MOST_DEPTH = 64  # of JSON: schemes in schemes take about 10 levels
+IRREPLACEABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.EXDEV}  # only in place, if at all
 WHOLE = range(-(1 << 63), 1 << 64)  # whole numbers of 64 bits, with a sign or without
 
 
@@ -77,11 +79,11 @@ def read_text(path: str | os.PathLike[str], noun: str, most_bytes: int = MOST_BY
 def replace_text(path: str | os.PathLike[str], text: str) -> None:
     """Writes a text file, by way of another one beside it, so that readers see the old text or the new one.
 
-    A device or a pipe is written to as it is, and so is a file that cannot be replaced, as in a folder that may not be
-    written to.
+    A device or a pipe is written to as it is, and so is a file that may be written and not be replaced: a mount, or in
+    a folder that may not be written to.
 
     Raises:
-        OSError: if it cannot be written.
+        OSError: if it cannot be written; a file that is there is kept where that is for another reason, as a full disk.
     """
     named = Path(path)
     if named.exists() and not named.is_file():
@@ -92,8 +94,8 @@ def replace_text(path: str | os.PathLike[str], text: str) -> None:
     try:
         part.write_text(text, encoding="utf-8")
         part.replace(place)
-    except OSError:
-        if not place.is_file():
+    except OSError as error:
+        if error.errno not in IRREPLACEABLE or not place.is_file():
             raise
         place.write_text(text, encoding="utf-8")
     finally:

@@ -78,6 +78,7 @@ class FlatGradients:
         return self._allocated()
 
     def _allocated(self) -> _Memory:
+        """Returns new memory, whose end is `flags` from now on."""
         bucket = self.bucket
         flat = torch.empty(bucket.numel + bucket.num_flags, dtype=bucket.dtype, device=self._device)
         self.flags = flat[bucket.numel :].zero_()

@@ -65,11 +65,11 @@ def demo(
 
 def repeat_command(spec: TrainSpec) -> str:
     """Returns the command line that runs `demo` with this specification."""
-    words = ["gradsync", "demo", "--workload", spec.workload, "--nodes", str(spec.nodes), "--link", spec.link]
-    words += ["--steps", str(spec.repeats * spec.block_steps)]
+    command = ["gradsync", "demo", "--workload", spec.workload, "--nodes", str(spec.nodes), "--link", spec.link]
+    command += ["--steps", str(spec.repeats * spec.block_steps)]
     if "dim" in spec.options:
-        words += ["--row-length", str(spec.options["dim"])]
-    return shlex.join(words + ["--loopback"] * spec.loopback)
+        command += ["--row-length", str(spec.options["dim"])]
+    return shlex.join(command + ["--loopback"] * spec.loopback)
 
 
 def show(run: TrainingRun, json: str | None = None) -> None:

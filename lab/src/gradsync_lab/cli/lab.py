@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from typing import Annotated
 
@@ -14,7 +13,7 @@ from rich.table import Table
 
 from gradsync.cli.console import beside
 from gradsync.cli.progress import phase
-from gradsync.cli.results import PRINTED, Json, put, words
+from gradsync.cli.results import Json, prints_apart, put, words
 from gradsync.costs.cluster import format_rate
 
 from ..cluster import Lab, LabUnavailableError, LinkRate, Scenario
@@ -88,7 +87,7 @@ def run(
     scenario = scenario_of(nodes, link, rack_size, trunk, slow, background, procs_per_node, moving_background, stalls)
     with _built(scenario) as lab:
         began_s = time.monotonic()
-        with redirect_stdout(sys.stderr) if json == PRINTED else nullcontext():
+        with prints_apart(json):
             codes = lab.run([*command, *context.args], timeout_s=timeout)
         seconds = time.monotonic() - began_s
     code = exit_code(codes, lab.first_failed)

@@ -30,16 +30,21 @@ class Header(_Line):
     machine: dict[str, Any]
 
 
-class Batch(_Line):
-    """Cases that were run: seeds [first, next), by the way in which ranks ran, with the failed ones and the seconds."""
+class _Counted(_Line):
+    """Numbers of cases that were run, and of failed ones, by the way in which ranks ran, with the seconds of all."""
 
-    kind: Literal["batch"] = "batch"
     first: int
     next: int
     cases: dict[str, int]
     mismatches: dict[str, int]
     hangs: dict[str, int]
     seconds: float
+
+
+class Batch(_Counted):
+    """Cases that were run together: the seeds [first, next)."""
+
+    kind: Literal["batch"] = "batch"
 
 
 class Failure(_Line):
@@ -51,7 +56,7 @@ class Failure(_Line):
     script: str | None
 
 
-class Summary(_Line):
+class Summary(_Counted):
     """The verdict on a run of `gradsync fuzz`, as `--json` gives it.
 
     Attributes:
@@ -64,12 +69,6 @@ class Summary(_Line):
     """
 
     good: bool
-    first: int
-    next: int
-    cases: dict[str, int]
-    mismatches: dict[str, int]
-    hangs: dict[str, int]
-    seconds: float
     failures: list[Failure]
 
     @classmethod
