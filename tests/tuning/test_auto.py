@@ -21,6 +21,7 @@ import gradsync
 from gradsync.characterization.recording import Recorder
 from gradsync.compressors import ErrorFeedback, Signum, TopK, dgc
 from gradsync.devices.streams import Moment
+from gradsync.engine.plan_control import ASK_AGAIN_STEPS
 from gradsync.engine.step_listener import active, recording
 from gradsync.engine.trial import RUN_OFF_ROUNDS, TURN_STEPS
 from gradsync.planner import Constraints, Job, Search, candidate_plans, default_plan
@@ -40,7 +41,8 @@ from tests.world import Ranks, new_oracle_group
 World = Callable[[int], Ranks]
 TOP = ErrorFeedback(TopK(0.05))
 MEASURED, WARMUP, MOST_PLANS = 2, 2, 6
-LONGEST = WARMUP + 1 + 2 * MEASURED + (MOST_PLANS * 2 + 2 * RUN_OFF_ROUNDS) * TURN_STEPS
+TRIAL_STEPS = (MOST_PLANS * 2 + 2 * RUN_OFF_ROUNDS) * TURN_STEPS
+LONGEST = 2 * TRIAL_STEPS + ASK_AGAIN_STEPS + WARMUP + 1 + 2 * MEASURED
 
 
 class WithTable(nn.Module):
@@ -137,14 +139,65 @@ def test_lossy_plans_that_are_tried_lose_nothing_for_good(world: World, make: Ca
     world(2).run(loses_nothing_for_good, make)
 
 
+def until_it_is_measured(model: nn.Module, handle: gradsync.Attachment, steps: int = 0) -> int:
+    """Trains until the job is measured, and `steps` more; returns the number of steps."""
+    step = 0
+    while active() is None:
+        assert step < LONGEST and not handle.settled
+        gradients(model, step, dist.get_rank())
+        step += 1
+    for more in range(steps):
+        gradients(model, step + more, dist.get_rank())
+    return step + steps
+
+
+@quickly()
+def plans_before_it_is_measured(always: bool) -> tuple[list[str], str, str | None]:
+    """Returns the plans before the measurement, the plan of the measured steps, and the present one told the search."""
+    torch.manual_seed(0)
+    model, told = WithTable(), []
+
+    def search(job: Job, constraints: Constraints) -> list[gradsync.Plan]:
+        told.append(job.present and job.present.digest)
+        return layerwise_plans(job, constraints)
+
+    planner = AutoPlanner(Constraints((TOP,), always=always), steps=MEASURED, warmup=WARMUP, search=search)
+    handle = gradsync.attach(model, plan=planner, timeout=20)
+    ran = []
+    for step in range(LONGEST):
+        ran.append(handle.plan.digest)
+        gradients(model, step, dist.get_rank())
+        if active() is not None:
+            break
+    measured = handle.plan.digest
+    settle(model, handle)
+    handle.detach()
+    return list(dict.fromkeys(ran)), measured, told[0] if told else None
+
+
+def test_the_default_planner_chooses_first_and_its_plan_is_what_others_must_beat(world: World) -> None:
+    first, second = world(2).run(plans_before_it_is_measured, False)
+    ran, measured, told = first
+    assert len(ran) > 2 and measured in ran, "plans were tried before anything was measured"
+    assert told == measured and second[:2] == first[:2] and second[2] is None, "rank 0 searches"
+
+
+def test_nothing_is_tried_first_where_no_exact_plan_may_stay(world: World) -> None:
+    (ran, measured, told), _ = world(2).run(plans_before_it_is_measured, True)
+    assert len(ran) <= 2 and measured == ran[-1] and told is None
+
+
 @quickly()
 def detached_while_it_is_measured() -> None:
     model = Perceptron()
-    for steps in (1, WARMUP + 2):
+    for measured in (None, 0, WARMUP + 2):
         handle = gradsync.attach(model, plan=AutoPlanner(steps=MEASURED, warmup=WARMUP), timeout=20)
-        for step in range(steps):
-            gradients(model, step, dist.get_rank())
+        if measured is None:
+            gradients(model, 0, dist.get_rank())
+        else:
+            until_it_is_measured(model, handle, measured)
         handle.detach()
+        assert active() is None
     usual = torch.autograd.backward
     assert usual.__module__ == "torch.autograd", "backward is torch's again"
     handle = gradsync.attach(model, plan="auto", timeout=20)
@@ -186,12 +239,11 @@ def no_plan_is_found() -> bool:
     torch.manual_seed(0)
     model = Perceptron()
     handle = gradsync.attach(model, plan=AutoPlanner(steps=MEASURED, warmup=WARMUP, search=no_plans), timeout=20)
-    for step in range(WARMUP + 2):
-        gradients(model, step, dist.get_rank())
-    present = handle.plan.digest
+    until_it_is_measured(model, handle)
+    present = handle.plan.buckets
     for step in range(LONGEST):
         gradients(model, step, dist.get_rank())
-    same = handle.settled and handle.plan.digest == present
+    same = handle.settled and handle.plan.buckets == present
     handle.detach()
     return same
 
@@ -596,9 +648,11 @@ def one_of_two_goes(which: int, by_detach: bool) -> bool:
     models = [Perceptron(), Perceptron()]
     planner = AutoPlanner(steps=MEASURED, warmup=WARMUP)
     handles = [gradsync.attach(model, plan=planner, timeout=20) for model in models]
-    for step in range(WARMUP + 2):
+    for step in range(LONGEST):
         for model in models:
             gradients(model, step, dist.get_rank())
+        if active() is not None:
+            break
     engine = weakref.ref(handles[which]._engine)
     if by_detach:
         handles[which].detach()
@@ -638,10 +692,9 @@ def no_plans_after_many_pieces(job: Job, constraints: Constraints) -> Pieces[lis
 
 def until_the_search_begins(model: nn.Module, handle: gradsync.Attachment) -> int:
     """Trains until the last measured step; returns the number of steps."""
-    for step in range(WARMUP + 2 + 2 * MEASURED):
-        assert not handle.settled
-        gradients(model, step, dist.get_rank())
-    return step + 1
+    step = until_it_is_measured(model, handle, WARMUP + 2 + 2 * MEASURED)
+    assert not handle.settled
+    return step
 
 
 @patched(A_PIECE_A_STEP)
@@ -683,7 +736,7 @@ def the_search_fails_between_steps(must_plan: bool) -> tuple[int, str, bool]:
     planner = AutoPlanner(**QUICK, search=no_plans_after_many_pieces, must_plan=must_plan)
     handle = gradsync.attach(model, plan=planner, timeout=20)
     step, said = until_the_search_begins(model, handle), ""
-    present = handle.plan.digest
+    present = handle.plan.buckets
     try:
         while not handle.settled:
             gradients(model, step, dist.get_rank())
@@ -691,7 +744,7 @@ def the_search_fails_between_steps(must_plan: bool) -> tuple[int, str, bool]:
     except RuntimeError as error:
         said = str(error)
         assert active() is None
-    same = handle.plan.digest == present
+    same = handle.plan.buckets == present
     handle.detach()
     return step, said, same
 

@@ -202,6 +202,11 @@ class Engine:
         return self.peers.is_closed or not self.parameters or self.running_plan.settled
 
     @property
+    def is_choosing(self) -> bool:
+        """Whether gradients are observed, the network is measured, or plans are on trial, to choose the plan."""
+        return self._controller.is_choosing
+
+    @property
     def may_keep_state(self) -> bool:
         """Whether schemes keep state from step to step, such as residuals, or may do so by a plan to be proposed."""
         return self.running_plan.runs.have_state or self._controller.may_propose

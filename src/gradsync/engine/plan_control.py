@@ -3,7 +3,8 @@
 The first plan follows from the model alone. After the first step, at times the second, the planner is asked again, with
 what all ranks observed: ready order, layouts, densities. If the planner then returns several plans, the best guess
 first, each runs for some steps and the fastest stays (`trial.py`). A planner that measures the network does so between
-the steps that follow, is then asked once more, and again while training goes on.
+the steps that follow, is then asked once more, and again while training goes on. A planner that measures the whole job
+begins when a first planner's plan has been found so.
 """
 
 from __future__ import annotations
@@ -45,22 +46,26 @@ class Follows(Enum):
     """A planner's answer when an engine asks it to measure the engine's job (`ProposingPlanner.follow`)."""
 
     NO = auto()  # the plan stays
-    LATER = auto()  # another job is measured: it is to be asked again
+    LATER = auto()  # another job is measured, or the first plan not found yet: it is to be asked again
     NOW = auto()  # the coming steps are measured
 
 
 @runtime_checkable
 class ProposingPlanner(Protocol):
-    """A planner that measures a job while its first steps run by another plan, and then proposes other plans."""
+    """A planner that measures a job while its steps run by another planner's plan, and then proposes other plans."""
 
     def __call__(self, profiles: Sequence[ParameterProfile], world_size: int) -> Plan | Sequence[Plan]: ...
+
+    def first_planner(self) -> Planner:
+        """Returns the planner for the steps before plans are proposed; one engine's own if it measures anything."""
 
     settings: str  # what may be proposed: the plan of a checkpoint is gone on with under the same
 
     def follow(self, engine: Any) -> Follows:
         """Begins to measure the coming steps of the engine, and returns `Follows.NOW`.
 
-        It returns `LATER` if it must be asked again, as it measures another model, and `NO` if the present plan stays.
+        It returns `LATER` if it must be asked again, as it measures another model or the engine is still choosing its
+        first plan, and `NO` if the present plan stays.
         When a measurement ends, the planner calls `engine.propose(plans)` on all ranks.
         """
 
@@ -142,7 +147,6 @@ class PlanController:
         timeout_s: float,
     ) -> None:
         self._planner = None if isinstance(plan, Plan) else plan
-        self._reviser = plan if isinstance(plan, RevisingPlanner) else None
         self._proposer = plan if isinstance(plan, ProposingPlanner) else None
         self._follows = Follows.NO  # else plans are going to be proposed
         self._steps_to_ask = 0
@@ -160,12 +164,20 @@ class PlanController:
         self._known_to_plan: list[ParameterProfile] = []  # when the plan was made
         self.plan = plan if isinstance(plan, Plan) else self._planned()[0]
         self._check(self.plan)
+        if self._proposer is not None:
+            self._planner = self._proposer.first_planner()
+        # It revises its own plans only, and none that are proposed.
+        self._reviser = self._planner if isinstance(self._planner, RevisingPlanner) else None
 
     @property
     def settled(self) -> bool:
         """Whether no observation, measurement or trial is left that may change the plan."""
-        undecided = self._observations_left or self._measurement is not None or self._trial is not None
-        return not undecided and self._follows is Follows.NO
+        return not self.is_choosing and self._follows is Follows.NO
+
+    @property
+    def is_choosing(self) -> bool:
+        """Whether gradients are observed, the network is measured, or plans are on trial."""
+        return self._observations_left > 0 or self._measurement is not None or self._trial is not None
 
     @property
     def may_propose(self) -> bool:
@@ -208,7 +220,7 @@ class PlanController:
                 self._plan_anew()
         elif self._trial is not None:
             self._try(self._trial, now)
-        elif self._reviser is not None and self._reviser.cost is not None:
+        elif self._reviser is not None and self._reviser.cost is not None and self._follows is not Follows.NOW:
             self._look_again(self._reviser, runs)
 
     def follow(self, engine: Any) -> None:
@@ -218,8 +230,8 @@ class PlanController:
             self._steps_to_ask = ASK_AGAIN_STEPS
 
     def asks_again(self) -> bool:
-        """Counts a step; returns whether to call `follow` again, as the planner was still measuring another model."""
-        if self._follows is not Follows.LATER:
+        """Counts a step after the first plan was found; returns whether to call `follow` again, which said `LATER`."""
+        if self._follows is not Follows.LATER or self.is_choosing:
             return False
         self._steps_to_ask -= 1
         return self._steps_to_ask == 0
@@ -274,7 +286,7 @@ class PlanController:
         self._proposer.resume(engine, resumption.profile)
         self._observer.take({p.name: p for p in resumption.profile.parameter_profiles()})
         self._follows, self._observations_left = Follows.NO, 0
-        self._measurement = self._trial = None
+        self._measurement = self._trial = self._reviser = None
         self._drift = Drift(resumption.usual_step_s)
         self._switch_to(resumption.plan)
 
@@ -288,7 +300,8 @@ class PlanController:
         for plan in plans:
             self._check(plan)
         self._require_same(plans)
-        self._follows, self._observations_left, self._measurement = Follows.NO, 0, None
+        self._follows, self._observations_left = Follows.NO, 0
+        self._measurement = self._reviser = None
         self._trial = Trial(plans) if len(plans) > 1 else None
         self._drift = Drift()
         self._switch_to(plans[0])

@@ -1,9 +1,9 @@
-"""The planner of `plan="auto"`: it measures a job's first steps, searches plans, and tries the best on real steps.
+"""The planner of `plan="auto"`: it measures a job's steps, searches plans, and tries the best on real steps.
 
-The first steps run with the default plan, and some of them are measured (`measurement.py`). Rank 0 searches plans by
-all ranks' figures, in pieces between further steps; the best plans and one that needs no search then take turns on real
-steps, and the fastest stays. When steps begin to take clearly more or less time, the planner measures and searches
-again. One model is measured and planned for at a time, and other models wait.
+The first steps run as without it: the default planner tries its plans, and the fastest stays. Then some steps are
+measured (`measurement.py`). Rank 0 searches plans by all ranks' figures, in pieces between further steps; the best
+plans and the present one take turns on real steps, and the fastest stays. When steps begin to take clearly more or less
+time, the planner measures and searches again. One model is measured and planned for at a time, and other models wait.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from ..comm import LocalGroup
 from ..comm.links import highest_over
 from ..compressors import RESIDUAL
 from ..engine.engine import Engine
-from ..engine.plan_control import Follows
+from ..engine.plan_control import Follows, Planner
 from ..engine.step_listener import active
 from ..inputs.settings import argument
 from ..planner import AveragingPlanner, default_plan
@@ -36,6 +37,7 @@ from ..plans.profile import Profile
 from ..schemes import SchemeOrCompressor
 from ..tensors.bucket import Bucket, Layout, Segment, TensorSpec
 from ..tensors.density import ParameterProfile
+from .default import default_planner
 from .earlier import EarlierTimes
 from .measurement import Measurement
 from .pieces import after_steps
@@ -57,21 +59,23 @@ class AutoMeasurement(Measurement):
 class AutoPlanner:
     """The planner for `plan="auto"`. Its plans are exact unless `constraints` allow lossy compressors or schemes.
 
-    It measures each attached model during that model's own steps, one model after the other. Links and kernels take up
-    to ten seconds, fifteen where gradients are on an accelerator, spread over steps that take a third longer. Kernels
-    that an earlier job on this machine has measured take none. Rank 0's search of plans, a tenth of a second to some
-    seconds, is spread over steps likewise. If it finds no plan, the present plan stays, and a warning says why.
+    It measures each attached model during that model's own steps, one model after the other, once the default planner
+    has chosen among its plans. Links and kernels take up to ten seconds, fifteen where gradients are on an accelerator,
+    less in jobs of short steps, spread over steps that take a third longer. Kernels that an earlier job on this machine
+    has measured take none. Rank 0's search of plans, a tenth of a second to some seconds, is spread over steps
+    likewise. If it finds no plan, the present plan stays, and a warning says why.
 
     It keeps the default plan, and measures nothing, in a group of one rank, and where some rank already runs
-    `gradsync.measure` or a `Recorder` of gradients. It also does so under `torch.use_deterministic_algorithms`,
-    since timing decides on plans.
+    `gradsync.measure` or a `Recorder` of gradients when the model is attached; later it waits until these have ended.
+    It also keeps it under `torch.use_deterministic_algorithms`, since timing decides on plans.
 
     Args:
         constraints: the lossy compressors and schemes that plans may use; None: none, plans are exact.
         steps: training steps measured undisturbed; as many more are measured during a transfer or compression.
         warmup: training steps before these, not measured.
-        search: returns plans to try for a `Job` and the constraints; it runs on rank 0. One that is `InPieces`
-            (`planner/pieces.py`), as `candidate_plans` is, runs between steps; any other in one, within the timeout.
+        search: returns plans to try for a `Job` and the constraints; it runs on rank 0. The job's `present` is the plan
+            that runs, unless it is exact and plans must be lossy. One that is `InPieces` (`planner/pieces.py`), as
+            `candidate_plans` is, runs between steps; any other in one, within the timeout.
         must_plan: whether all ranks raise where nothing can be measured or the search finds no plan.
         averaging: a planner that averages parameters instead of gradients. It is tried for a block of steps after the
             plan has settled, and stays if it is clearly faster. `attach` then needs the optimiser. A run resumed from a
@@ -115,9 +119,13 @@ class AutoPlanner:
         self._measurement()  # raises for wrong settings
 
     def __call__(self, profiles: Sequence[ParameterProfile], world_size: int) -> Plan:
-        """Returns the default plan, which the job uses until it has been measured."""
+        """Returns the default plan, which the first step uses."""
         self.constraints.require_names([profile.name for profile in profiles])
         return default_plan(profiles, world_size)
+
+    def first_planner(self) -> Planner:
+        """Returns the planner that attach() takes without a plan; one that tries nothing if its plans cannot stay."""
+        return default_plan if self.constraints.always else default_planner()
 
     @property
     def settings(self) -> str:
@@ -183,7 +191,7 @@ class AutoPlanner:
         """
         group, highest = engine.group, highest_over(engine.group, engine.timeout_s)
         mine: list[str] = []
-        slices = after_steps(self._search(profile, mine), list)  # no other rank's time counts
+        slices = after_steps(self._search(engine, profile, mine), list)  # no other rank's time counts
         while True:
             if group.rank == 0:  # on another processor the same sums may round differently
                 next(slices, None)
@@ -197,18 +205,17 @@ class AutoPlanner:
         why_none, plans = json.loads(texts[0])
         if self.must_plan and not plans:
             raise RuntimeError(f"no plan was found: {why_none or 'the search returned none'}")
-        found = [Plan.from_json(text).measured_on(profile.device) for text in plans]
-        # A plan that was proposed before stays unless another one is clearly faster.
-        present = [engine.plan] if engine in self._profiles or not found else []
+        found = [Plan.from_json(text) for text in plans] or [engine.plan]
         self._profiles[engine] = profile
-        engine.propose(list({plan.digest: plan for plan in (*present, *found)}.values()))
+        engine.propose([plan.measured_on(profile.device) for plan in found])
 
-    def _search(self, profile: Profile, found: list[str]) -> Pieces[None]:
+    def _search(self, engine: Engine, profile: Profile, found: list[str]) -> Pieces[None]:
         """Searches plans in pieces, and appends the result to `found` as JSON: why there are none, and the plans."""
+        may_stay = engine in self._profiles or not self.constraints.always
         plans: list[str] = []
         why_none = ""
         try:
-            job = Job.of(profile)
+            job = replace(Job.of(profile), present=engine.plan if may_stay else None)
             if isinstance(self.search, InPieces):
                 made = yield from self.search.pieces(job, self.constraints)
             else:
@@ -228,14 +235,14 @@ def _answer(engine: Engine) -> tuple[Follows, str]:
     mine, why = Follows.NOW, ""
     if torch.are_deterministic_algorithms_enabled():
         mine, why = Follows.NO, "torch.use_deterministic_algorithms is on, and timing would decide"
-    elif isinstance(active(), AutoMeasurement):
-        mine = Follows.LATER
-    elif active() is not None:
+    elif engine.step == 0 and active() is not None and not isinstance(active(), AutoMeasurement):
         mine, why = Follows.NO, "gradients are being measured or recorded already"
+    elif active() is not None or engine.is_choosing:
+        mine = Follows.LATER
     said = f"{mine.name} {why}".encode()
     texts = engine.peers.gather("whether to measure", said)
     answers = [(Follows[name], reason) for name, _, reason in (text.decode().partition(" ") for text in texts)]
-    # One rank that cannot be measured decides for all; so does one that still measures another model.
+    # One rank that cannot be measured decides for all; so does one that must wait.
     return min(answers, key=lambda answer: ORDER.index(answer[0]))
 
 

@@ -54,10 +54,11 @@ from .fitting import fit_slowdown
 from .kernels import CANDIDATES, flat_schemes, measured_host, measured_kernels
 from .links import BUDGET_S, measured_links
 from .overlap import Aside, Disturbance, Slowdowns, computation, transfer_beside_kernels, transfers
-from .pieces import after_steps
+from .pieces import SHARE_OF_A_STEP, after_steps
 from .stopwatch import StepMoments, Stopwatch
 
 COSTS = "measurement of costs"
+LINKS_STEPS = 100  # steps among which the costs of links are measured, at most, where not all at once
 COVER = 1.2  # length of a disturbance over that of the backward beside it
 
 Array = NDArray[np.float64]
@@ -86,7 +87,8 @@ class Measurement(StepListener):
         model: the model to measure; None: that of `engine` or, without one, the first that exchanges gradients.
         engine: the engine of the model; None: found in the first step.
         candidates: compressors and schemes of flat buckets whose kernels are measured, beside those of default plans.
-        links_budget_s: seconds that exchanges for the costs of links may take.
+        links_budget_s: seconds that exchanges for the costs of links may take. Between short steps they take less, to
+            be over in `LINKS_STEPS` of them.
         ends_script: whether the last step raises `RecordingDone` to end the script.
         then: called as `then(engine, profile)` after the last step, on all ranks at once. It returns an iterator, whose
             `next` is called at once and after each further step until it ends; the measurement goes on until then.
@@ -291,7 +293,9 @@ class Measurement(StepListener):
         highest = highest_over(group, timeout_s)
         device, placement, earlier = group.payload_device, group.placement, self._earlier(group)
         candidates = self._candidates
-        self._links = yield from measured_links(group, timeout_s, self._links_budget_s)
+        (step_s,) = highest([statistics.median(step.times().total_s for step in self._steps_seen[1:])])
+        most_s = float("inf") if self._at_once else LINKS_STEPS * SHARE_OF_A_STEP * step_s
+        self._links = yield from measured_links(group, timeout_s, min(self._links_budget_s, most_s))
         self._kernels = yield from measured_kernels(candidates, placement, highest, device, earlier=earlier)
         self._host = yield from measured_host(candidates, highest, device, earlier=earlier)
         self._exchange = yield from transfer_beside_kernels(group, timeout_s)

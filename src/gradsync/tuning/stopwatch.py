@@ -25,6 +25,11 @@ class StepTimes:
     ended_s: float
     ready_s: dict[str, float]  # by parameter, since the begin of backward
 
+    @property
+    def total_s(self) -> float:
+        """The seconds of the whole step."""
+        return self.forward_s + self.backward_s + self.exchange_s + self.optimizer_s + self.other_s
+
 
 @dataclass
 class StepMoments:

@@ -112,12 +112,13 @@ def _solved(job: Job, ways: Sequence[Way], formulation: Formulation, hiding: boo
 
 @InPieces
 def candidate_plans(job: Job, constraints: Constraints | None = None) -> Pieces[list[Plan]]:
-    """Returns plans worth a trial on real steps, the one with the shortest predicted step first.
+    """Returns plans worth a trial on real steps: the job's present plan, then that with the shortest predicted step.
 
     Candidates are the best two among the search's plan and its plans with only one of the lossy schemes or compressors
     allowed; the best plan in fewer buckets, as predictions are least certain about costs of calls and gains of overlap;
-    and unless plans must be lossy, the best exact plan, and the best plans made without a search. Plans with a far
-    longer predicted step are left out, unless only one plan would remain, as predictions may be wrong.
+    and unless plans must be lossy, the best exact plan. A job without a present plan, which is the best of those made
+    without a search, gets the best of these too. Plans with a far longer predicted step are left out, unless only one
+    plan would remain, as predictions may be wrong.
     """
     if job.world_size == 1:
         return default_plans(job.profiles, 1)
@@ -128,9 +129,10 @@ def candidate_plans(job: Job, constraints: Constraints | None = None) -> Pieces[
         found.append((yield from searched.pieces(job, each)))
     usual: list[Plan] = []
     if not constraints.always:
-        found.append((yield from _searched(job, exact_ways(job))))
-        yield
-        usual = default_plans(job.profiles, job.world_size, job.network)
+        if constraints.lossy:  # else the first search has found the best exact plan
+            found.append((yield from _searched(job, exact_ways(job))))
+            yield
+        usual = [] if job.present else default_plans(job.profiles, job.world_size, job.network)
     by_search = [each.plan for each in found]
     seconds = {}
     for plan in (*by_search, *usual):
@@ -148,4 +150,6 @@ def candidate_plans(job: Job, constraints: Constraints | None = None) -> Pieces[
     all_of_them = {p.digest: p for p in (*best(by_search, 2), fewer, *last, *best(usual, MOST_TRIED))}
     tried = best(list(all_of_them.values())[:MOST_TRIED], MOST_TRIED)
     far = [plan for plan in tried if job.beside_s + seconds[plan.digest] > FAR_LONGER * step_s]
-    return tried[: max(len(tried) - len(far), 2)]
+    present = [] if job.present is None else [job.present]
+    worth_it = [*present, *tried[: max(len(tried) - len(far), 2 - len(present))]]
+    return list({plan.digest: plan for plan in worth_it}.values())

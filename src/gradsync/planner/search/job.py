@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
 from ...costs.cluster import Cluster
+from ...plans.plan import Plan
 from ...plans.profile import Overlap, Profile
 from ...tensors.density import ParameterProfile
 from ..default.network import Network
@@ -58,6 +59,7 @@ class Job:
         beside_s: seconds of a step without backward and exchange: forward, optimiser, data.
         errors: relative errors of lossy schemes and compressors in one step, by parameter, then by the name that
             `errors.name_of` returns for the scheme or compressor.
+        present: the plan that the job runs, the fastest of those tried so far; None for a job that is not running.
     """
 
     profiles: tuple[ParameterProfile, ...]
@@ -67,6 +69,7 @@ class Job:
     slowdown: Slowdown = NO_SLOWDOWN
     beside_s: float = 0.0  # seconds of a step without backward and exchange: forward, optimiser, data
     errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by parameter, by `errors.name_of`
+    present: Plan | None = None
 
     def __post_init__(self) -> None:
         unknown = [p.name for p in self.profiles if p.name not in self.ready_s]
