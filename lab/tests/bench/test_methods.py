@@ -151,7 +151,9 @@ def in_shards(name: str) -> float:
     return max(float((found[n] - g).abs().max() / g.abs().max()) for n, g in expected.items())
 
 
-@pytest.mark.parametrize("name", [*IN_SHARDS, "sharded_gradsync", "sharded_int8", "sharded_auto"])
+@pytest.mark.parametrize(
+    "name", [*IN_SHARDS, "sharded_gradsync", "sharded_int8", "sharded_auto", "bf16_sharded_gradsync"]
+)
 def test_method_synchronises_models_in_shards(name: str, world: Callable[[int], Ranks]) -> None:
     for off in world(4).run(in_shards, name):
         assert off < 1e-6 if method(name).exact else 0 < off < 2**-5

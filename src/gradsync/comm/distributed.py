@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 POLL_S = 1.0  # seconds between two looks at the board of a rank that waits
+_WITHOUT_WAITING = dist.AllreduceOptions()
+_WITHOUT_WAITING.asyncOp = True
 LEAST_S = 0.01  # of a wait for an operation: torch takes less than a millisecond for no limit
 
 
@@ -183,7 +185,8 @@ class TorchGroup(Group):
         )
 
     def all_reduce(self, buffer: Tensor) -> Pending[Tensor]:
-        return self._pending(dist.all_reduce(buffer, group=self._own, async_op=True), lambda: buffer)
+        # Not by `dist.all_reduce`, whose checks in Python take longer than a small sum.
+        return self._pending(self._own.allreduce([buffer], _WITHOUT_WAITING), lambda: buffer)
 
     def all_gather(self, buffer: Tensor, sizes: Sequence[int] | None = None) -> Pending[list[Tensor]]:
         lengths = list(sizes) if sizes is not None else [buffer.numel()] * self.size

@@ -10,6 +10,7 @@ same on all. How an all-reduce sums depends on its size alone, so that a plan gi
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from torch import Tensor
 from .. import kernels
 from ..costs.cluster import Placement
 from ..costs.steps import Transfer
-from ..costs.transport import DIRECT_BYTES, Pattern, RingOrDirect
+from ..costs.transport import DEFAULT_TRANSPORT, DIRECT_BYTES, Pattern
 from ..tensors import allocator as memory
 from .distributed import TorchGroup
 from .framing import cut_messages, cut_to_lengths, split, swapped, with_lengths
@@ -96,9 +97,8 @@ class GlooGroup(TorchGroup):
         )
 
     def all_reduce(self, buffer: Tensor) -> Pending[Tensor]:
-        part_bytes, transport = (float(buffer.nbytes),) * self.size, RingOrDirect(self.at_once_bytes)
-        doubles = self.size > 2 and transport.doubles(Pattern.ALL_REDUCE, part_bytes)
-        if transport.passes_on(Pattern.ALL_REDUCE, part_bytes) or (doubles and not buffer.is_cpu):
+        in_ring, doubles = _ways_to_sum(buffer.nbytes, self.size)
+        if in_ring or (doubles and not buffer.is_cpu):
             return super().all_reduce(buffer)  # gloo's ring
         if doubles:
             total = buffer.clone()  # written to by another thread, even after this rank has given up
@@ -197,6 +197,14 @@ class GlooGroup(TorchGroup):
         buffer = torch.zeros(sum(lengths), dtype=torch.uint8, device=self._device)
         transfer = Transfer("", Pattern.ALL_TO_ALL, (float(lengths[0]),) * self.size)
         return Exchange(transfer, lambda: self._all_to_all(buffer, lengths, lengths))
+
+
+@lru_cache(maxsize=1024)
+def _ways_to_sum(nbytes: int, size: int) -> tuple[bool, bool]:
+    """Returns whether an all-reduce of so many bytes among `size` members goes in a ring, and whether by doubling."""
+    part_bytes = (float(nbytes),) * size
+    doubles = size > 2 and DEFAULT_TRANSPORT.doubles(Pattern.ALL_REDUCE, part_bytes)
+    return DEFAULT_TRANSPORT.passes_on(Pattern.ALL_REDUCE, part_bytes), doubles
 
 
 def _sum_into(buffer: Tensor, parts: Sequence[Tensor]) -> Tensor:

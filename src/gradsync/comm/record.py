@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,8 +16,7 @@ from .group import Group, Pending
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """One collective that a rank issued, and the bytes that the rank sends in it.
 
     For `all_reduce`, `all_gather` and `broadcast` the bytes are computed by the group's transport model; else they are
@@ -43,7 +42,9 @@ class Ledger:
 
     def take_sent_bytes(self) -> float:
         """Returns the bytes sent so far and deletes the entries, so that a long run keeps none."""
-        total = self.sent_bytes
+        total = 0.0
+        for entry in self.entries:
+            total += entry.sent_bytes
         self.entries.clear()
         return total
 
@@ -59,6 +60,7 @@ class RecordingGroup(Group):
         self.alpha_s, self.stage_s, self.bytes_per_s = inner.alpha_s, inner.stage_s, inner.bytes_per_s
         self._placement = inner.placement
         self._inside = inner.size > 1 and inner.placement.num_nodes == 1
+        self._equal_parts: dict[tuple[Pattern, int], float] = {}  # bytes sent where all members' buffers have one size
         self._subgroups: dict[tuple[int, ...], RecordingGroup] = {}
 
     @property
@@ -89,11 +91,14 @@ class RecordingGroup(Group):
         return self._subgroups[places]
 
     def all_reduce(self, buffer: Tensor) -> Pending[Tensor]:
-        sent_bytes = self._sent_bytes(Pattern.ALL_REDUCE, buffer, [buffer.numel()] * self.size)
+        sent_bytes = self._sent_of_equal_parts(Pattern.ALL_REDUCE, buffer)
         return self._written(Pattern.ALL_REDUCE, sent_bytes, self.inner.all_reduce(buffer))
 
     def all_gather(self, buffer: Tensor, sizes: Sequence[int] | None = None) -> Pending[list[Tensor]]:
-        sent_bytes = self._sent_bytes(Pattern.ALL_GATHER, buffer, sizes or [buffer.numel()] * self.size)
+        if sizes is None:
+            sent_bytes = self._sent_of_equal_parts(Pattern.ALL_GATHER, buffer)
+        else:
+            sent_bytes = self._sent_bytes(Pattern.ALL_GATHER, [numel * buffer.element_size() for numel in sizes])
         return self._written(Pattern.ALL_GATHER, sent_bytes, self.inner.all_gather(buffer, sizes))
 
     def all_to_all(
@@ -122,7 +127,7 @@ class RecordingGroup(Group):
         return self._written(Pattern.MESSAGES, sent_bytes, swap)
 
     def broadcast(self, buffer: Tensor) -> Pending[Tensor]:
-        sent_bytes = self._sent_bytes(Pattern.BROADCAST, buffer, [buffer.numel()] * self.size)
+        sent_bytes = self._sent_of_equal_parts(Pattern.BROADCAST, buffer)
         return self._written(Pattern.BROADCAST, sent_bytes, self.inner.broadcast(buffer))
 
     def barrier(self, what: str, timeout_s: float, *, detail: str = "") -> None:
@@ -134,9 +139,16 @@ class RecordingGroup(Group):
     def close(self) -> None:
         self.inner.close()
 
-    def _sent_bytes(self, pattern: Pattern, buffer: Tensor, numels: Sequence[int]) -> float:
-        """Computes the bytes this member sends in a `pattern` collective where member j has `numels[j]` elements."""
-        part_bytes = [float(numel * buffer.element_size()) for numel in numels]
+    def _sent_of_equal_parts(self, pattern: Pattern, buffer: Tensor) -> float:
+        """Returns the bytes this member sends in a `pattern` collective of buffers as large as this one."""
+        sent_bytes = self._equal_parts.get((pattern, buffer.nbytes))
+        if sent_bytes is None:
+            sent_bytes = self._sent_bytes(pattern, [buffer.nbytes] * self.size)
+            self._equal_parts[pattern, buffer.nbytes] = sent_bytes
+        return sent_bytes
+
+    def _sent_bytes(self, pattern: Pattern, part_bytes: Sequence[float]) -> float:
+        """Computes the bytes this member sends in a `pattern` collective where member j has `part_bytes[j]`."""
         return sum(nbytes for _, nbytes in self.transport.sends(pattern, part_bytes, self.rank))
 
     def _written(self, pattern: Pattern, sent_bytes: float, pending: Pending[T]) -> Pending[T]:

@@ -102,6 +102,9 @@ class BucketRun:
         run.flags_apart = bucket.layout is Layout.FLAT and not bucket.flags_ride
         return run
 
+    def __post_init__(self) -> None:
+        self._names, self._dtype = frozenset(self.bucket.names), self.bucket.dtype
+
     @property
     def carries_marks(self) -> bool:
         """Whether `StepMarks` are summed with this bucket: numbers that reveal that ranks are late or out of step."""
@@ -112,7 +115,7 @@ class BucketRun:
         # State, and a residual to be added, are of gradients that are not scaled yet.
         scales_first = self.scheme.traits.scales_first and not self.state and self.carried_residual is None
         self.gradients.begin(1.0 / self.group.size if scales_first else 1.0)
-        self.waiting = set(self.bucket.names)
+        self.waiting = set(self._names)
 
     def load(self, name: str, gradient: Tensor | None, *, used: bool) -> bool:
         """Puts a parameter's gradient into the bucket; returns whether the bucket has all of its gradients now.
@@ -125,9 +128,9 @@ class BucketRun:
         Raises:
             RuntimeError: for another dtype than the bucket's, or a parameter that was loaded in this step already.
         """
-        if gradient is not None and gradient.dtype is not self.bucket.dtype:
+        if gradient is not None and gradient.dtype is not self._dtype:
             raise RuntimeError(
-                f"the gradient of {name!r} is {gradient.dtype}, it was {self.bucket.dtype} when gradsync was "
+                f"the gradient of {name!r} is {gradient.dtype}, it was {self._dtype} when gradsync was "
                 "attached; change a model's element type before attach()"
             )
         if name not in self.waiting:
@@ -391,7 +394,10 @@ class BucketRuns:
     @property
     def have_state(self) -> bool:
         """Whether some bucket's scheme has state, which a step with NaN must leave unchanged; the same on all ranks."""
-        return any(run.state or run.some_rank_carries for run in self)
+        for run in self:  # not by `any`, which resumes a generator for each bucket
+            if run.state or run.some_rank_carries:
+                return True
+        return False
 
     @property
     def keep_values(self) -> bool:

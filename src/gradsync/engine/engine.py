@@ -104,6 +104,11 @@ class Engine:
         )
         self.state = EngineState(self.running_plan, self._controller, self.peers, self.parameters, self.specs)
         self._exchange: Synchronization | None = None  # of the step under way
+        self._checks_finite = (
+            False  # schemes' state, or a judge, must know if gradients of the step are NaN or infinite
+        )
+        self._listener: StepListener | None = None  # of the step under way
+        self._looks = False  # the step's gradients are sampled for zeros, to choose a plan
         self._apart = False  # the step under way exchanges when backward has ended, and no plan is made by it
         self._collected: set[str] = set()  # buckets of the step under way whose results are here
         self._collecting: streams.Moment | None = None  # when the first of them was asked for before `finish`
@@ -173,10 +178,12 @@ class Engine:
         self._ended_well, self._was_bad = False, None
         for run in running.runs:
             run.begin()
+        self._checks_finite = running.runs.have_state or (self.awaits_judgement and len(running.runs) > 0)
         self.peers.begin_step()
         self._collected, self._collecting = set(), None
-        listener = active()
-        self._apart = listener is not None and listener.began(self)
+        self._listener = active()
+        self._apart = self._listener is not None and self._listener.began(self)
+        self._looks = self._controller.looks and not self._apart
         self._exchange = Synchronization(
             running.plan.order,
             self._synchronize,
@@ -217,7 +224,7 @@ class Engine:
 
         Otherwise `load_views` may load several at once.
         """
-        return active() is not None or self._controller.looks
+        return self._listener is not None or self._looks
 
     @property
     def due(self) -> Sized:
@@ -235,12 +242,12 @@ class Engine:
         Raises:
             RuntimeError: if the dtype changed, or the parameter became ready twice in one step.
         """
-        exchange = self._require_step()
-        if (listener := active()) is not None:
-            listener.take(self, name, gradient if used else None, self.specs[name].shape)
+        exchange = self._exchange or self._require_step()
+        if self._listener is not None:
+            self._listener.take(self, name, gradient if used else None, self.specs[name].shape)
         if used and gradient is not None:
             self._observer.arrived(name, sparse=gradient.layout is torch.sparse_coo)
-            if self._controller.looks and not self._apart:
+            if self._looks:
                 self._observer.look(name, gradient)
         for run in self.running_plan.runs.of(name):
             if run.load(name, gradient, used=used):
@@ -261,8 +268,8 @@ class Engine:
 
     def missing(self) -> list[str]:
         """Returns the names of parameters whose gradients were not loaded in this step yet, in model order."""
-        waiting: set[str] = set().union(*(run.waiting for run in self.running_plan.runs))
-        return [name for name in self.parameters if name in waiting] if waiting else []
+        waiting = [run.waiting for run in self.running_plan.runs if run.waiting]
+        return [name for name in self.parameters if any(name in names for names in waiting)] if waiting else []
 
     @property
     def goes_on_alone(self) -> bool:
@@ -311,8 +318,8 @@ class Engine:
         exchange = self._require_step()
         assert not self.missing()
         backward_ended = self._streams.moment() if self._collecting is None else self._collecting
-        if (listener := active()) is not None:
-            listener.backward_ended(self)
+        if self._listener is not None:
+            self._listener.backward_ended(self)
         try:
             with in_trace("gradsync::finish"):
                 self.peers.end_asides()
@@ -323,7 +330,7 @@ class Engine:
         finally:
             self._exchange = None
         with self._telling_interruptions("what follows a step"):
-            self._conclude(exchange, backward_ended, listener)
+            self._conclude(exchange, backward_ended)
 
     def judge(self, bad: Tensor) -> None:
         """Drops schemes' next state of the finished step, and overwrites lossy results by NaN, where `bad` is true.
@@ -557,19 +564,15 @@ class Engine:
             self.peers.fail(f"{what}, step {self.step}: {said(error)}")
             raise
 
-    def _conclude(
-        self, exchange: Synchronization, backward_ended: streams.Moment, listener: StepListener | None
-    ) -> None:
-        """Ends a step whose exchange has ended: accepts results, and lets the ranks decide about coming steps.
-
-        `listener`: the one that has seen the step, as another one may begin to listen here.
-        """
+    def _conclude(self, exchange: Synchronization, backward_ended: streams.Moment) -> None:
+        """Ends a step whose exchange has ended: accepts results, and lets the ranks decide about coming steps."""
         for run in self.running_plan.runs:
             if run.bucket.id not in self._collected:
                 self._accept(run, exchange)
-        self.arrivals = Arrivals(run.arrival for run in self.running_plan.runs)
+        partial = self.running_plan.runs.have_state  # only schemes with state leave elements out
+        self.arrivals = Arrivals(run.arrival for run in self.running_plan.runs) if partial else Arrivals()
         self._ended_well = True
-        if self._looks_for_non_finite:
+        if self._checks_finite:
             self._look_for_non_finite()
         ended = self._streams.moment()
         self.running_plan.times.step_ended(
@@ -588,6 +591,7 @@ class Engine:
         else:
             self._plan_on(exchange.began, ended)
         self.step += 1
+        listener, self._listener = self._listener, None  # not one that has begun to listen since
         if listener is not None:
             listener.step_ended(self, self.parameters)  # may end the script
 
@@ -597,7 +601,7 @@ class Engine:
 
     def _synchronize(self, bucket_id: str) -> Any:
         return self.running_plan.runs[bucket_id].synchronize(
-            check_finite=self._looks_for_non_finite, marks=self._marks, step=self.step
+            check_finite=self._checks_finite, marks=self._marks, step=self.step
         )
 
     def _where(self, bucket_id: str, stage: str) -> str:
@@ -635,10 +639,6 @@ class Engine:
     def _keeps_step(self) -> bool:
         """Whether the last step ended well, and no rank saw NaN or infinity, so that schemes' next state is kept."""
         return self._ended_well and (self._was_bad is None or not any(self._was_bad.tolist()))
-
-    @property
-    def _looks_for_non_finite(self) -> bool:
-        return self.running_plan.runs.have_state or (self.awaits_judgement and len(self.running_plan.runs) > 0)
 
     def _look_for_non_finite(self) -> None:
         """Looks whether some rank saw NaN or infinity, and lets the step count so, unless that is judged elsewhere."""

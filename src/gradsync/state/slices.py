@@ -149,6 +149,8 @@ def at_step(state: Mapping[str, Kept], step: int) -> dict[str, Kept]:
     The state is what the bucket's scheme and compressors keep between steps. Random numbers and schedules of
     compressors depend on the step number.
     """
+    if not state:
+        return {}
     return {
         point: kept if isinstance(kept, Tensor) else tuple(replace(part, step=step) for part in kept)
         for point, kept in state.items()
@@ -177,6 +179,8 @@ def arrived(state: Mapping[str, Kept], bucket: Bucket) -> list[tuple[int, int]] 
     None: all were. The state is what the bucket's scheme and compressors keep. Only state of the whole bucket is read
     (None without it), as state of a part is known to one rank only.
     """
+    if not state:
+        return None
     parts = (part for kept in state.values() if not isinstance(kept, Tensor) for part in kept)
     return next((part.arrived for part in parts if part.spec.numel == bucket.numel), None)
 

@@ -98,9 +98,10 @@ class StepMarks:
     late: bool = False  # the rank takes part at the optimiser's step only: its backward reached no parameter
     phase: int | None = None  # rounds of the rank's optimiser modulo PHASES; None where no step of it was seen
 
-    def flags(self) -> list[float]:
-        """Returns the marks as numbers to be summed over ranks: a sum above 0 means that some rank set that mark."""
-        return [float(self.late), *[float(self.phase == phase) for phase in range(PHASES)]]
+    @cached_property
+    def flags(self) -> tuple[float, ...]:
+        """The marks as numbers to be summed over ranks: a sum above 0 means that some rank set that mark."""
+        return (float(self.late), *[float(self.phase == phase) for phase in range(PHASES)])
 
 
 NUM_MARKS = 1 + PHASES

@@ -207,8 +207,8 @@ class GradientViews:
     def _lend(self, views: Sequence[GradientView]) -> list[str]:
         memory = views[0].memory
         free = [view for view in views if view.parameter.grad is None]
-        lived_in = [view for view in views if view.parameter.grad is not None]
-        if not _all_hold(lived_in):
+        lived_in = [view for view in views if view.parameter.grad is not None] if len(free) < len(views) else []
+        if lived_in and not _all_hold(lived_in):
             lived_in = [view for view in lived_in if view.holds_gradient()]
         if len(lived_in) < len(views) and memory.references > len(lived_in):
             memory.renew()
@@ -218,6 +218,8 @@ class GradientViews:
                 assert tensor is not None
                 view.move_to(tensor)
         lendable = self._lendable - self._unfit
+        if not lendable:
+            return []
         borrowed = [view for view in free if view.name in lendable and view.parameter.requires_grad]
         stayed = [view.name for view in lived_in if view.name in lendable and view.parameter.requires_grad]
         if len(borrowed) == len(memory.bucket.segments):
@@ -277,12 +279,10 @@ def _is_unshared(parameter: nn.Parameter, produced: Tensor | None) -> bool:
 
     `produced`: the tensor that autograd handed to the accumulation, which may be in the same memory.
     """
-    gradient = parameter.grad
-    assert gradient is not None
+    gradient: Any = parameter.grad
     known = _FEWEST_MEMORY_REFERENCES
     if produced is not None and torch._C._is_alias_of(produced, gradient):  # type: ignore[attr-defined]  # private
         known += 2 if produced._is_view() else 1  # a view and its base
-    if _memory_references(gradient) > known:
+    if torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) > known:
         return False
-    del gradient
-    return not _is_held(parameter)
+    return sys.getrefcount(gradient) + int(gradient._use_count()) <= _FEWEST_OBJECT_REFERENCES

@@ -157,7 +157,9 @@ class FlatGradients:
             if self.factor != 1:
                 view.mul_(self.factor)
         else:
-            dense = dense_of(gradient.detach())  # of create_graph=True, DDP's hook gets gradients in a graph
+            dense = gradient.detach()  # of create_graph=True, DDP's hook gets gradients in a graph
+            if dense.layout is torch.sparse_coo:
+                dense = dense_of(dense)
             if view is not None:
                 self._copy(view, dense)
                 return
@@ -199,12 +201,11 @@ class FlatGradients:
             marks: whether this rank is late, and its number of optimiser steps, for flags that reveal ranks out of
                 step.
         """
-        values = self._memory.flat[: self.bucket.numel]
         loaded = [float(segment.name in self._loaded) for segment in self.bucket.segments]
-        self.flags.copy_(self._flags_of((*loaded, 0.0, *marks.flags())))
+        self.flags.copy_(self._flags_of((*loaded, 0.0, *marks.flags)))
         if check_finite:
-            self.flags[-1 - NUM_MARKS] = ~is_finite(values)
-        return self._memory.flat if self.bucket.flags_ride else values
+            self.flags[-1 - NUM_MARKS] = ~is_finite(self.values)
+        return self._memory.flat if self.bucket.flags_ride else self.values
 
     def _flags_of(self, flags: tuple[float, ...]) -> Tensor:
         """Returns the flags as a tensor on the bucket's device, where the usual ones are from an earlier step."""
@@ -300,7 +301,7 @@ class RowGradients:
 
     def take(self, *, check_finite: bool, marks: StepMarks = NO_MARKS) -> tuple[SparseRows, ...]:
         self._check_finite = check_finite
-        self.flags.copy_(torch.tensor(marks.flags()), non_blocking=True)
+        self.flags.copy_(torch.tensor(marks.flags), non_blocking=True)
         dense = {name: g for name, (g, _) in self._brought.items() if g.layout is torch.strided}
         self._taken = {name: (gradient.data_ptr(), gradient._version) for name, gradient in dense.items()}
         return tuple(self._table(name) for name in self.bucket.names)

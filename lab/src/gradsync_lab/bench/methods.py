@@ -38,7 +38,7 @@ from .automatic import AUTOMATIC, ENDINGS_IN_WORDS, Automatic, automatic, in_sha
 from .parameter_server import USUAL_STALENESS, parameter_servers
 from .rivals import POST_LOCAL_SGD, USUAL_PERIOD, Rival, post_local_sgd
 
-IN_SHARDS = "sharded_"  # begins the names of methods for models in shards
+IN_SHARDS = {"sharded_": torch.float32, "bf16_sharded_": torch.bfloat16}  # prefixes of names: dtype that shards sum in
 
 ONE_BUCKET_MB = 1 << 20  # larger than any model here: DDP then puts everything into one bucket
 
@@ -258,7 +258,8 @@ RIVALS_IN_WORDS = (
     f"asp and ssp, parameter servers, sspN with workers N steps apart at most ({USUAL_STALENESS} by default); "
     f"post_local_sgd, post_local_sgdK with parameters averaged in one step of K ({USUAL_PERIOD} by default); "
     "hierarchical, sums in each of two racks first, hierarchicalN in racks of N nodes; "
-    f"{IN_SHARDS}NAME, gradsync's method NAME between replicas of a model that hsdp puts into shards inside nodes"
+    "sharded_NAME, gradsync's method NAME between replicas of a model that hsdp puts into shards inside nodes, and "
+    "bf16_sharded_NAME of one that hsdp_bf16 does"
 )
 
 
@@ -274,20 +275,22 @@ def _rival(name: str) -> Method | None:
 
 
 def _in_shards(name: str, momentum: float) -> Method | None:
-    """Returns the method `sharded_NAME`, gradsync's method NAME between replicas of shards; None for other names.
+    """Returns the method `sharded_NAME` or `bf16_sharded_NAME`, gradsync's NAME between replicas; None for others.
 
     Raises:
         ValueError: NAME does not exchange dense gradients by gradsync.
     """
-    if not name.startswith(IN_SHARDS):
+    prefix = next((prefix for prefix in IN_SHARDS if name.startswith(prefix)), None)
+    if prefix is None:
         return None
-    inner = method(name.removeprefix(IN_SHARDS), momentum)
+    inner, reduces_in = method(name.removeprefix(prefix), momentum), IN_SHARDS[prefix]
     if inner.averages or getattr(inner.wrap, "func", inner.wrap) not in (_gradsync, _automatic):
         raise ValueError(f"{name}: {inner.name} does not exchange gradients by gradsync, as a model in shards needs")
     wrap = inner.wrap
     if isinstance(wrap, partial) and wrap.func is _automatic:
         wrap = partial(_automatic, partial(in_shards, *wrap.args))
-    return replace(inner, name=name, wrap=wrap, sparse=False, reduces_in=torch.float32)
+    exact = inner.exact and reduces_in is torch.float32
+    return replace(inner, name=name, wrap=wrap, sparse=False, exact=exact, reduces_in=reduces_in)
 
 
 def method(name: str, momentum: float = 0.0) -> Method:
