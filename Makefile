@@ -18,6 +18,10 @@ setup: .venv/setup.stamp
 
 PIP := $(BIN)/pip install --disable-pip-version-check --quiet $(PIP_ARGS) -c constraints.txt
 
+# As pip does with wheels: else each rank compiles modules while training starts, where the environment says
+# PYTHONDONTWRITEBYTECODE, as containers do.
+COMPILED := $(BIN)/python -m compileall -q
+
 PIP_INTEGRATIONS := $(PIP:.venv/%=.venv-integrations/%)
 
 PIP_DOCS := $(PIP:.venv/%=.venv-docs/%)
@@ -33,17 +37,20 @@ FORCE:
 	@echo 'Installing gradsync into .venv: pip fetches torch and compiles the native kernels, silently for some minutes.'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) '$(TORCH)' -e .
+	$(COMPILED) src
 	touch $@
 
 # The package is there: nothing is compiled again.
 .venv/setup.stamp: .venv/package.stamp lab/pyproject.toml
 	@echo 'Installing the lab and the tools for development.'
 	$(PIP) 'gradsync[dev]' -e ./lab
+	$(COMPILED) lab/src
 	touch $@ .venv/demo.stamp
 
 .venv/demo.stamp: .venv/package.stamp lab/pyproject.toml
 	@echo 'Installing the lab, which has the demo.'
 	$(PIP) -e ./lab
+	$(COMPILED) lab/src
 	touch $@
 
 demo: .venv/demo.stamp

@@ -20,15 +20,24 @@ from gradsync.comm.links import highest_over
 from gradsync.costs.cost_model import KernelCost
 from gradsync.costs.steps import Compute
 from gradsync.planner.pieces import Pieces, at_once
+from gradsync.plans.profile import Interval, KernelEstimate
 from gradsync.schemes import AllReduce
 from gradsync.tuning import earlier, kernels
-from gradsync.tuning.earlier import FOLDER, SUFFIX, EarlierTimes
+from gradsync.tuning.earlier import FOLDER, SUFFIX, Costs, EarlierTimes
 from gradsync.tuning.kernels import _words, kernel_costs
 from gradsync.tuning.rehearsal import Sample
 from tests.world import Ranks
 
 WORK = "two kernels"
-SAMPLES: list[Sample] = [((Compute("pack", 1e3), Compute("sum", 2e3, calls=2.0)), 1e-4), ((Compute("pack", 1e6),), 0.5)]
+
+
+def takes(call_s: float, byte_s: float, knee_bytes: float = 0.0) -> KernelEstimate:
+    """Returns a kernel's cost, whose intervals are a half wide on one side, and open on the other."""
+    call, byte = Interval(value=call_s, low=call_s / 2, high=None), Interval(value=byte_s, low=0.0, high=2 * byte_s)
+    return KernelEstimate(call_s=call, byte_s=byte, knee_bytes=knee_bytes)
+
+
+COSTS: Costs = {"pack": takes(1e-4, 5e-10, 128.0), "sum": takes(0.5, 0.0)}
 HERE = EarlierTimes((("gradsync", "1"), ("threads", "2")))
 
 
@@ -38,16 +47,16 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "new" / "cache"
 
 
-def rehearsed(samples: list[Sample], ran: list[str]) -> Pieces[list[Sample]]:
+def measured(costs: Costs, ran: list[str]) -> Pieces[Costs]:
     ran.append("measured")
     yield
-    return samples
+    return costs
 
 
-def alone(times: EarlierTimes, samples: list[Sample] = SAMPLES) -> tuple[list[Sample], list[str]]:
-    """Returns the samples of a job of one rank, and whether it measured them."""
+def alone(times: EarlierTimes, costs: Costs = COSTS) -> tuple[Costs, list[str]]:
+    """Returns the costs of kernels in a job of one rank, and whether it measured them."""
     ran: list[str] = []
-    return at_once(times.or_measured(WORK, rehearsed(samples, ran), list)), ran
+    return at_once(times.or_measured(WORK, measured(costs, ran), list)), ran
 
 
 def the_file(cache: Path) -> Path:
@@ -57,9 +66,9 @@ def the_file(cache: Path) -> Path:
 
 
 def test_a_later_job_has_the_times_of_the_first_one(cache: Path) -> None:
-    assert alone(HERE) == (SAMPLES, ["measured"])
+    assert alone(HERE) == (COSTS, ["measured"])
     assert the_file(cache).stat().st_size < earlier.MOST_BYTES
-    assert alone(HERE, samples=[]) == (SAMPLES, [])
+    assert alone(HERE, costs={}) == (COSTS, [])
 
 
 @pytest.mark.parametrize("other", [(("gradsync", "2"), ("threads", "2")), (("gradsync", "1"), ("threads", "1"))])
@@ -71,12 +80,12 @@ def test_other_versions_and_settings_are_measured_by_themselves(other: tuple[tup
 
 def test_other_work_is_measured_by_itself() -> None:
     alone(HERE)
-    assert HERE.load(WORK) == SAMPLES and HERE.load("other kernels") is None
+    assert HERE.load(WORK) == COSTS and HERE.load("other kernels") is None
 
 
 def test_a_job_that_has_drifted_measures_anew_and_later_jobs_have_its_times() -> None:
     alone(HERE)
-    slower = [(computed, 2 * seconds) for computed, seconds in SAMPLES]
+    slower = {name: takes(2.0, 1e-9) for name in COSTS}
     assert alone(replace(HERE, anew=True), slower) == (slower, ["measured"])
     assert alone(HERE) == (slower, [])
 
@@ -88,18 +97,19 @@ def spoilt(text: str) -> Iterator[bytes]:
     yield text.encode()[: len(text) // 2]
     yield b"\xff\xfe\x00"
     yield b"[1, 2]"
-    yield text.replace("0.5", "0.25").encode()  # by hand, under the old digest
-    yield b'{"version": 1, "samples": [' + b"[" * 100_000
+    yield text.replace("128.0", "256.0").encode()  # by hand, under the old digest
+    yield b'{"version": 2, "kernels": {"pack": ' + b"[" * 100_000
     yield b" " * (earlier.MOST_BYTES + 1)
     del whole["digest"]
     for changed in (
-        {"version": 2},
+        {"version": 1},
         {"more": 1},
-        {"samples": []},
+        {"kernels": {}},
         {"circumstances": {"gradsync": "2"}},
-        {"samples": [{"computed": [], "seconds": 1.0}]},
-        {"samples": [{**whole["samples"][0], "seconds": -1.0}]},
-        {"samples": [{**whole["samples"][0], "seconds": "1"}]},
+        {"kernels": {"pack": {}}},
+        {"kernels": {"pack": {**whole["kernels"]["pack"], "knee_bytes": -1.0}}},
+        {"kernels": {"pack": {**whole["kernels"]["pack"], "knee_bytes": "1"}}},
+        {"kernels": {"pack": {**whole["kernels"]["pack"], "call_s": {"value": 1.0, "low": 2.0, "high": None}}}},
     ):
         yield json.dumps({**whole, **changed}).encode()
 
@@ -112,7 +122,7 @@ def test_a_file_that_does_not_fit_is_ignored_and_replaced(cache: Path, caplog: p
         place.write_bytes(content)
         caplog.clear()
         with caplog.at_level("INFO", logger="gradsync"):
-            assert alone(HERE) == (SAMPLES, ["measured"]), content[:80]
+            assert alone(HERE) == (COSTS, ["measured"]), content[:80]
         assert "ignored" in caplog.text and str(place) in caplog.text
         assert place.read_text(encoding="utf-8") == text
 
@@ -122,10 +132,10 @@ def test_what_is_no_file_is_ignored(cache: Path) -> None:
     place = the_file(cache)
     place.unlink()
     place.mkdir()
-    assert alone(HERE) == (SAMPLES, ["measured"])
+    assert alone(HERE) == (COSTS, ["measured"])
     place.rmdir()
     os.mkfifo(place)
-    assert alone(HERE) == (SAMPLES, ["measured"])
+    assert alone(HERE) == (COSTS, ["measured"])
 
 
 def test_without_a_folder_to_write_to_each_job_measures(
@@ -158,19 +168,18 @@ def test_the_folder_is_the_users_cache_unless_named(monkeypatch: pytest.MonkeyPa
 def test_there_are_never_more_files_than_a_few(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(earlier, "MOST_FILES", 3)
     for number in range(6):
-        EarlierTimes((("number", str(number)),)).keep(WORK, SAMPLES)
+        EarlierTimes((("number", str(number)),)).keep(WORK, COSTS)
         (cache / "data.npz").touch()  # of the lab, which stays
     assert len(list(cache.glob(f"*{SUFFIX}"))) == 3 and (cache / "data.npz").exists()
-    assert EarlierTimes((("number", "5"),)).load(WORK) == SAMPLES
+    assert EarlierTimes((("number", "5"),)).load(WORK) == COSTS
 
 
 def writes_and_reads(folder: str, seconds: float) -> None:
     os.environ[FOLDER] = folder
-    samples = [(computed, seconds) for computed, _ in SAMPLES]
     for _ in range(100):
-        HERE.keep(WORK, samples)
+        HERE.keep(WORK, {name: takes(seconds, 0.0) for name in COSTS})
         found = HERE.load(WORK)
-        assert found is not None and len({each_s for _, each_s in found}) == 1
+        assert found is not None and len({cost.call_s.value for cost in found.values()}) == 1
 
 
 def test_processes_that_write_at_once_leave_one_whole_file(cache: Path) -> None:
@@ -182,17 +191,17 @@ def test_processes_that_write_at_once_leave_one_whole_file(cache: Path) -> None:
         process.join(60)
     assert [process.exitcode for process in processes] == [0, 0]
     found = HERE.load(WORK)
-    assert found is not None and {each_s for _, each_s in found} <= {1.0, 2.0}
+    assert found is not None and {cost.call_s.value for cost in found.values()} <= {1.0, 2.0}
     the_file(cache)
 
 
-def two_ranks(of_rank: Callable[[int], EarlierTimes]) -> list[tuple[list[Sample], bool]]:
-    """Returns each rank's samples, and whether it measured them."""
+def two_ranks(of_rank: Callable[[int], EarlierTimes]) -> list[tuple[Costs, bool]]:
+    """Returns each rank's costs of kernels, and whether it measured them."""
 
-    def rank(group: LocalGroup) -> tuple[list[Sample], bool]:
+    def rank(group: LocalGroup) -> tuple[Costs, bool]:
         ran: list[str] = []
         times = of_rank(group.rank)
-        found = at_once(times.or_measured(WORK, rehearsed(SAMPLES, ran), highest_over(group, 5.0)))
+        found = at_once(times.or_measured(WORK, measured(COSTS, ran), highest_over(group, 5.0)))
         return found, bool(ran)
 
     return run_local(2, rank)
@@ -203,29 +212,27 @@ def machine(number: int) -> EarlierTimes:
 
 
 def test_if_one_rank_has_no_times_all_measure() -> None:
-    machine(0).keep(WORK, SAMPLES)
-    assert two_ranks(machine) == [(SAMPLES, True)] * 2
-    assert two_ranks(machine) == [(SAMPLES, False)] * 2
+    machine(0).keep(WORK, COSTS)
+    assert two_ranks(machine) == [(COSTS, True)] * 2
+    assert two_ranks(machine) == [(COSTS, False)] * 2
 
 
 def test_if_ranks_have_times_of_different_kernels_all_measure() -> None:
-    machine(0).keep(WORK, SAMPLES)
-    machine(1).keep(WORK, SAMPLES[:1])
-    assert two_ranks(machine) == [(SAMPLES, True)] * 2
+    machine(0).keep(WORK, COSTS)
+    machine(1).keep(WORK, {"pack": COSTS["pack"]})
+    assert two_ranks(machine) == [(COSTS, True)] * 2
 
 
-def test_ranks_with_other_seconds_plan_from_the_slowest_ranks() -> None:
-    steps = [Compute("pack", nbytes) for nbytes in (1e3, 1e5, 1e7)]
+def test_ranks_with_other_costs_plan_from_the_slowest_ones() -> None:
     schemes = (AllReduce(),)
 
     def rank(group: LocalGroup) -> dict[str, KernelCost]:
-        samples: list[Sample] = [((step,), (1 + group.rank) * (1e-4 + 1e-9 * step.nbytes)) for step in steps]
-        machine(group.rank).keep(_words(schemes), samples)
+        slower = takes(1e-4, 2e-9, 64.0) if group.rank else takes(2e-4, 1e-9, 128.0)
+        machine(group.rank).keep(_words(schemes), {"pack": slower})
         return at_once(kernel_costs(schemes, highest_over(group, 5.0), earlier=machine(group.rank)))
 
     first, second = run_local(2, rank)
-    assert first == second and list(first) == ["pack"]
-    assert first["pack"].byte_s == pytest.approx(2e-9)
+    assert first == second == {"pack": KernelCost(2e-4, 2e-9, 64.0)}
 
 
 def costs_of_a_group(folder: str) -> tuple[dict[str, KernelCost], int]:

@@ -16,6 +16,7 @@ from gradsync.costs.cluster import Placement
 from gradsync.costs.cost_model import KernelCost
 from gradsync.costs.steps import Compute
 from gradsync.planner.pieces import Pieces, at_once
+from gradsync.plans.profile import KernelEstimate
 from gradsync.schemes import AGSparse, CompressedTwoWay, PowerSGD, Route, Scheme, ways
 from gradsync.tuning import kernels as rehearsed
 from gradsync.tuning.kernels import (
@@ -73,19 +74,26 @@ def test_sizes_grow_until_the_budget_is_spent() -> None:
 
 
 def test_the_slowest_rank_counts() -> None:
-    def kernels(slower: float) -> float:
-        def highest(mine: Sequence[float]) -> list[float]:
-            return [1.0 * slower] * len(mine)
+    def kernels(group: LocalGroup) -> dict[str, KernelEstimate]:
+        candidates = (Cast("bfloat16" if group.rank else "float16"),)
+        return at_once(measured_kernels(candidates, Placement.one_per_node(2), highest_over(group, 5.0)))
 
-        def rehearse(schemes: object, numel: int, device: object) -> Pieces[list[Sample]]:
-            yield
-            return [((Compute("cast", 4.0 * each),), 1e-4) for each in NUMELS]
+    def rehearse(schemes: Sequence[Scheme[Any]], numel: int, device: object) -> Pieces[list[Sample]]:
+        yield
+        slow = any("bfloat16" in repr(scheme) for scheme in schemes)
+        return [((Compute("cast", 4.0 * each),), 2e-3 if slow else 1e-3) for each in NUMELS]
 
-        with NO_PLANS, patch.object(rehearsed, "rehearse_dense", rehearse):
-            found = at_once(measured_kernels((Cast("bfloat16"),), Placement.one_per_node(2), highest))
-        return found["cast"].call_s.value
+    with (
+        NO_PLANS,
+        patch.object(rehearsed, "rehearse_dense", rehearse),
+        patch.object(rehearsed, "_on_shared_cores", as_they_are),
+    ):
+        first, second = run_local(2, kernels)
+    assert first == second and first["cast"].call_s.value == pytest.approx(2e-3)
 
-    assert kernels(2.0) == pytest.approx(2 * kernels(1.0))
+
+def as_they_are(samples: Pieces[list[Sample]], device: object) -> Pieces[list[Sample]]:
+    return samples
 
 
 def test_the_slowest_rank_counts_and_all_ranks_know_the_same() -> None:
@@ -101,9 +109,6 @@ def test_the_slowest_rank_counts_and_all_ranks_know_the_same() -> None:
     def rehearse(schemes: tuple[int], device: object) -> Pieces[list[Sample]]:
         yield
         return each[schemes[0]]
-
-    def as_they_are(samples: Pieces[list[Sample]], device: object) -> Pieces[list[Sample]]:
-        return samples
 
     with patch.object(rehearsed, "rehearse", rehearse), patch.object(rehearsed, "_on_shared_cores", as_they_are):
         first, second = run_local(2, rank)

@@ -1,7 +1,8 @@
 """Kernel times of earlier jobs on this machine, kept in files of the user's cache, so that later jobs measure nothing.
 
-A file holds the times of one list of kernels under the same circumstances: processor, cores, threads, ranks beside each
-other, device, versions. Every file is checked when it is read; one that does not fit is ignored and measured anew.
+A file holds the fitted times of one list of kernels under the same circumstances: processor, cores, threads, ranks
+beside each other, device, versions. Every file is checked when it is read; one that does not fit is ignored and
+measured anew.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import logging
 import os
 import tempfile
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -22,58 +23,35 @@ from pydantic import Field
 from .. import __version__
 from ..comm import Group
 from ..comm.links import Highest
-from ..costs.steps import Compute
 from ..devices.inventory import name_of, processor
 from ..inputs.files import naming, read_text
 from ..kernels import active, native
 from ..planner.pieces import Pieces
 from ..plans.document import Document
-from ..plans.profile import MOST_COUNT, Bytes, Data, Seconds
-from .rehearsal import Sample
+from ..plans.profile import KernelEstimate
 
 logger = logging.getLogger(__name__)
 
 FOLDER = "GRADSYNC_CACHE_DIR"  # the environment variable that names another folder than the user's cache
-MOST_BYTES = 1 << 20  # of a file: 300 samples take about 60 KB
+MOST_BYTES = 1 << 20  # of a file: 30 kernels take about 10 KB
 MOST_FILES = 64  # the oldest go
-MOST_SAMPLES = 10_000
+MOST_KERNELS = 1_000
 SUFFIX = ".kernels.json"
 DIGEST_BYTES = 6  # of a SHA-256; exact in float64
 
 Word = Annotated[str, Field(max_length=1000)]
-
-
-class Computed(Data):
-    """A computation of a scheme in a file of kernel times: a pydantic model with the fields of `Compute`."""
-
-    kernel: Word
-    nbytes: Bytes
-    device: Word
-    calls: float = Field(gt=0, le=MOST_COUNT)
-    awaited: bool
-    fetched_bytes: Bytes
-    sent_bytes: Bytes
-
-
-class Timed(Data):
-    """A sample in a file of kernel times: computations that one rank made in a row, and the seconds of all together.
-
-    They are what a scheme computed between two of its exchanges.
-    """
-
-    computed: tuple[Computed, ...] = Field(min_length=1, max_length=100)
-    seconds: Seconds
+Costs = dict[str, KernelEstimate]  # by kernel
 
 
 class KernelTimes(Document):
-    """A file of kernel times: the samples that a job measured, and its circumstances (processor, ...) by name."""
+    """A file of kernel times: a job's measured costs by kernel, and its circumstances (processor, ...) by name."""
 
     noun: ClassVar[str] = "file of kernel times"
-    by_lines: ClassVar[tuple[str, ...]] = ("samples",)
+    by_lines: ClassVar[tuple[str, ...]] = ("kernels",)
 
-    version: int = 1
+    version: int = 2
     circumstances: dict[Word, Annotated[str, Field(max_length=100_000)]]
-    samples: tuple[Timed, ...] = Field(min_length=1, max_length=MOST_SAMPLES)
+    kernels: dict[Word, KernelEstimate] = Field(min_length=1, max_length=MOST_KERNELS)
 
 
 @dataclass(frozen=True)
@@ -116,15 +94,15 @@ class EarlierTimes:
         changed = {**dict(self.circumstances), "threads": str(threads), "device": "cpu", "card": ""}
         return replace(self, circumstances=tuple(changed.items()))
 
-    def or_measured(self, work: str, rehearsal: Pieces[list[Sample]], highest: Highest) -> Pieces[list[Sample]]:
-        """Returns an earlier job's samples if every rank has them; else measures, and keeps the samples in a file.
+    def or_measured(self, work: str, measured: Pieces[Costs], highest: Highest) -> Pieces[Costs]:
+        """Returns an earlier job's costs of kernels if every rank has them; else measures, and keeps these in a file.
 
-        It is a generator that measures a piece at each `next`, on all ranks at once. A sample has some computations and
-        their seconds.
+        It is a generator that measures a piece at each `next`, on all ranks at once. The costs in files of different
+        machines differ.
 
         Args:
-            work: names what is measured; equal names mean samples of the same kernels.
-            rehearsal: measures the samples, a piece at each `next`.
+            work: names what is measured; equal names mean the same kernels.
+            measured: measures the costs, a piece at each `next`.
             highest: returns the maximum of numbers over all ranks; collective.
         """
         found = None if self.anew else self.load(work)
@@ -134,12 +112,12 @@ class EarlierTimes:
         if found is not None and not missing and most == -negated:
             logger.info("kernels are not measured: their times are those of an earlier job on this machine")
             return found
-        samples = yield from rehearsal
-        self.keep(work, samples)
-        return samples
+        costs = yield from measured
+        self.keep(work, costs)
+        return costs
 
-    def load(self, work: str) -> list[Sample] | None:
-        """Returns the samples that an earlier job kept under the name `work`; None without a file that fits."""
+    def load(self, work: str) -> Costs | None:
+        """Returns the costs that an earlier job kept under the name `work`; None without a file that fits."""
         kept = self._circumstances_of(work)
         try:
             place = self._place_of(work)
@@ -153,19 +131,15 @@ class EarlierTimes:
         if times.circumstances != kept:
             logger.info("%s is ignored: it holds times of other circumstances", place)
             return None
-        return [(tuple(Compute(**dict(step)) for step in timed.computed), timed.seconds) for timed in times.samples]
+        return dict(times.kernels)
 
-    def keep(self, work: str, samples: list[Sample]) -> None:
-        """Writes the samples into a file for later jobs, under the name `work`; of too many files the oldest go.
+    def keep(self, work: str, costs: Costs) -> None:
+        """Writes the costs into a file for later jobs, under the name `work`; of too many files the oldest go.
 
         The file appears as a whole or not at all. Errors, as of a full disk, are only logged.
         """
         try:
-            timed = tuple(
-                Timed(computed=tuple(Computed(**asdict(step)) for step in computed), seconds=seconds)
-                for computed, seconds in samples
-            )
-            text = KernelTimes(circumstances=self._circumstances_of(work), samples=timed).to_json()
+            text = KernelTimes(circumstances=self._circumstances_of(work), kernels=costs).to_json()
             place = self._place_of(work)
             place.parent.mkdir(parents=True, exist_ok=True)
             if len(text.encode()) <= MOST_BYTES:
@@ -219,10 +193,10 @@ def _drop_oldest(directory: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _number_of(samples: list[Sample]) -> float:
-    """Returns a number that two lists share exactly if they time the same computations in the same order."""
-    computed = json.dumps([[asdict(step) for step in steps] for steps, _ in samples])
-    return float(int.from_bytes(hashlib.sha256(computed.encode()).digest()[:DIGEST_BYTES], "big"))
+def _number_of(costs: Costs) -> float:
+    """Returns a number that two files share exactly if they have costs of the same kernels."""
+    names = json.dumps(sorted(costs))
+    return float(int.from_bytes(hashlib.sha256(names.encode()).digest()[:DIGEST_BYTES], "big"))
 
 
 @cache

@@ -7,11 +7,13 @@ Planners take the times of an earlier job on this machine where there are some (
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ from ..costs.steps import Compute
 from ..devices import host, streams
 from ..planner.default.network import planned_schemes
 from ..planner.pieces import Pieces, around_each
-from ..plans.profile import HostEstimate, KernelEstimate
+from ..plans.profile import HostEstimate, Interval, KernelEstimate
 from ..schemes import (
     CompressedAllGather,
     CompressedAllReduce,
@@ -39,7 +41,7 @@ from ..schemes import (
 )
 from ..tensors.bucket import Layout
 from . import rehearsal
-from .earlier import EarlierTimes
+from .earlier import Costs, EarlierTimes
 from .fitting import fit_kernels, load_scipy
 from .rehearsal import Sample, rehearse, rehearse_dense
 
@@ -73,8 +75,8 @@ def measured_kernels(
 ) -> Pieces[dict[str, KernelEstimate]]:
     """Measures the costs of the kernels that the default plans' schemes and `candidates` use, by kernel name.
 
-    Collective. It is a generator that measures a piece at each `next`. All ranks fit costs to the same times, those of
-    the slowest rank, and may round differently.
+    Collective. It is a generator that measures a piece at each `next`. Costs are the slowest rank's, with the same bits
+    on all ranks.
 
     Args:
         candidates: further compressors and schemes whose kernels are measured.
@@ -92,15 +94,37 @@ def measured_kernels(
         return found + (yield from _rehearsed_dense(dense, highest, device, budget_s))
 
     work = f"{_words(planned)}; {_words(dense)} of {_numels(device)} elements within {budget_s} s"
-    return (yield from _fitted(_timed(work, rehearsed(), highest, device, earlier), highest))
+    return (yield from _known(work, rehearsed(), highest, device, earlier))
 
 
-def _timed(
+def _known(
     work: str, rehearsed: Pieces[list[Sample]], highest: Highest, device: torch.device, earlier: EarlierTimes | None
-) -> Pieces[list[Sample]]:
-    """Returns the earlier samples of this work, or those of a rehearsal on shared cores where there are none."""
-    measured = _on_shared_cores(rehearsed, device)
-    return measured if earlier is None else earlier.or_measured(work, measured, highest)
+) -> Pieces[Costs]:
+    """Returns the earlier costs of this work, or those of a rehearsal on shared cores where there are none.
+
+    They are the slowest rank's, with the same bits on all ranks, whatever was in each rank's file.
+    """
+    measured = _fitted(_on_shared_cores(rehearsed, device), highest)
+    costs = yield from measured if earlier is None else earlier.or_measured(work, measured, highest)
+    return _of_slowest(costs, highest)
+
+
+def _of_slowest(costs: Costs, highest: Highest) -> Costs:
+    """Returns the highest costs over all ranks, by kernel; all ranks have the same kernels. Collective."""
+    mine: list[float] = []
+    for name in sorted(costs):
+        for time_ in (costs[name].call_s, costs[name].byte_s):
+            mine += [time_.value, time_.low, math.inf if time_.high is None else time_.high]
+        mine.append(-costs[name].knee_bytes)
+    numbers = iter(highest(mine))
+
+    def interval() -> Interval:
+        value, low, high = islice(numbers, 3)
+        return Interval(value=value, low=low, high=None if high == math.inf else high)
+
+    return {
+        name: KernelEstimate(call_s=interval(), byte_s=interval(), knee_bytes=-next(numbers)) for name in sorted(costs)
+    }
 
 
 def _words(schemes: Sequence[Scheme[Any]]) -> str:
@@ -153,8 +177,8 @@ def measured_host(
     if schemes:
         known = None if earlier is None else earlier.with_threads(1)
         work = f"{_words(schemes)} of {NUMELS} elements within {budget_s} s"
-        timed = _timed(work, _rehearsed_dense(schemes, highest, CPU, budget_s), highest, CPU, known)
-        kernels = yield from _fitted(around_each(timed, _one_thread), highest)
+        costs = _known(work, _rehearsed_dense(schemes, highest, CPU, budget_s), highest, CPU, known)
+        kernels = yield from around_each(costs, _one_thread)
     return HostEstimate(fetch=copies[FETCH], send=copies[SEND], kernels=kernels)
 
 
@@ -212,11 +236,8 @@ def kernel_costs(
         device: where the kernels run.
         earlier: times of earlier jobs that are used instead where all ranks have them; None: none.
     """
-    timed = _timed(_words(schemes), rehearse(schemes, device), highest, device, earlier)
-    found = yield from _fitted(timed, highest)
-    costs = {name: estimate.cost for name, estimate in found.items()}
-    numbers = iter(highest([number for cost in costs.values() for number in astuple(cost)]))
-    return {name: KernelCost(next(numbers), next(numbers), next(numbers)) for name in costs}
+    found = yield from _known(_words(schemes), rehearse(schemes, device), highest, device, earlier)
+    return {name: estimate.cost for name, estimate in found.items()}
 
 
 def flat_schemes(candidates: Sequence[SchemeOrCompressor]) -> list[Scheme[Any]]:
@@ -292,7 +313,7 @@ def _on_shared_cores(rehearsed: Pieces[list[Sample]], device: torch.device) -> P
     return [(computed, stretch * seconds) for computed, seconds in samples]
 
 
-def _fitted(timed: Pieces[list[Sample]], highest: Highest) -> Pieces[dict[str, KernelEstimate]]:
+def _fitted(timed: Pieces[list[Sample]], highest: Highest) -> Pieces[Costs]:
     """Fits kernel costs, by kernel name, to each sample's maximum seconds over ranks; `highest` is collective."""
     samples = yield from timed
     yield from load_scipy()
