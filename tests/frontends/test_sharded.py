@@ -170,6 +170,29 @@ def replicas_are_equal(mine: Tensor, mesh: DeviceMesh) -> bool:
     return torch.equal(other[0], other[1])
 
 
+class Wrapper(nn.Module):
+    """A module around one in shards, as that of Fabric is."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.constant = nn.Parameter(torch.ones(1), requires_grad=False)
+
+
+def difference_in_a_wrapper() -> tuple[float, bool]:
+    mesh = meshes()
+    expected, net = train(sharded(mesh)), sharded(mesh)
+    handle = gradsync.attach(Wrapper(net), timeout=TIMEOUT_S)
+    found = float((train(net, handle=handle) - expected).abs().max())
+    attached = gradsync.attachment_of(net) is handle and handle.statistics()[0].sent_bytes > 0
+    handle.detach()
+    return found, attached
+
+
+def test_the_model_in_shards_may_be_in_a_wrapper(world: World) -> None:
+    assert world(4).run(difference_in_a_wrapper) == [(0.0, True)] * 4
+
+
 def by_one_bucket(scheme: Scheme[Any]) -> Callable[[Sequence[ParameterProfile], int], Plan]:
     """Returns a planner that sends all shards of parameters in one bucket."""
 

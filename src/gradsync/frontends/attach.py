@@ -38,7 +38,7 @@ from .averaging import Averaging, check_saved
 from .checkpoint import Checkpoint, Find, Ranks, Source
 from .choosing import GradientsOrParameters
 from .ddp import DDPState, ddp_hook, has_reducer
-from .fsdp_internals import is_root_in_shards
+from .fsdp_internals import root_in_shards
 from .regrouping import Regrouping
 from .shard_ranks import ShardRanks
 from .switching import (
@@ -443,6 +443,8 @@ def attach(
         optimizer=optimizer,
         grad_scaler=grad_scaler,
     )
+    root = root_in_shards(model)
+    model = model if root is None else root
     exclude = exclusions(model, given.exclude, has_buffers=given.broadcast_buffers)
     attached = Attached(
         model,
@@ -454,7 +456,7 @@ def attach(
         given.refusal,
         given.communicator,
     )
-    if is_root_in_shards(model):
+    if root is not None:
         chosen = default_plan if plan is None else plan if isinstance(plan, AveragingPlanner) else planner_of(plan)
         return Attachment(sharded_switch(attached, chosen, replicate_group, given), model)
     if replicate_group is not None:

@@ -23,6 +23,19 @@ def is_root_in_shards(model: nn.Module) -> bool:
     return any(c.__name__ == "FSDPModule" for c in type(model).__mro__)
 
 
+def root_in_shards(model: nn.Module) -> nn.Module | None:
+    """Returns the module with all trainable parameters of the model that `fully_shard` or `replicate` was applied to.
+
+    It is the model itself, or inside of it where the model is a wrapper, such as Fabric's. None: there is none.
+    """
+    if is_root_in_shards(model):
+        return model
+    root = next(filter(is_root_in_shards, model.modules()), None)
+    if root is None or any(p.requires_grad for p in set(model.parameters()) - set(root.parameters())):
+        return None
+    return root
+
+
 def is_tested_torch() -> bool:
     """Whether this release of torch is one that the tests ran on."""
     return any(torch.__version__.startswith(f"{release}.") for release in TESTED_TORCH)
