@@ -61,7 +61,7 @@ class AutoPlanner:
 
     It measures each attached model during that model's own steps, one model after the other, once the default planner
     has chosen among its plans. Links and kernels take up to ten seconds, fifteen where gradients are on an accelerator,
-    less in jobs of short steps, spread over steps that take a third longer. Kernels that an earlier job on this machine
+    less in jobs of short steps, spread over steps that take a fifth longer. Kernels that an earlier job on this machine
     has measured take none. Rank 0's search of plans, a tenth of a second to some seconds, is spread over steps
     likewise. If it finds no plan, the present plan stays, and a warning says why.
 

@@ -9,7 +9,7 @@ from collections import deque
 from ..comm.links import Highest
 from ..planner.pieces import Pieces, T
 
-SHARE_OF_A_STEP = 0.3  # of the time of the steps between pieces, which all pieces together take
+SHARE_OF_A_STEP = 0.2  # of the time of the steps between pieces, which all pieces together take
 STEPS_COMPARED = 5  # the quickest of these counts: others may hold an evaluation or a checkpoint
 
 
