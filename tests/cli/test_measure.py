@@ -30,11 +30,17 @@ for step in range(100):
     model(torch.tensor([dist.get_rank(), 7])).sum().backward()
 """
 PROGRAM = """
+import os
 from gradsync.cli import main
 from tests.quick import hurry
 
 hurry()
-main()
+os.chdir(os.environ.get("FOLDER_OF_RANK_" + os.environ["RANK"], "."))
+try:
+    main()
+except SystemExit as ended:
+    if ended.code:
+        print("exit code", ended.code)
 """
 SHORT = """
 import torch
@@ -78,6 +84,38 @@ def test_a_script_is_run_measured_and_ended(tmp_path: Path) -> None:
     assert {compressor.kernel("compress") for compressor in compressors} <= profile.kernels.keys()
     table = profile.parameters[0]
     assert table.sparse and table.rows is not None and table.rows.rows == 2
+
+
+@pytest.fixture
+def on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A command that measures SCRIPT on two ranks; only rank 0's folder has a folder `results`."""
+    (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
+    (tmp_path / "gradsync").write_text(PROGRAM, encoding="utf-8")
+    for rank, inner in enumerate(("results", "others")):
+        (tmp_path / str(rank) / inner).mkdir(parents=True)
+        monkeypatch.setenv(f"FOLDER_OF_RANK_{rank}", str(tmp_path / str(rank)))
+    return [sys.executable, str(tmp_path / "gradsync"), "measure", "--steps", "2", "--warmup", "2"]
+
+
+@pytest.mark.timeout(90)
+def test_rank_0_alone_needs_the_folder_of_the_result(tmp_path: Path, on_two_ranks: list[str]) -> None:
+    options = ["--json", "results/out.json", "--", str(tmp_path / "train.py"), "--rate", "0.1"]
+    run_on_two_ranks([*on_two_ranks, *options], tmp_path, limit_s=60)
+    assert Profile.from_json((tmp_path / "0" / "results" / "out.json").read_text(encoding="utf-8")).world == 2
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("option", ["--json", "--out"])
+def test_a_file_that_rank_0_cannot_write_is_refused_on_all_ranks(
+    tmp_path: Path, on_two_ranks: list[str], option: str
+) -> None:
+    options = [option, "others/out.json", "--", str(tmp_path / "train.py"), "--rate", "0.1"]
+    ended = run_on_two_ranks([*on_two_ranks, *options], tmp_path, limit_s=60)
+    assert [said.splitlines()[-1] for said in ended] == ["exit code 2", "exit code 1"]
+    for rank in range(2):
+        told = " ".join((tmp_path / f"{rank}.err").read_text(encoding="utf-8").replace("\u2502", " ").split())
+        assert "others/out.json cannot be written: there is no folder others" in told
+        assert "Traceback" not in told
 
 
 def test_a_workload_is_measured_in_one_process_where_there_is_no_torchrun(tmp_path: Path) -> None:

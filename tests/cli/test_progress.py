@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,14 @@ def test_a_terminal_shows_the_phase_and_what_goes_on(monkeypatch: pytest.MonkeyP
         shown.advance(2, "this one")
         shown.reach(3, "the last")
     assert "3/3" in seen.getvalue() and "the last" in seen.getvalue()
+
+
+def test_a_phase_at_rest_moves_only_when_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, threads = terminal_as_stderr(monkeypatch), threading.active_count()
+    with phase("measuring", at_rest=True) as shown:
+        assert "measuring" in seen.getvalue() and threading.active_count() == threads
+        shown.say("links")
+        assert "links" in seen.getvalue() and "0:00:0" not in seen.getvalue()
 
 
 def test_elsewhere_a_phase_is_one_line_without_codes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,15 +12,16 @@ from tests.integrations.launching import (
     EXAMPLES,
     LIMIT_S,
     ROOT,
+    Agent,
     last_line,
-    launched,
     loss,
-    on_ranks,
     parameters,
+    torchrun,
     without_gradsync,
 )
 
 RANKS = "accelerate_ranks.py"
+AGENT = Agent("accelerate", "gradsync.integrations.accelerate")
 PAGE = ROOT / "docs" / "tutorials" / "accelerate.md"
 EXAMPLE = EXAMPLES / "accelerate_loop.py"
 METRICS = ("communication_ms", "comparisons", "differences", "exposed_ms", "plan_changes", "sent_mb")
@@ -33,7 +34,7 @@ pytestmark = [
 
 
 def test_parameters_are_those_of_accelerates_ddp() -> None:
-    for each in on_ranks(RANKS, "equal"):
+    for each in AGENT.found(RANKS, "equal"):
         assert each["difference"] == 0 and each["apart"] == 0
         assert each["moved"] > 0.01, "training changes parameters"
         assert each["steps"] == 8, "two batches each are exchanged once"
@@ -42,27 +43,27 @@ def test_parameters_are_those_of_accelerates_ddp() -> None:
 
 
 def test_a_job_goes_on_bit_by_bit_with_every_ranks_residuals() -> None:
-    for rank, each in enumerate(on_ranks(RANKS, "resumed")):
+    for rank, each in enumerate(AGENT.found(RANKS, "resumed")):
         assert each["difference"] == 0 and each["apart"] == 0
         assert "lacks gradsync-rank-1-of-2.safetensors" in each["told"], f"rank {rank}"
         assert each["popped"], "a user's hook that takes models off the list comes later"
 
 
 def test_a_model_may_be_prepared_again() -> None:
-    for each in on_ranks(RANKS, "anew"):
+    for each in AGENT.found(RANKS, "anew"):
         assert each == {"difference": 0, "steps": [0, 0, 8, 8]}
 
 
 @pytest.fixture(scope="module")
 def of_three_ranks(folder: Path) -> list[dict[str, Any]]:
     """Returns what three ranks found that saved into `folder`."""
-    return on_ranks(RANKS, "resized", str(folder), ranks=3)
+    return AGENT.found(RANKS, "resized", str(folder), ranks=3)
 
 
 @pytest.fixture(scope="module")
 def found(folder: Path, of_three_ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns what each rank found in the scenarios of one launch, by scenario."""
-    return on_ranks(RANKS, "resized+several+varied", str(folder))
+    return AGENT.found(RANKS, "resized+several+varied", str(folder))
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +101,7 @@ def test_fewer_ranks_go_on_with_the_residuals_of_more(
 
 
 def test_bad_input_is_refused_on_every_rank() -> None:
-    for each in on_ranks(RANKS, "refused"):
+    for each in AGENT.found(RANKS, "refused"):
         assert each["late"].startswith("RuntimeError") and "before prepare()" in each["late"]
         assert each["twice"].startswith("RuntimeError") and "call it once" in each["twice"]
         assert each["model"].startswith("TypeError") and "expected an accelerate.Accelerator" in each["model"]
@@ -110,7 +111,7 @@ def test_bad_input_is_refused_on_every_rank() -> None:
 
 def test_the_example_equals_ddp_by_the_diff_in_the_docs(tmp_path: Path) -> None:
     theirs = without_gradsync(EXAMPLE, PAGE, tmp_path)
-    exact, lossy = last_line(launched(EXAMPLE, "exact")), last_line(launched(EXAMPLE))
-    assert exact == last_line(launched(theirs, "exact"))
+    exact, lossy = last_line(AGENT.launched(EXAMPLE, "exact")), last_line(torchrun(EXAMPLE))
+    assert exact == last_line(AGENT.launched(theirs, "exact"))
     assert parameters(exact) != parameters(lossy)
     assert loss(lossy) < loss(exact) + NOISE

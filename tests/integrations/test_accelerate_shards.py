@@ -6,9 +6,10 @@ import importlib.util
 
 import pytest
 
-from tests.integrations.launching import LIMIT_S, on_ranks
+from tests.integrations.launching import LIMIT_S, Agent
 
 RANKS = "accelerate_shards_ranks.py"
+AGENT = Agent("accelerate", "torch.distributed.fsdp", "gradsync.integrations.accelerate")
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate: make integrations"),
@@ -18,15 +19,15 @@ pytestmark = [
 
 def test_parameters_are_those_of_accelerate_alone() -> None:
     expected = {"difference": 0, "steps": 8, "replicas": 2, "metrics": True}
-    assert on_ranks(RANKS, "equal", ranks=4) == [expected] * 4
+    assert AGENT.found(RANKS, "equal", ranks=4) == [expected] * 4
 
 
 def test_a_job_goes_on_bit_by_bit_with_every_ranks_residuals() -> None:
-    assert on_ranks(RANKS, "resumed", ranks=4) == [{"difference": 0, "lossy": True}] * 4
+    assert AGENT.found(RANKS, "resumed", ranks=4) == [{"difference": 0, "lossy": True}] * 4
 
 
 def test_bad_input_is_refused_on_every_rank() -> None:
-    for each in on_ranks(RANKS, "refused", ranks=4):
+    for each in AGENT.found(RANKS, "refused", ranks=4):
         assert each["twice"].startswith("RuntimeError") and "call it once" in each["twice"]
         assert each["first version"].startswith("ValueError") and "fsdp_version=2" in each["first version"]
         assert each["no replicas"].startswith("ValueError") and "dp_replicate_size" in each["no replicas"]

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.launching import EXAMPLES, HERE, ROOT, launched, loss
+from tests.integrations.launching import EXAMPLES, HERE, ROOT, Agent, loss, torchrun
 
 RANKS = HERE / "lightning_ranks.py"
 PAGE = ROOT / "docs" / "tutorials" / "lightning.md"
 EXAMPLE = EXAMPLES / "lightning_trainer.py"
+AGENT = Agent("lightning", "gradsync.integrations.lightning")
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("lightning") is None, reason="needs lightning: make integrations"
@@ -36,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def said(folder: Path) -> Results:
     """Returns what each scenario found; all run in one job, as importing Lightning takes most of a run's time."""
-    return results(launched(RANKS, str(folder)))
+    return results(AGENT.launched(RANKS, str(folder)))
 
 
 EQUAL = (
@@ -103,7 +104,7 @@ def test_the_settled_plan_is_loaded(said: Results) -> None:
 
 def test_another_number_of_ranks_continues(said: Results, folder: Path) -> None:
     assert said["saved_after_fit"], "this run saved"
-    alone = results(launched(RANKS, str(folder), "other_number_of_ranks", ranks=1))["other_number_of_ranks"]
+    alone = results(AGENT.launched(RANKS, str(folder), "other_number_of_ranks", ranks=1))["other_number_of_ranks"]
     assert alone == {"ranks": 1, "steps": 16}  # the second epoch, with the batches of both
 
 
@@ -154,16 +155,16 @@ def last_line(printed: str) -> str:
 def test_the_example_equals_ddp_by_the_diff_in_the_docs(tmp_path: Path) -> None:
     theirs = tmp_path / "with_ddp.py"
     theirs.write_text(with_ddp(EXAMPLE.read_text(encoding="utf-8")), encoding="utf-8")
-    ours = last_line(launched(EXAMPLE, "exact"))
-    assert ours == last_line(launched(theirs, "exact", "ddp"))
-    lossy = last_line(launched(EXAMPLE))
+    ours = last_line(AGENT.launched(EXAMPLE, "exact"))
+    assert ours == last_line(AGENT.launched(theirs, "exact", "ddp"))
+    lossy = last_line(torchrun(EXAMPLE))
     assert ours != lossy
     assert loss(lossy) < loss(ours) + 0.05
 
 
 @pytest.mark.skipif(importlib.util.find_spec("pytorch_lightning") is None, reason="needs pytorch-lightning")
 def test_the_other_package_has_the_same_strategy() -> None:
-    assert "ranks agree: True" in launched(HERE / "pytorch_lightning_ranks.py")
+    assert "ranks agree: True" in torchrun(HERE / "pytorch_lightning_ranks.py")
 
 
 def test_the_example_is_short() -> None:

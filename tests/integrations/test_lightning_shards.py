@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.launching import HERE, LIMIT_S, launched
+from tests.integrations.launching import HERE, LIMIT_S, Agent
 
+AGENT = Agent("lightning", "torch.distributed.fsdp", "gradsync.integrations.lightning")
 Results = dict[str, dict[str, Any]]
 
 pytestmark = [
@@ -23,7 +24,7 @@ pytestmark = [
 def said(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """Returns what the scenarios found, by name."""
     folder: Path = tmp_path_factory.mktemp("lightning_shards")
-    printed = launched(HERE / "lightning_shards_ranks.py", str(folder), ranks=4)
+    printed = AGENT.launched(HERE / "lightning_shards_ranks.py", str(folder), ranks=4)
     lines = [line.partition(" ") for line in printed.splitlines()]
     return {name: json.loads(text) for name, _, text in lines if name in ("exact", "resumed", "refused")}
 

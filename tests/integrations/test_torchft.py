@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 
-from tests.integrations.launching import HERE, LIMIT_S, found_in, launched
+from tests.integrations.launching import HERE, LIMIT_S, found_in, torchrun
 
 PACKAGES = {"attach": "torch", "drop-in class": "torch", "lightning": "lightning", "fabric": "lightning"}
 PACKAGES |= {"accelerate": "accelerate", "torchrec": "torchrec"}
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(2 * LIMIT_S)
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[str]]:
     """Returns the error of each rank, by adapter and by where torchft's class is."""
-    errors: dict[str, list[str]] = found_in(launched(HERE / "torchft_ranks.py"))
+    errors: dict[str, list[str]] = found_in(torchrun(HERE / "torchft_ranks.py"))
     return errors
 
 

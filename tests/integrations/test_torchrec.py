@@ -13,16 +13,18 @@ from tests.integrations.launching import (
     HERE,
     LIMIT_S,
     ROOT,
+    Agent,
     found_in,
     last_line,
-    launched,
     loss,
     parameters,
+    torchrun,
     without_gradsync,
 )
 
 PAGE = ROOT / "docs" / "tutorials" / "torchrec.md"
 EXAMPLE = EXAMPLES / "torchrec_tables.py"
+AGENT = Agent("torchrec", "gradsync.integrations.torchrec")
 NOISE = 0.007  # range of the held-out loss over 5 seeds (0.022 to 0.030) with whole gradients
 
 pytestmark = [
@@ -34,7 +36,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     """Returns what each scenario found; all run in one job, as importing TorchRec takes most of the time."""
-    result: dict[str, Any] = found_in(launched(HERE / "torchrec_ranks.py"))
+    result: dict[str, Any] = found_in(AGENT.launched(HERE / "torchrec_ranks.py"))
     return result
 
 
@@ -81,7 +83,7 @@ def test_bad_input_raises_on_both_ranks(found: dict[str, Any], name: str) -> Non
 
 def test_the_example_equals_torchrecs_wrapper_by_the_diff_in_the_docs(tmp_path: Path) -> None:
     theirs = without_gradsync(EXAMPLE, PAGE, tmp_path)
-    exact, lossy = last_line(launched(EXAMPLE, "exact")), last_line(launched(EXAMPLE))
-    assert exact == last_line(launched(theirs, "exact"))
+    exact, lossy = last_line(AGENT.launched(EXAMPLE, "exact")), last_line(torchrun(EXAMPLE))
+    assert exact == last_line(AGENT.launched(theirs, "exact"))
     assert parameters(lossy) != parameters(exact)
     assert loss(lossy) < loss(exact) + NOISE

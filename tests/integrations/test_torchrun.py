@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.launching import LIMIT_S, ROOT, last_line, launched, loss, parameters, without_gradsync
+from tests.integrations.launching import LIMIT_S, ROOT, last_line, loss, parameters, torchrun, without_gradsync
 
 PAGE = ROOT / "docs" / "tutorials" / "torchrun.md"
 EXAMPLE = ROOT / "examples" / "torchrun.py"
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(4 * LIMIT_S)
 def run(script: Path, *arguments: str, ranks: int = 2, restarts: int = 0) -> str:
     """Returns the last line that the ranks of a script printed under torchrun, in the environment of the page."""
     env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    return last_line(launched(script, *arguments, ranks=ranks, restarts=restarts, env=env))
+    return last_line(torchrun(script, *arguments, ranks=ranks, restarts=restarts, env=env))
 
 
 @pytest.fixture(scope="module")

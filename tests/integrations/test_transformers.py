@@ -12,15 +12,22 @@ from tests.integrations.launching import (
     EXAMPLES,
     LIMIT_S,
     ROOT,
+    Agent,
     last_line,
-    launched,
     loss,
-    on_ranks,
     parameters,
+    torchrun,
     without_gradsync,
 )
 
 RANKS = "transformers_ranks.py"
+AGENT = Agent(
+    "transformers.trainer",
+    "transformers.trainer_seq2seq",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.t5.modeling_t5",
+    "gradsync.integrations.transformers",
+)
 PAGE = ROOT / "docs" / "tutorials" / "hf-trainer.md"
 EXAMPLE = EXAMPLES / "hf_trainer.py"
 NOISE = 0.012  # range of the held-out loss over 5 seeds (0.016 to 0.028), two ranks with whole gradients
@@ -35,7 +42,7 @@ pytestmark = [
 
 
 def test_parameters_are_those_of_the_trainers_ddp() -> None:
-    for each in on_ranks(RANKS, "equal"):
+    for each in AGENT.found(RANKS, "equal"):
         assert each["difference"] == 0 and each["apart"] == 0
         assert each["moved"] > 0.01, "training changes parameters"
         assert each["steps"] == 8, "two batches each are exchanged once"
@@ -44,17 +51,17 @@ def test_parameters_are_those_of_the_trainers_ddp() -> None:
 
 
 def test_training_again_and_trials_go_through_gradsync() -> None:
-    for each in on_ranks(RANKS, "again"):
+    for each in AGENT.found(RANKS, "again"):
         assert each == {"difference": 0, "steps": 16, "of a trial": 8}
 
 
 def test_sequences_are_trained_and_generated() -> None:
-    for each in on_ranks(RANKS, "translated"):
+    for each in AGENT.found(RANKS, "translated"):
         assert each == {"difference": 0, "attached": True, "predicted": 512}
 
 
 def test_a_job_goes_on_bit_by_bit_with_every_ranks_residuals() -> None:
-    for rank, each in enumerate(on_ranks(RANKS, "resumed")):
+    for rank, each in enumerate(AGENT.found(RANKS, "resumed")):
         assert each["difference"] == 0 and each["apart"] == 0
         assert "lacks gradsync-rank-1-of-2.safetensors" in each["told"], f"rank {rank}"
         assert each["anew"] == [True, 0], "residuals matter; a checkpoint without them is loaded"
@@ -68,7 +75,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(folder: Path) -> list[dict[str, Any]]:
     """Returns what each rank found in scenarios of one launch; the first one saves into `folder`."""
-    return on_ranks(RANKS, "resized+alone+varied+compiled", str(folder))
+    return AGENT.found(RANKS, "resized+alone+varied+compiled", str(folder))
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +83,7 @@ def with_packages() -> list[dict[str, Any]]:
     """Returns what each rank found in scenarios that need packages beside transformers."""
     if missing := [name for name in ("optuna", "peft") if importlib.util.find_spec(name) is None]:
         pytest.skip(f"needs {' and '.join(missing)}: make integrations")
-    return on_ranks(RANKS, "adapted+searched")
+    return AGENT.found(RANKS, "adapted+searched")
 
 
 def test_other_ways_of_training_end_with_the_parameters_of_the_trainers_ddp(found: list[dict[str, Any]]) -> None:
@@ -106,7 +113,7 @@ def test_a_compiled_model_is_trained_and_one_without_ddp_refused(found: list[dic
 
 def test_more_ranks_go_on_with_the_residuals_of_fewer(folder: Path, found: list[dict[str, Any]]) -> None:
     saved = [each["resized"]["owed"] for each in found]
-    loaded = on_ranks(RANKS, "resized", str(folder), ranks=3)
+    loaded = AGENT.found(RANKS, "resized", str(folder), ranks=3)
     assert sum(each["owed"] for each in loaded) == pytest.approx(sum(saved), rel=1e-6)
     assert all(saved)
     assert [(each["apart"], each["steps"]) for each in loaded] == [(0, 4)] * 3
@@ -128,7 +135,7 @@ def test_trials_of_a_search_go_through_gradsync_and_pruning_is_refused_on_every_
 
 
 def test_bad_input_is_refused_on_every_rank() -> None:
-    for each in on_ranks(RANKS, "refused"):
+    for each in AGENT.found(RANKS, "refused"):
         assert each["sharded"].startswith("ValueError") and "the Trainer shards the model (FSDP)" in each["sharded"]
         assert each["late"].startswith("RuntimeError") and "before it" in each["late"]
         assert each["twice"].startswith("RuntimeError") and "call it once" in each["twice"]
@@ -140,7 +147,7 @@ def test_bad_input_is_refused_on_every_rank() -> None:
 
 def test_the_example_equals_ddp_by_the_diff_in_the_docs(tmp_path: Path) -> None:
     theirs = without_gradsync(EXAMPLE, PAGE, tmp_path)
-    exact, lossy = last_line(launched(EXAMPLE, "--exact")), last_line(launched(EXAMPLE))
-    assert exact == last_line(launched(theirs, "--exact"))
+    exact, lossy = last_line(AGENT.launched(EXAMPLE, "--exact")), last_line(torchrun(EXAMPLE))
+    assert exact == last_line(AGENT.launched(theirs, "--exact"))
     assert parameters(exact) != parameters(lossy)
     assert loss(lossy) < loss(exact) + NOISE

@@ -21,6 +21,7 @@ from gradsync_lab.fuzz.run import Fuzzing
 from gradsync_lab.papers.mergecomp import highest_table
 from gradsync_lab.report.record import TrainingRun, save_records
 from gradsync_lab.soak.journal import Line
+from gradsync_lab.soak.verdict import Summary as Soak
 from lab.tests.faults.test_record import entry
 from lab.tests.fuzz.test_workers import CASE, UNWATCHED
 from lab.tests.report.test_report import records_of_two_links, training_run
@@ -134,9 +135,9 @@ def test_soak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, final: str, code:
     monkeypatch.setattr(soak, "run_soak", run_soak)
     options = "--record", str(tmp_path / "soak.jsonl"), "--faults", "1", "--loopback"
     done = said("soak", *options, "--json", "-")
-    found = json.loads(done.stdout)
-    assert done.exit_code == code and found["good"] is (code == 0) and found["same_bits"] is (code == 0)
-    assert found["settings"]["faults"] == found["struck"] == 1 and found["memory_growth"] == 0.0 and found["left"] == {}
+    found = Soak.model_validate_json(done.stdout)
+    assert done.exit_code == code and found.good is found.same_bits is (code == 0)
+    assert found.settings.faults == found.struck == 1 and found.memory_growth == 0.0 and found.left == {}
     assert "restarted or went on as it should" in done.stderr
 
 

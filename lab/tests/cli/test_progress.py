@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
+from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from gradsync.cli import app
 from gradsync_lab.bench.launch import START_OVER
 from gradsync_lab.bench.rank import DISTURBED, TOLD
 from gradsync_lab.cli import workloads
 from gradsync_lab.cli.progress import event_bar
+from gradsync_lab.faults import campaign
+from gradsync_lab.faults.record import Header, append, open_record
+from lab.tests.faults.test_record import entry
 from tests.terminals import terminal_as_stderr
 
 WORKLOADS = logging.getLogger("gradsync_lab.workloads")
@@ -47,6 +54,25 @@ def test_what_workloads_fetch_is_said_on_a_terminal_alone(
     fetch()
     assert "fetching flights" in seen.getvalue()
     assert not WORKLOADS.handlers and WORKLOADS.level == logging.NOTSET and WORKLOADS.propagate
+
+
+def test_no_thread_of_the_display_disturbs_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = terminal_as_stderr(monkeypatch)
+    threads = threading.active_count()
+    monkeypatch.setattr(workloads, "measure_workload", lambda *args, **settings: threading.active_count() - threads)
+    assert workloads.measured("lstm", [], steps=1, warmup=2, candidates=()) == 0
+    assert "measuring lstm" in seen.getvalue()
+
+
+def test_a_bar_of_faults_ends_at_its_end_where_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = tmp_path / "record.jsonl"
+    open_record(record, Header.here("faults"))
+    append(record, entry(0))
+    monkeypatch.setattr(campaign, "outcome", lambda seed, case: entry(case.number))
+    seen = terminal_as_stderr(monkeypatch)
+    done = CliRunner().invoke(app, ["faults", "--count", "2", "--seed", "0", "--record", str(record)])
+    assert done.exit_code == 0, done.output
+    assert "1/2" in seen.getvalue() and "2/2" in seen.getvalue()
 
 
 @pytest.mark.parametrize(("rank", "said"), [("0", "measuring lstm\n"), ("1", "")])

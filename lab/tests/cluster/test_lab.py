@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -234,6 +236,17 @@ def test_first_failure_ends_the_others_and_is_named(lab: Lab, monkeypatch: pytes
 def test_time_limit_ends_all_ranks(lab: Lab) -> None:
     assert lab.run(["sleep", "1000"], timeout_s=0.3) == [-signal.SIGKILL] * 2
     assert lab.first_failed is None
+
+
+def test_output_of_what_a_rank_left_running_goes_where_stdout_was(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ECHO_PATIENCE_S", 0.0)
+    said = io.TextIOWrapper(io.BytesIO())
+    with redirect_stdout(said):
+        lab.run(["sh", "-c", "(sleep 0.3; echo late) &"])
+    deadline = time.monotonic() + PATIENCE_S
+    while said.buffer.getvalue().count(b"late\n") < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert said.buffer.getvalue().count(b"late\n") == 2
 
 
 def test_output_is_told_apart_by_rank(lab: Lab, capfd: pytest.CaptureFixture[str]) -> None:

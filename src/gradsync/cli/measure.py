@@ -15,7 +15,7 @@ from ..tuning.kernels import CANDIDATES
 from ..tuning.measurement import Measurement
 from .console import beside, plain_errors, writable
 from .extensions import WORKLOADS, extension
-from .results import Json, put, words
+from .results import JsonOfRank0, put, words
 from .script import NamedWorkload, Script, WorkloadOptions, run_as_main
 from .world import ranks_of_environment
 
@@ -31,21 +31,24 @@ def measure(
         typer.Option(help=f"A compressor to measure the kernels of; repeatable. {NAMES_IN_WORDS}."),
     ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="File that rank 0 writes.")] = Path("profile.json"),
-    json: Json = None,
+    json: JsonOfRank0 = None,
 ) -> None:
     """Measure a job: when gradients are ready, what kernels and links cost, and how much overlap slows both."""
     if bool(script) == (workload is not None):
         raise typer.BadParameter("give one of --workload NAME, or -- SCRIPT ARGUMENTS")
     with plain_errors():
         rank, ranks = ranks_of_environment(joins=workload is not None)
-        if rank == 0:
-            writable(out)
+        problem = _unwritable(out, json) if rank == 0 else None
+        if problem is not None and ranks == 1:
+            raise problem
         candidates = (*CANDIDATES, *(lossy_of(name, ranks) for name in compressor or ()))
         if workload is not None:
             measured = extension(WORKLOADS, "measure", f"the workload {workload}")
-            profile = measured(workload, option or (), steps=steps, warmup=warmup, candidates=candidates)
+            profile = measured(
+                workload, option or (), steps=steps, warmup=warmup, candidates=candidates, problem=problem
+            )
         else:
-            measurement = Measurement(steps, warmup, candidates=candidates, ends_script=True)
+            measurement = Measurement(steps, warmup, candidates=candidates, ends_script=True, problem=problem)
             profile = _of_script(script or (), measurement, rank, json)
         if rank == 0:
             profile.save(out)
@@ -53,6 +56,16 @@ def measure(
                 words(json).print(line, highlight=False, soft_wrap=True)
             put(json, profile.to_json())
             beside.print(f"Profile: {out}")
+
+
+def _unwritable(out: Path, json: str | None) -> ValueError | None:
+    """Returns the error about a file that rank 0 cannot write; None if it can write both."""
+    try:
+        writable(out)
+        writable(json)
+    except typer.BadParameter as error:
+        return ValueError(error.message)
+    return None
 
 
 def _of_script(script: Sequence[str], measured: Measurement, rank: int, json: str | None) -> Profile:
@@ -64,6 +77,8 @@ def _of_script(script: Sequence[str], measured: Measurement, rank: int, json: st
         run_as_main(script, json)
     if measured.profile is not None:
         return measured.profile
+    if measured.refusal is not None:
+        raise measured.refusal
     if not measured.steps_taken:
         raise RuntimeError(
             f"{script[0]} synchronised no gradients: does it call gradsync.attach(model) and backward()?"

@@ -32,7 +32,9 @@ class Phase:
 
 
 @contextmanager
-def phase(title: str, total: float | None = None, now: str = "", *, captures_stderr: bool = True) -> Iterator[Phase]:
+def phase(
+    title: str, total: float | None = None, now: str = "", *, captures_stderr: bool = True, at_rest: bool = False
+) -> Iterator[Phase]:
     """Shows on stderr, inside the block, what a command does: on a terminal a spinner with the time, else one line.
 
     Nothing is ever written to stdout, and no codes that steer a terminal where stderr is none.
@@ -42,6 +44,8 @@ def phase(title: str, total: float | None = None, now: str = "", *, captures_std
         now: what goes on at first.
         captures_stderr: whether lines that are written to stderr meanwhile appear above the bar. Loggers that are set
             up in the block would keep writing by way of it.
+        at_rest: whether nothing moves between the calls of the phase's methods, so that no thread runs beside what the
+            block measures.
     """
     on_terminal = is_terminal()
     if not on_terminal:
@@ -50,9 +54,10 @@ def phase(title: str, total: float | None = None, now: str = "", *, captures_std
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),
         *(() if total is None else (BarColumn(), MofNCompleteColumn())),
-        TimeElapsedColumn(),
+        *(() if at_rest else (TimeElapsedColumn(),)),
         TextColumn("{task.fields[now]}", markup=False),
         console=beside,
+        auto_refresh=not at_rest,
         transient=total is None,
         redirect_stderr=captures_stderr,
         redirect_stdout=False,  # else rich would move what is printed meanwhile to stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as encoder
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from typing import Annotated, Any
 
@@ -15,22 +16,20 @@ from .console import LiteralConsole, beside, console, plain_errors, writable
 PRINTED = "-"
 
 
-def _file(name: str | None) -> str | None:
-    """Returns the file to write, checked, or "-"; refuses what looks like the next option."""
+def _named(name: str | None) -> str | None:
+    """Returns the file to write, or "-"; refuses what looks like the next option."""
     if name is not None and name != PRINTED and name.startswith("-"):
         raise typer.BadParameter(f"expected a file, or - for stdout, got {name!r}: write --json - {name}")
-    return writable(name)
+    return name
 
 
-Json = Annotated[
-    str | None,
-    typer.Option(
-        "--json",
-        metavar="FILE",
-        callback=_file,
-        help="File for the result as JSON; - prints it, and all words go to stderr.",
-    ),
-]
+def _option(callback: Callable[[str | None], str | None]) -> Any:
+    words = "File for the result as JSON; - prints it, and all words go to stderr."
+    return typer.Option("--json", metavar="FILE", callback=callback, help=words)
+
+
+Json = Annotated[str | None, _option(lambda name: writable(_named(name)))]
+JsonOfRank0 = Annotated[str | None, _option(_named)]  # the other ranks' machines need not have the folder
 
 
 def words(json: str | None) -> LiteralConsole:

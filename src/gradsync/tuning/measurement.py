@@ -95,6 +95,12 @@ class Measurement(StepListener):
         at_once: whether one step waits for all of links and kernels; else they are measured in pieces between further
             usual steps.
         earlier: returns the kernel times of earlier jobs that count as this one's, or None to measure all.
+        problem: an error of this rank alone, which ends the measurement on all ranks in the first step; None: none.
+
+    Attributes:
+        profile: the result; None until the last step has ended.
+        refusal: why the first step ended the script without a measurement: the settings of ranks differ, or one had a
+            problem. None for what does not end a script: it raises the error in the step.
 
     Raises:
         ValueError: for settings out of their range.
@@ -113,6 +119,7 @@ class Measurement(StepListener):
         then: Callable[[Engine, Profile], Iterator[None]] | None = None,
         at_once: bool = True,
         earlier: Callable[[Group], EarlierTimes | None] = lambda group: None,
+        problem: Exception | None = None,
     ) -> None:
         argument("steps", steps, Steps)
         argument("warmup", warmup, Steps)
@@ -121,10 +128,11 @@ class Measurement(StepListener):
             raise ValueError(f"warmup must be at least {MAX_OBSERVATIONS}, in which plans settle, got {warmup}")
         flat_schemes(argument("candidates", candidates, tuple[Any, ...]))
         self.profile: Profile | None = None
+        self.refusal: Exception | None = None
         self.steps_taken = 0
         self._steps, self._warmup, self._candidates = steps, warmup, tuple(candidates)
         self._links_budget_s, self._ends_script = links_budget_s, ends_script
-        self._at_once, self._earlier = at_once, earlier
+        self._at_once, self._earlier, self._problem = at_once, earlier, problem
         self._between: Iterator[None] | None = None  # what goes on between usual steps: measuring costs, or `then`
         self._parameters = None if model is None else {id(p) for p in model.parameters()}
         busy = [Kind.TRANSFER, Kind.KERNEL]
@@ -257,10 +265,19 @@ class Measurement(StepListener):
         return engine is self._engine and not self._ended
 
     def _require_alike(self, engine: Engine) -> None:
-        """Raises an error on all ranks if settings or kinds of devices differ, as ranks would then wait forever."""
+        """Raises an error on all ranks if one has a problem, or settings or kinds of devices differ.
+
+        With different settings ranks would wait forever.
+        """
         settings = f"steps={self._steps}, warmup={self._warmup}, candidates={self._candidates}"
         settings += f", links_budget_s={self._links_budget_s}, device={engine.device.type}"
-        engine.peers.agree("the settings of a measurement", None, settings)
+        try:
+            engine.peers.agree("the settings of a measurement", self._problem, settings)
+        except (ValueError, RuntimeError) as error:
+            if not self._ends_script or engine.peers.failure is not None:
+                raise
+            self.refusal = error
+            raise RecordingDone from None
 
     def _start(self, engine: Engine, disturbance: Disturbance, aside: Aside) -> None:
         aside.alone_s = disturbance.alone_s

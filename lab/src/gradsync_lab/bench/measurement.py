@@ -11,18 +11,25 @@ import torch.distributed as dist
 from gradsync.frontends.attach import attach
 from gradsync.plans.profile import Profile
 from gradsync.schemes import SchemeOrCompressor
-from gradsync.tuning.measurement import measure
+from gradsync.tuning.measurement import Measurement
 
 from .. import workloads
 
 
 def measure_workload(
-    name: str, options: dict[str, Any], *, steps: int, warmup: int, candidates: Sequence[SchemeOrCompressor]
+    name: str,
+    options: dict[str, Any],
+    *,
+    steps: int,
+    warmup: int,
+    candidates: Sequence[SchemeOrCompressor],
+    problem: Exception | None = None,
 ) -> Profile:
     """Trains a workload by the default plan; returns the measured ready times of gradients, and link and kernel costs.
 
     Kernels of the compressors and schemes in `candidates` are timed, too. Embeddings give sparse gradients where the
-    model has some. Without torchrun's environment variables, this process is the only rank.
+    model has some. Without torchrun's environment variables, this process is the only rank. A `problem` of one rank
+    alone is raised on all ranks in the first step.
     """
     task = workloads.load(name, **options)
     if "RANK" in os.environ:
@@ -41,8 +48,11 @@ def measure_workload(
             loss.backward()
             optimizer.step()
 
-        profile = measure(step, steps=steps, warmup=warmup, candidates=candidates)
+        measurement = Measurement(steps, warmup, candidates=candidates, problem=problem)
+        with measurement.active():
+            while measurement.profile is None:
+                step()
         handle.detach()
-        return profile
+        return measurement.profile
     finally:
         dist.destroy_process_group()

@@ -58,7 +58,11 @@ def faults(
                 _say(entry)
                 shown.advance(1, entry.case.words)
 
-            done = run_campaign(seed, wanted, record, on_entry, jobs=jobs, limit_s=limit)
+            def on_known(count: int) -> None:
+                if count:
+                    shown.reach(count, f"{count} are in {record}")
+
+            done = run_campaign(seed, wanted, record, on_entry, jobs=jobs, limit_s=limit, on_known=on_known)
     said, summary = words(json), Summary.of(done, seed=seed, wanted=len(wanted))
     if only is not None:
         for entry in done:

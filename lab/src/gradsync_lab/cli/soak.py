@@ -15,7 +15,7 @@ from ..cluster import LabUnavailableError
 from ..soak.journal import Line
 from ..soak.settings import FAULTS_PER_HOUR, Settings
 from ..soak.supervise import run_soak
-from ..soak.verdict import AGENT, SoakVerdict, verdict
+from ..soak.verdict import AGENT, SoakVerdict, Summary, verdict
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -59,7 +59,8 @@ def soak(
                 raise ValueError(f"{error}; or use --loopback, without faults of links") from None
     found = verdict(lines, settings.faults)
     words(json).print(_table(found))
-    put(json, found.as_data(settings, max((line.elapsed_s for line in lines), default=0.0)))
+    took_s = max((line.elapsed_s for line in lines), default=0.0)
+    put(json, Summary.of(found, settings, took_s).model_dump_json(indent=1))
     raise typer.Exit(0 if found.good else AIM_MISSED)
 
 

@@ -25,13 +25,24 @@ if TYPE_CHECKING:
 
 
 def measured(
-    name: str, options: Sequence[str], *, steps: int, warmup: int, candidates: Sequence[SchemeOrCompressor]
+    name: str,
+    options: Sequence[str],
+    *,
+    steps: int,
+    warmup: int,
+    candidates: Sequence[SchemeOrCompressor],
+    problem: Exception | None = None,
 ) -> Profile:
-    """Trains a workload as this rank; returns its ready times, densities and costs. `options`: texts `NAME=VALUE`."""
-    run = partial(measure_workload, steps=steps, warmup=warmup, candidates=candidates)
+    """Trains a workload as this rank; returns its ready times, densities and costs.
+
+    Args:
+        options: texts `NAME=VALUE`.
+        problem: an error of this rank alone, which all ranks raise in the first step; None: none.
+    """
+    run = partial(measure_workload, steps=steps, warmup=warmup, candidates=candidates, problem=problem)
     if os.environ.get("RANK", "0") != "0":
         return run(name, parse_options([name], options))
-    with phase(f"measuring {name}") as shown, telling(shown.say):
+    with phase(f"measuring {name}", at_rest=True) as shown, telling(shown.say):
         return run(name, parse_options([name], options))
 
 

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 from .awake import awake
 from .counters import NODE_INTERFACE
@@ -153,6 +153,7 @@ class Lab:
     ) -> list[int]:
         """Runs a command as every rank, prints the ranks' output behind `[rank]`, and returns their exit codes.
 
+        All output goes where `sys.stdout` is now, also that of processes which ranks leave running.
         When a rank fails, the others get `GRACE_S` seconds to end by themselves and are then killed; after `timeout_s`,
         all are killed at once. `first_failed` then is the rank that failed first; None when all went well or the time
         was up.
@@ -161,7 +162,10 @@ class Lab:
             self.spawn(rank, argv, env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
             for rank in range(self.scenario.world_size)
         ]
-        echoes = [threading.Thread(target=_echo, args=(rank, p.stdout), daemon=True) for rank, p in enumerate(ranks)]
+        to = sys.stdout.buffer
+        echoes = [
+            threading.Thread(target=_echo, args=(rank, p.stdout, to), daemon=True) for rank, p in enumerate(ranks)
+        ]
         for thread in echoes:
             thread.start()
         self.first_failed = first_failure(ranks, timeout_s)
@@ -432,11 +436,11 @@ def first_failure(ranks: list[subprocess.Popen[Any]], timeout_s: float | None = 
         return bad[0] if bad else None
 
 
-def _echo(rank: int, stream: IO[bytes]) -> None:
+def _echo(rank: int, stream: IO[bytes], to: BinaryIO) -> None:
     with stream:
         for line in stream:
-            sys.stdout.buffer.write(f"[{rank}] ".encode() + line)
-            sys.stdout.buffer.flush()
+            to.write(f"[{rank}] ".encode() + line)
+            to.flush()
 
 
 def _may_make_networks() -> bool:

@@ -44,6 +44,7 @@ def run_campaign(
     *,
     jobs: int = 1,
     limit_s: float | None = None,
+    on_known: Callable[[int], None] = lambda count: None,
 ) -> list[Entry]:
     """Runs the wanted cases of a seed that the record does not have yet, and returns the entries of all wanted.
 
@@ -52,6 +53,7 @@ def run_campaign(
         on_entry: called with each new entry.
         jobs: the number of cases that run at the same time.
         limit_s: seconds after which no further case begins.
+        on_known: called once with the number of wanted cases that the record has already.
 
     Raises:
         ValueError: for a file that is no record, or one of another engine.
@@ -59,6 +61,7 @@ def run_campaign(
     known = {} if path is None else {e.case.number: e for e in entries(open_record(path, Header.here("faults")))}
     known = {number: entry for number, entry in known.items() if entry.seed == seed}
     wanted = list(wanted)
+    on_known(sum(number in known for number in wanted))
     ends = None if limit_s is None else time.monotonic() + limit_s
 
     def run(number: int) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+
+from pydantic import BaseModel, ConfigDict
 
 from .journal import Line
 from .settings import Settings
@@ -52,11 +53,6 @@ class SoakVerdict:
     names_victim: tuple[int, int]
     growths: list[Growth]
 
-    def as_data(self, settings: Settings, seconds: float) -> dict[str, Any]:
-        """Returns the verdict as a dictionary for JSON, with the soak's settings and the seconds that it took."""
-        more = {"memory_growth": self.memory_growth, "left": self.left, "seconds": round(seconds, 1)}
-        return {"good": self.good, **asdict(self), **more, "settings": settings.model_dump(mode="json")}
-
     @property
     def memory_growth(self) -> float | None:
         """The largest growth of a rank's memory, as a share; None where no life was long enough."""
@@ -77,6 +73,43 @@ class SoakVerdict:
         grew = self.memory_growth is not None and self.memory_growth >= MOST_GROWTH
         all_came = self.struck == self.planned == self.as_it_should
         return self.same_bits is True and all_came and not grew and not self.left
+
+
+class Summary(BaseModel):
+    """The verdict on a soak, as `gradsync soak --json` gives it.
+
+    Attributes:
+        good: whether all faults came and all aims hold; the other figures are those of `SoakVerdict`.
+        seconds: training and restarts together.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    good: bool
+    same_bits: bool | None
+    planned: int
+    struck: int
+    as_it_should: int
+    restarts: int
+    slowest_s: float
+    names_victim: tuple[int, int]
+    growths: list[Growth]
+    memory_growth: float | None
+    left: dict[str, int]
+    seconds: float
+    settings: Settings
+
+    @classmethod
+    def of(cls, found: SoakVerdict, settings: Settings, seconds: float) -> Summary:
+        """Returns the summary of a soak with these settings that took so many seconds."""
+        return cls(
+            **{field.name: getattr(found, field.name) for field in fields(found)},
+            good=found.good,
+            memory_growth=found.memory_growth,
+            left=found.left,
+            seconds=round(seconds, 1),
+            settings=settings,
+        )
 
 
 def verdict(lines: Sequence[Line], planned: int) -> SoakVerdict:
