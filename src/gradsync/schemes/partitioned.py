@@ -295,7 +295,10 @@ def _sum_columns(
             else:
                 out = flat[offset : offset + numel].view(-1, piece.width)
                 offset += numel
-            union.sum([sections[number].values[place].to(dtype) for sections in received], [out], scale=scale)
+            values = [sections[number].values[place] for sections in received]
+            if dtype is not values[0].dtype:
+                values = [each.to(dtype) for each in values]
+            union.sum(values, [out], scale=scale)
         shared.append(tuple(apart))
     return OwnedColumns(stripes, rank, agreed.present, tuple(indices), flat, tuple(shared))
 
