@@ -10,6 +10,7 @@
 #include "bind.hpp"
 #include "convert.hpp"
 #include "elements.hpp"
+#include "messages.hpp"
 #include "rows.hpp"
 #include "sum_rows.hpp"
 
@@ -21,6 +22,7 @@ namespace {
 // A two-phase kernel together with the arrays it points into.
 struct BoundRowUnion {
     std::vector<ReadOnlyArray> arrays;
+    Scratch<int64_t> unpacked;  // of messages: the indices of all, int32 where they fit
     uint64_t num_rows;
     std::optional<RowUnion> rows;
 
@@ -30,6 +32,31 @@ struct BoundRowUnion {
         std::vector<Indices> parts;
         for (const ReadOnlyArray &array : arrays) parts.push_back(indices_of(array));
         run("sum_rows", "num_rows", num_rows, [&] { rows.emplace(std::move(parts), num_rows, threads); });
+    }
+
+    BoundRowUnion(std::vector<ReadOnlyArray> packed, const std::vector<size_t> &counts, const std::vector<int> &bits,
+                  uint64_t num_rows, int threads)
+        : num_rows(num_rows) {
+        check_threads(threads);
+        const std::vector<Packed> messages = parts_of(packed, counts, bits, num_rows);
+        run("unite_messages", "num_rows", num_rows, [&] {
+            if (num_rows > uint64_t{1} << 31) unpack<int64_t>(messages, threads);
+            else unpack<int32_t>(messages, threads);
+        });
+    }
+
+    template <typename Index> void unpack(const std::vector<Packed> &messages, int threads) {
+        size_t room = PackedReader::kLanes;
+        for (const Packed &message : messages) room += message.count;
+        unpacked = Scratch<int64_t>((room * sizeof(Index) + sizeof(int64_t) - 1) / sizeof(int64_t));
+        auto *index = reinterpret_cast<Index *>(unpacked.begin()), *const end = index + room;
+        std::vector<Indices> parts;
+        for (const Packed &message : messages) {
+            PackedReader(message, num_rows).read(num_rows, 0, index, end - index);
+            parts.push_back({index, sizeof(Index) == sizeof(int64_t), message.count});
+            index += message.count;
+        }
+        rows.emplace(std::move(parts), num_rows, threads);
     }
 
     size_t count() const { return rows->count(); }
@@ -250,6 +277,8 @@ void bind_kernels(nb::module_ &m) {
     m.attr("SORTED_WORDS_PER_ITEM") = kSortedWordsPerItem;
     nb::class_<BoundRowUnion>(m, "RowUnion")
         .def(nb::init<std::vector<ReadOnlyArray>, uint64_t, int>(), "indices"_a.noconvert(), "num_rows"_a, "threads"_a)
+        .def(nb::init<std::vector<ReadOnlyArray>, const std::vector<size_t> &, const std::vector<int> &, uint64_t, int>(),
+             "packed"_a.noconvert(), "counts"_a, "bits"_a, "num_rows"_a, "threads"_a)
         .def_prop_ro("count", &BoundRowUnion::count)
         .def("write_indices", &BoundRowUnion::write_indices, "out"_a.noconvert(), "threads"_a)
         .def("sum", &BoundRowUnion::sum, "values"_a.noconvert(), "outs"_a.noconvert(), "stripes"_a, "scale"_a, "threads"_a);

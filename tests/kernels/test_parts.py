@@ -95,6 +95,62 @@ def test_sums_are_those_of_the_definition(dtype: torch.dtype, module: ModuleType
 
 
 @native
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_of_messages_are_summed_as_rows_of_their_positions(dtype: torch.dtype, module: ModuleType) -> None:
+    for size in (0, 1, 4095, 140_021, 2**31 + 9):
+        indices = [random_indices(min(size, 5000), share) + max(0, size - 5000) for share in (1.0, 0.3, 0.01, 0.1, 0.0)]
+        bits = (32 if size < 2**31 else 64, 8, 16, 1 if size < 2**31 else 64, 8)
+        parts = [room_for(len(rows), size, each) for rows, each in zip(indices, bits, strict=True)]
+        for rows, part in zip(indices, parts, strict=True):
+            pack(rows, size, part)
+        values = [special_values(dtype)[2:][rows % 5].view(-1, 1).repeat(1, 3) for rows in indices]
+        expected = reference.unite_rows(indices, size)
+        for threads in (3, 1):
+            unions = (
+                cpu.unite_messages(parts, size, threads=threads, module=module),
+                reference.unite_messages(parts, size),
+            )
+            for union in unions:
+                assert union.count == expected.count
+                sums = [torch.full((union.count, 3), 77, dtype=dtype) for _ in range(2)]
+                lists = [torch.empty(union.count, dtype=torch.int64) for _ in range(2)]
+                for one, rows, total in zip((union, expected), lists, sums, strict=True):
+                    one.write_indices(rows)
+                    one.sum(values, [total], scale=0.5)
+                assert torch.equal(*lists)
+                assert_same_bits(*sums)
+
+
+@every
+def test_damaged_messages_of_rows_are_refused(kernels) -> None:
+    right = room_for(3, 5, 32)
+    pack(torch.tensor([0, 2, 4]), 5, right)
+    too_high = torch.tensor([0, 2, 5]).int().view(torch.uint8)
+    assert kernels.unite_messages([right], 5).count == 3
+    for wrong, message in (
+        (PackedPositions(right.packed[:8], 3, 32), "packed must be of 12 bytes|of shape"),
+        (PackedPositions(right.packed, 3, 12), "bits must be 1, 8, 16, 32 or 64, got 12"),
+        (PackedPositions(right.packed, 6, 1), "there cannot be 6 positions"),
+        (PackedPositions(too_high, 3, 32), "the message is malformed|outside"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            kernels.unite_messages([right, wrong], 5)
+    with pytest.raises(ValueError, match="unite_messages needs at least one part"):
+        kernels.unite_messages([], 5)
+
+
+def pack(indices: Tensor, size: int, part: PackedPositions) -> None:
+    """Writes ascending indices in [0, size) into a message."""
+    if part.bits == 1:
+        reference.encode_bitmap(indices, size, part.packed.view(torch.int64))
+    elif part.bits in (8, 16):
+        reference.encode_offsets(indices, size, part.bits, part.packed[: packed_nbytes(part.count, size, part.bits)])
+    else:
+        dtype = torch.int32 if part.bits == 32 else torch.int64
+        part.packed[: part.count * part.bits // 8].view(dtype).copy_(indices)
+
+
+@native
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_any_bytes_are_joined_or_refused_as_by_the_definition(module: ModuleType, data: st.DataObject) -> None:

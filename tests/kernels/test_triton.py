@@ -243,6 +243,15 @@ def unite_elements(kernels: Any, size: int) -> list[Tensor]:
     return outs
 
 
+def unite_messages(kernels: Any, size: int) -> list[Tensor]:
+    parts, values = messages_of_elements(reference, size, 7, torch.half)
+    union = kernels.unite_messages(parts, -(-size // 7))
+    outs = [torch.zeros(union.count, dtype=torch.int64), torch.zeros(union.count, 1, dtype=torch.half)]
+    union.write_indices(outs[0])
+    union.sum([value.view(-1, 1) for value in values], [outs[1]], scale=0.5)
+    return outs
+
+
 def join_elements(kernels: Any, size: int) -> list[Tensor]:
     outs = []
     for n, dtype in ((1, torch.float64), (7, torch.bfloat16)):
@@ -515,6 +524,7 @@ CASES: dict[str, Callable[[Any, int], list[Tensor]]] = {
     for case in (
         encode_bitmap, decode_bitmap, count_bits, nonzero_elements, top_k, select_above, count_above,
         owners_by_hash, partition_hashed, partition_rotated, partition_elements, unite_elements, join_elements,
+        unite_messages,
         rotated_index, owned_by_hash,
         positions_in, encode_offsets, decode_offsets, sum_rows, unite_rows, join_columns, scatter_rows, nonzero_rows,
         hierarchical_hash, narrow, sum_parts, quantize, block_scales, dequantize, random_k, hadamard, pack_signs,

@@ -215,7 +215,7 @@ def test_striped_groups_give_each_column_of_each_table_to_one_owner_or_to_all(si
             (position, c) for position, s in zip(group.positions, group.specs, strict=True) for c in range(s.dim)
         ]
         for owner, format in enumerate(stripes.formats):
-            assert list(format.pieces[number]) == [*stripes.owned[owner][number], *shared]
+            assert list(format.pieces[number]) == [*shared, *stripes.owned[owner][number]]
             assert stripes.widths[owner][number] == sum(p.width for p in stripes.owned[owner][number])
     assert striped(groups, size) is stripes  # a step finds it ready
 

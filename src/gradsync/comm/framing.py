@@ -29,15 +29,36 @@ def with_lengths(messages: Sequence[Tensor], bounds: Sequence[int], peers: Itera
         ValueError: for a message that has no room for its length, or is longer than its bound.
     """
     to = range(len(messages)) if peers is None else peers
-    for peer, message, bound in zip(to, messages, bounds, strict=True):
-        if not LENGTH_BYTES <= len(message) <= bound:
+    lengths = [message.numel() for message in messages]  # len() of a tensor runs Python code
+    for peer, length, bound in zip(to, lengths, bounds, strict=True):
+        if not LENGTH_BYTES <= length <= bound:
             raise ValueError(
-                f"the message to member {peer} has {len(message)} bytes; expected {LENGTH_BYTES} (for its length) to "
+                f"the message to member {peer} has {length} bytes; expected {LENGTH_BYTES} (for its length) to "
                 f"{bound}, the bound that all members know"
             )
-    for message in messages:
-        message[:LENGTH_BYTES].copy_(torch.tensor([len(message)]).view(torch.uint8), non_blocking=True)
+    written: dict[int, Tensor] = {}
+    alike = {id(message): (message, length) for message, length in zip(messages, lengths, strict=True)}
+    for message, length in alike.values():  # each once: one may go to several members
+        if length not in written:
+            written[length] = torch.tensor([length]).view(torch.uint8)
+        message[:LENGTH_BYTES].copy_(written[length], non_blocking=True)
     return list(messages)
+
+
+def end_to_end(parts: Sequence[Tensor]) -> Tensor:
+    """Returns the parts, contiguous and of one dtype, as one flat tensor: a view if they lie so in memory, else a copy.
+
+    `parts`: at least one, each (elements,).
+    """
+    filled = [part for part in parts if part.numel()]
+    if not filled:
+        return parts[0]
+    memory, end = filled[0].untyped_storage().data_ptr(), filled[0].data_ptr()
+    for part in filled:
+        if part.data_ptr() != end or part.untyped_storage().data_ptr() != memory:
+            return torch.cat(filled)
+        end += part.nbytes
+    return filled[0].as_strided((sum(part.numel() for part in filled),), (1,))
 
 
 def length_of(message: Tensor) -> int:
@@ -45,6 +66,15 @@ def length_of(message: Tensor) -> int:
     return int.from_bytes(
         message[:LENGTH_BYTES].cpu().numpy().tobytes(), sys.byteorder
     )  # the host must know the length to cut the message
+
+
+def lengths_of(messages: Sequence[Tensor]) -> list[int]:
+    """Returns the lengths in bytes that `with_lengths` wrote into messages, each (bytes,) uint8, in one read."""
+    if not messages:
+        return []
+    lengths = torch.stack([message[:LENGTH_BYTES] for message in messages]).view(torch.int64)
+    found: list[int] = lengths.flatten().tolist()
+    return found  # the host must know the lengths to cut the messages
 
 
 def cut_to_lengths(arrived: Sequence[Tensor], rank: int, own: Tensor) -> list[Tensor]:
@@ -55,7 +85,9 @@ def cut_to_lengths(arrived: Sequence[Tensor], rank: int, own: Tensor) -> list[Te
         rank: this member's index.
         own: the message of this member to itself, (bytes,) uint8, which was not sent.
     """
-    return [own if peer == rank else part[: length_of(part)] for peer, part in enumerate(arrived)]
+    others = [part for peer, part in enumerate(arrived) if peer != rank]
+    found = [part[:length] for part, length in zip(others, lengths_of(others), strict=True)]
+    return [*found[:rank], own, *found[rank:]]
 
 
 def swapped(outgoing: Mapping[int, Tensor], bound: int) -> dict[int, Tensor]:
@@ -79,4 +111,5 @@ def cut_messages(arrived: Sequence[Tensor], origins: Collection[int]) -> dict[in
         arrived: for each member the received buffer, (bound,) uint8, which may be longer than the message.
         origins: the members that sent a message.
     """
-    return {peer: arrived[peer][: length_of(arrived[peer])] for peer in origins}
+    lengths = lengths_of([arrived[peer] for peer in origins])
+    return {peer: arrived[peer][:length] for peer, length in zip(origins, lengths, strict=True)}

@@ -22,7 +22,7 @@ from ..costs.steps import Transfer
 from ..costs.transport import DEFAULT_TRANSPORT, DIRECT_BYTES, Pattern
 from ..tensors import allocator as memory
 from .distributed import TorchGroup
-from .framing import cut_messages, cut_to_lengths, split, swapped, with_lengths
+from .framing import cut_messages, cut_to_lengths, end_to_end, split, swapped, with_lengths
 from .group import Pending
 from .links import Exchange
 from .rounds import Rounds
@@ -132,7 +132,7 @@ class GlooGroup(TorchGroup):
         outgoing, rank = with_lengths(messages, bounds), self.rank
         own, outgoing[rank] = outgoing[rank], outgoing[rank][:0]
         if self._starts_at_once((self.size - 1) * max(bounds)) or not own.is_cpu:
-            return self._exchange_at_once(torch.cat(outgoing), [len(part) for part in outgoing], own, bounds[rank])
+            return self._exchange_at_once(end_to_end(outgoing), [part.numel() for part in outgoing], own, bounds[rank])
         room = [0 if peer == rank else bounds[rank] for peer in range(self.size)]
         incoming = split(memory.empty(sum(room), own.dtype, own.device), room)
         work = self._rounds.exchange(outgoing, incoming, together=self._fast, bounded=True)

@@ -110,7 +110,7 @@ class RecordingGroup(Group):
         )
 
     def exchange(self, messages: Sequence[Tensor], bounds: Sequence[int]) -> Pending[list[Tensor]]:
-        sent_bytes = sum(len(message) for peer, message in enumerate(messages) if peer != self.rank)
+        sent_bytes = sum(message.numel() for peer, message in enumerate(messages) if peer != self.rank)
         return self._written(Pattern.ALL_TO_ALL, sent_bytes, self.inner.exchange(messages, bounds))
 
     def swap(
@@ -122,7 +122,7 @@ class RecordingGroup(Group):
         *,
         in_pairs: bool = False,
     ) -> Pending[dict[int, Tensor]]:
-        sent_bytes = sum(len(message) for message in outgoing.values())
+        sent_bytes = sum(message.numel() for message in outgoing.values())
         swap = self.inner.swap(outgoing, origins, bound, device, in_pairs=in_pairs)
         return self._written(Pattern.MESSAGES, sent_bytes, swap)
 

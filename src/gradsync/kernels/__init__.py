@@ -64,6 +64,7 @@ from .reference.offsets import encode_offsets as encode_offsets
 from .reference.parts import join_elements as join_elements
 from .reference.parts import partition_elements as partition_elements
 from .reference.parts import unite_elements as unite_elements
+from .reference.parts import unite_messages as unite_messages
 from .reference.randomized import hadamard as hadamard
 from .reference.randomized import random_k as random_k
 from .reference.rotated import partition_rotated as partition_rotated

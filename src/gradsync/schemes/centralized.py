@@ -109,7 +109,7 @@ def _sum_messages(messages: Sequence[Tensor], agreed: AgreedRows, format: RowFor
     result: dict[int, SparseRows] = {}
     for number, group in enumerate(format.groups):
         parts = [sections[number] for sections in received]
-        union = kernels.unite_rows([part.positions.decode() for part in parts], group.num_rows)
+        union = kernels.unite_messages([part.positions.as_packed for part in parts], group.num_rows)
         indices = messages[0].new_empty(union.count, dtype=torch.int64)
         union.write_indices(indices)
         places = {piece.position: place for place, piece in enumerate(format.pieces[number])}

@@ -1,15 +1,17 @@
 """Message formats: the bytes in which rows of tables, or some rows of one part, travel to another rank.
 
-A message of tables holds, group by group, the positions of rows and then, table by table, the values of the receiver's
-columns; a message of one part holds positions and then values. Positions travel in the smallest of several formats
-(`tensors/index_formats.py`). Each section starts at a multiple of 8 bytes, so that any dtype can be viewed in place.
+A message of tables holds the positions of rows, group by group, and then, table by table, the values of the receiver's
+columns, behind those of columns that all receivers get; a message of one part holds positions and then values.
+Positions travel in the smallest of several formats (`tensors/index_formats.py`). Each section starts at a multiple of 8
+bytes, so that any dtype can be viewed in place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,20 +63,33 @@ class RowFormat:
         return tuple(tuple(group.pieces(spans)) for group, spans in zip(self.groups, self.spans, strict=True))
 
     @cached_property
-    def _widths(self) -> tuple[tuple[int, ...], ...]:
-        """The bytes of one row's values in each piece (range of columns) of each group of tables."""
-        return tuple(tuple(piece.width * piece.itemsize for piece in pieces) for pieces in self.pieces)
+    def _lengths(self) -> tuple[int, ...]:
+        return tuple(group.num_rows for group in self.groups)
+
+    @cached_property
+    def _layout(self) -> tuple[_PieceKind, ...]:
+        """The pieces in their order in a message: those of the groups' first ranges of columns come first."""
+        return tuple(
+            _PieceKind(number, place, piece.width, piece.width * piece.itemsize)
+            for place in range(max(map(len, self.spans), default=0))
+            for number, (group, spans) in enumerate(zip(self.groups, self.spans, strict=True))
+            for piece in group.pieces(spans[place : place + 1])
+        )
 
     def nbytes(self, rows: Sequence[float]) -> float:
         """Returns the bytes of a message with `rows[i]` rows of the i-th group of tables; of means, the mean.
 
         Tables of a group have the same rows, whose indices travel once.
         """
-        total = 0.0
-        for group, widths, count in zip(self.groups, self._widths, rows, strict=True):
-            total += smallest(count, group.num_rows).nbytes(count, group.num_rows)
-            total += sum(aligned(count * width) for width in widths)
-        return total
+        return _places(self._lengths, self._layout, tuple(rows)).end
+
+    def common_nbytes(self, rows: Sequence[int]) -> int:
+        """Returns the bytes in front of the groups' second ranges of columns: positions and values of the first ranges.
+
+        `rows`: the number of rows of each group in the message.
+        """
+        places = _places(self._lengths, self._layout, tuple(rows))
+        return int(next((start for kind, start in places.values if kind.span > 0), places.end))
 
     def sections(self, message: Tensor, rows: Sequence[int]) -> list[Section]:
         """Returns views of the rows' positions and values in a message, one entry for each group of tables.
@@ -83,18 +98,64 @@ class RowFormat:
             message: (nbytes(rows),) uint8.
             rows: the number of rows of each group in the message; tables of a group have the same rows.
         """
-        found, offset = [], 0
-        for group, pieces, widths, count in zip(self.groups, self.pieces, self._widths, rows, strict=True):
-            choice = smallest(count, group.num_rows)
-            start = offset + int(choice.nbytes(count, group.num_rows))
-            positions = Positions(message[offset:start], count, group.num_rows, choice)
-            values, offset = [], start
-            for piece, width in zip(pieces, widths, strict=True):
-                part = message[offset : offset + count * width]
-                values.append(part.view(group.specs[0].dtype).view(count, piece.width))
-                offset += int(aligned(count * width))
-            found.append(Section(positions, tuple(values)))
+        places = _places(self._lengths, self._layout, tuple(rows))
+        return [
+            Section(Positions(message[int(start) : int(stop)], count, length, choice), tuple(values))
+            for (choice, start, stop), count, length, values in zip(
+                places.positions, rows, self._lengths, self.values(message, rows), strict=True
+            )
+        ]
+
+    def values(self, message: Tensor, rows: Sequence[int], first_span: int = 0) -> list[list[Tensor]]:
+        """Returns views of the values in a message, (rows, width) of each piece, for each group of tables.
+
+        Args:
+            message: (nbytes(rows),) uint8.
+            rows: the number of rows of each group in the message.
+            first_span: leaves out so many ranges of columns of each group.
+        """
+        found: list[list[Tensor]] = [[] for _ in self.groups]
+        if not self.groups:
+            return found
+        dtype = self.groups[0].specs[0].dtype
+        numbers = message.view(dtype)  # once: a step cuts some hundred pieces
+        for (number, span, width, _), start in _places(self._lengths, self._layout, tuple(rows)).values:
+            if span >= first_span:
+                part = numbers.narrow(0, int(start) // dtype.itemsize, rows[number] * width)
+                found[number].append(part.view(rows[number], width))
         return found
+
+
+class _PieceKind(NamedTuple):
+    """A piece in the layout of messages: a range of columns of one table."""
+
+    group: int  # of tables with the same rows
+    span: int  # which range of columns of the group
+    width: int  # columns
+    row_bytes: int
+
+
+class _Places(NamedTuple):
+    """The byte offsets in a message with given numbers of rows."""
+
+    positions: tuple[tuple[IndexFormat, float, float], ...]  # of each group: format, start, stop
+    values: tuple[tuple[_PieceKind, float], ...]  # of each piece, its start
+    end: float
+
+
+@lru_cache(maxsize=1024)  # the messages to all owners of equal stripes are laid out alike
+def _places(lengths: tuple[int, ...], layout: tuple[_PieceKind, ...], rows: tuple[float, ...]) -> _Places:
+    """Returns where positions and values stand in a message with `rows[g]` of the `lengths[g]` rows of each group g."""
+    positions, values, offset = [], [], 0.0 if any(isinstance(count, float) for count in rows) else 0
+    for count, length in zip(rows, lengths, strict=True):
+        choice = smallest(count, length)
+        stop = offset + choice.nbytes(count, length)
+        positions.append((choice, offset, stop))
+        offset = stop
+    for kind in layout:
+        values.append((kind, offset))
+        offset += aligned(rows[kind.group] * kind.row_bytes)
+    return _Places(tuple(positions), tuple(values), offset)
 
 
 def head_nbytes(tables: int) -> int:

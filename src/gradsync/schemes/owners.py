@@ -54,13 +54,14 @@ class StripedGroups:
 
     @cached_property
     def formats(self) -> tuple[RowFormat, ...]:
-        """The layout of the message to each rank: the columns that it sums, and then those that every rank sums.
+        """The layout of the message to each rank: the columns that every rank sums, and then those that it alone sums.
 
-        Both are columns of all groups of tables, where tables of a group have the same rows.
+        So all messages of a rank begin alike. Both are columns of all groups of tables, where tables of a group have
+        the same rows.
         """
         owners = [column_owners(group.dim, self.size, self.most_shared) for group in self.groups]
         return tuple(
-            RowFormat(self.groups, tuple((group.stripes[owner], group.shared) for group in owners))
+            RowFormat(self.groups, tuple((group.shared, group.stripes[owner]) for group in owners))
             for owner in range(self.size)
         )
 
@@ -68,8 +69,8 @@ class StripedGroups:
     def shared(self) -> tuple[tuple[Piece, ...], ...]:
         """The ranges of columns that every rank sums for itself, as they are too few to divide.
 
-        There is one tuple for each group of tables that have the same rows. In messages these columns travel behind
-        those that the receiver alone sums.
+        There is one tuple for each group of tables that have the same rows. In messages these columns travel in front
+        of those that the receiver alone sums.
         """
         owners = [column_owners(group.dim, self.size, self.most_shared) for group in self.groups]
         return tuple(tuple(group.pieces([of.shared])) for group, of in zip(self.groups, owners, strict=True))
@@ -78,9 +79,7 @@ class StripedGroups:
     def owned(self) -> tuple[tuple[tuple[Piece, ...], ...], ...]:
         """The ranges of columns that each rank sums alone, by rank, then by group of tables of the same rows."""
         return tuple(
-            tuple(
-                pieces[: len(pieces) - len(shared)] for pieces, shared in zip(format.pieces, self.shared, strict=True)
-            )
+            tuple(pieces[len(shared) :] for pieces, shared in zip(format.pieces, self.shared, strict=True))
             for format in self.formats
         )
 

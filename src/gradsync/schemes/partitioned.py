@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -44,9 +45,11 @@ class OwnedColumns:
     values: Tensor  # flat: group by group, table by table, (union, columns owned)
     shared: tuple[tuple[Tensor, ...], ...]  # per group the pieces that every rank sums, each (union, width)
 
-    def numel_of(self, owner: int) -> int:
-        """Returns how many elements of sums the rank `owner` sends to every other rank."""
-        return sum(len(rows) * width for rows, width in zip(self.indices, self.stripes.widths[owner], strict=True))
+    @property
+    def numels(self) -> list[int]:
+        """How many elements of sums each rank sends to every other rank."""
+        rows = [indices.numel() for indices in self.indices]
+        return [sum(map(operator.mul, rows, widths)) for widths in self.stripes.widths]
 
 
 @register
@@ -112,8 +115,7 @@ class BalancedParallelism(RowCapacity, Partitioned[Tables, OwnedColumns]):
 
     async def pull(self, shard: OwnedColumns, state: State, group: Group) -> Tables:
         # Pull: from each owner its columns of the sum; all ranks know the rows since push.
-        sizes = [shard.numel_of(owner) for owner in range(group.size)]
-        return _join_stripes(await group.all_gather(shard.values, sizes), shard)
+        return _join_stripes(await group.all_gather(shard.values, shard.numels), shard)
 
     def part(self, shard: OwnedColumns) -> Tables:
         """Returns the sums that this rank made, of its columns, as tables of the rows that any rank touched.
@@ -182,9 +184,7 @@ class BalancedParallelism(RowCapacity, Partitioned[Tables, OwnedColumns]):
         if not self.fits(header):
             stripes = self._striped((), stripes.size)
         (rows,) = AgreedRows.of([header], stripes.groups).rows
-        _, messages = _pack_stripes(x, survey, stripes, rows, rank, head=head_nbytes(len(x)))
-        for message in messages:
-            write_header(message, survey)
+        _, messages = _pack_stripes(x, survey, stripes, rows, rank, headed=True)
         return messages
 
 
@@ -204,44 +204,70 @@ async def _push_by_sizes(
 
 
 def _pack_stripes(
-    tables: Tables, survey: OwnRows, stripes: StripedGroups, rows: Sequence[int], rank: int, *, head: int = 0
+    tables: Tables,
+    survey: OwnRows,
+    stripes: StripedGroups,
+    rows: Sequence[int],
+    rank: int,
+    *,
+    headed: bool = False,
 ) -> tuple[Tensor, list[Tensor]]:
     """Packs the rows for all owners; returns the other owners' messages end to end, and a list of all messages.
 
-    The list has an entry for each owner, this rank included. The caller fills the first `head` bytes of each message.
+    The list has an entry for each owner, this rank included. `headed`: messages begin with room for their length,
+    and the numbers of rows.
     """
+    head = head_nbytes(len(tables)) if headed else 0
     nbytes = [head + int(format.nbytes(rows)) for format in stripes.formats]
     own = torch.empty(nbytes[rank], dtype=torch.uint8, device=tables[0].values.device)
     nbytes[rank] = 0
     outgoing = own.new_empty(sum(nbytes))
     parts = list(torch.split(outgoing, nbytes))
     parts[rank] = own
-    written = [format.sections(part[head:], rows) for part, format in zip(parts, stripes.formats, strict=True)]
-    for number in range(len(stripes.groups)):
-        _write_group(tables, survey, stripes, number, [owner[number] for owner in written])
+    first, format = parts[0], stripes.formats[0]
+    owned = [each.values(part[head:], rows, 1) for part, each in zip(parts, stripes.formats, strict=True)]
+    for number, section in enumerate(format.sections(first[head:], rows)):
+        _write_group(tables, survey, stripes, number, section, [owner[number] for owner in owned])
+    if headed:
+        write_header(first, survey)
+    # Header, positions and shared columns are the same for every owner.
+    common = first[: head + format.common_nbytes(rows)]
+    for other in parts[1:]:
+        other[: len(common)].copy_(common)
     return outgoing, parts
 
 
-def _write_group(tables: Tables, survey: OwnRows, stripes: StripedGroups, number: int, owners: list[Section]) -> None:
-    """Sums repeated rows of one group of tables, and writes each owner's columns to its message: one pass a table."""
-    group, first = stripes.groups[number], owners[0]
+def _write_group(
+    tables: Tables,
+    survey: OwnRows,
+    stripes: StripedGroups,
+    number: int,
+    first: Section,
+    owned: Sequence[Sequence[Tensor]],
+) -> None:
+    """Sums repeated rows of one group of tables into messages, in one pass over each table.
+
+    Args:
+        tables: this rank's tables.
+        survey: their distinct rows.
+        stripes: the division of columns among owners.
+        number: the group of tables with the same rows.
+        first: views of the message to the first owner, whose positions and shared columns are written.
+        owned: views of the columns that each owner alone sums, in the message to it.
+    """
+    group = stripes.groups[number]
     indices = first.positions.room()
     survey.unions[group.first].write_indices(indices)
     first.positions.encode(indices)
     written: dict[int, list[tuple[Columns, Tensor]]] = {position: [] for position in group.positions}
-    for owner, format, owned in zip(owners, stripes.formats, stripes.owned, strict=True):
-        pieces = format.pieces[number] if owner is first else owned[number]
-        for piece, values in zip(pieces, owner.values, strict=False):
+    for piece, values in zip(stripes.shared[number], first.values, strict=False):
+        written[piece.position].append((piece.columns, values))
+    for pieces, views in zip(stripes.owned, owned, strict=True):
+        for piece, values in zip(pieces[number], views, strict=True):
             written[piece.position].append((piece.columns, values))
     for position, outs in written.items():
         union, values = survey.unions[position], tables[position].values
         union.sum([values], [out for _, out in outs], [columns for columns, _ in outs])
-    shared = first.values[len(stripes.owned[0][number]) :]
-    # Positions and shared columns are the same for every owner.
-    for other, owned in zip(owners[1:], stripes.owned[1:], strict=True):
-        other.positions.packed.copy_(first.positions.packed)
-        for values, copied in zip(other.values[len(owned[number]) :], shared, strict=True):
-            values.copy_(copied)
 
 
 def _sum_columns(
@@ -251,7 +277,7 @@ def _sum_columns(
     format = stripes.formats[rank]
     received = [format.sections(message, rows) for message, rows in zip(messages, agreed.rows, strict=True)]
     unions = [
-        kernels.unite_rows([sections[number].positions.decode() for sections in received], group.num_rows)
+        kernels.unite_messages([sections[number].positions.as_packed for sections in received], group.num_rows)
         for number, group in enumerate(stripes.groups)
     ]
     total = sum(union.count * width for union, width in zip(unions, stripes.widths[rank], strict=True))
@@ -263,13 +289,16 @@ def _sum_columns(
         apart = []
         for place, piece in enumerate(format.pieces[number]):
             numel = union.count * piece.width
-            if place < len(stripes.owned[rank][number]):
-                out = flat[offset : offset + numel].view(-1, piece.width)
-                offset += numel
-            else:  # the shared pieces come after the owned ones
+            if place < len(stripes.shared[number]):  # the shared pieces come first
                 out = flat.new_empty(union.count, piece.width)
                 apart.append(out)
-            union.sum([sections[number].values[place].to(dtype) for sections in received], [out], scale=scale)
+            else:
+                out = flat[offset : offset + numel].view(-1, piece.width)
+                offset += numel
+            values = [sections[number].values[place] for sections in received]
+            if dtype is not values[0].dtype:
+                values = [each.to(dtype) for each in values]
+            union.sum(values, [out], scale=scale)
         shared.append(tuple(apart))
     return OwnedColumns(stripes, rank, agreed.present, tuple(indices), flat, tuple(shared))
 
@@ -281,15 +310,16 @@ def _join_stripes(parts: list[Tensor], shard: OwnedColumns) -> Tables:
     result: dict[int, SparseRows] = {}
     for number, (group, indices) in enumerate(zip(stripes.groups, shard.indices, strict=True)):
         joined: dict[int, list[tuple[Columns, Tensor]]] = {position: [] for position in group.positions}
+        count = indices.numel()
         for owner, (part, owned) in enumerate(zip(parts, stripes.owned, strict=True)):
             for piece in owned[number]:
-                start, offsets[owner] = offsets[owner], offsets[owner] + len(indices) * piece.width
-                values = part[start : offsets[owner]].view(-1, piece.width)
+                values = part.narrow(0, offsets[owner], count * piece.width).view(count, piece.width)
+                offsets[owner] += count * piece.width
                 joined[piece.position].append((piece.columns, values))
         for piece, total in zip(stripes.shared[number], shard.shared[number], strict=True):
             joined[piece.position].append((piece.columns, total))
         for position, spec in zip(group.positions, group.specs, strict=True):
-            whole = shard.values.new_empty(len(indices), spec.dim)
+            whole = shard.values.new_empty(count, spec.dim)
             kernels.join_columns([v for _, v in joined[position]], [columns for columns, _ in joined[position]], whole)
             result[position] = SparseRows(indices, whole, group.num_rows, shard.present[position])
     return tuple(result[position] for position in range(len(result)))

@@ -39,6 +39,7 @@ class IndexFormat(StrEnum):
     BITMAP = "bitmap"  # a bit for each row of the part
     DENSE = "dense"  # no positions: all rows travel, absent ones as zeros
 
+    @lru_cache(maxsize=4096)
     def nbytes(self, count: float, length: int) -> float:
         """Returns the bytes, padded to a multiple of 8, that `count` indices in [0, length) take; 0 for DENSE.
 
@@ -46,6 +47,7 @@ class IndexFormat(StrEnum):
         """
         return 0 if self is IndexFormat.DENSE else aligned(kernels.packed_nbytes(count, length, self.bits(length)))
 
+    @lru_cache(maxsize=4096)
     def bits(self, length: int) -> int:
         """Returns the bits of one entry, by which kernels know the format; raises KeyError for DENSE.
 

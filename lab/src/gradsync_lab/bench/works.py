@@ -466,6 +466,23 @@ def unite_elements(g: torch.Generator, *, ranks: int, size: int, density: float)
     )
 
 
+def unite_messages(g: torch.Generator, *, ranks: int, size: int, density: float, dim: int) -> Work:
+    """Returns the benchmark case of summing rows of `ranks` ranks, whose positions come packed in messages."""
+    parts, values = [], []
+    for _ in range(ranks):
+        x = _sparse(g, size, density)
+        (part,), (elements,) = _messages(x, 1)
+        automatic.partition_elements(x, 1, 1).write([part], [elements])
+        parts.append(part)
+        values.append(elements.view(-1, 1).expand(-1, dim).contiguous())
+    total = torch.zeros(automatic.unite_messages(parts, size).count, dim)
+    return Work(
+        lambda module: module.unite_messages(parts, size).sum(values, [total]),
+        [total],
+        _packed_bytes(parts, [*values, total]),
+    )
+
+
 def join_elements(g: torch.Generator, *, size: int, density: float, owners: int) -> Work:
     """Returns the benchmark case of writing the disjoint sparse sums of `owners` ranks into one dense vector."""
     x = _sparse(g, size, density)
@@ -543,7 +560,7 @@ WORK: dict[str, Callable[..., Work]] = {
     for work in (
         sum_rows, unite_rows, join_columns, scatter_rows, nonzero_rows, nonzero_elements, encode_bitmap, decode_bitmap,
         count_bits, encode_offsets, decode_offsets, partition_elements, unite_elements,
-        join_elements, partition_rotated, rotated_index, owners_by_hash,
+        unite_messages, join_elements, partition_rotated, rotated_index, owners_by_hash,
         partition_hashed, owned_by_hash, positions_in, hierarchical_hash, top_k, select_above, count_above, narrow,
         sum_parts, quantize, block_scales, dequantize, random_k, hadamard, pack_signs, unpack_signs,
         count_sketch, sketch_estimates, squared_norms, take_chunks, digest,
@@ -592,6 +609,7 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (  # kernel, parameters of its w
     ("partition_elements", {"size": _DENSE, "density": 0.1, "owners": 8}),
     ("unite_elements", {"ranks": 8, "size": _DENSE // 8, "density": 0.01}),
     ("unite_elements", {"ranks": 8, "size": _DENSE // 8, "density": 0.1}),
+    ("unite_messages", {"ranks": 8, "size": _BITS, "density": 0.01, "dim": 2}),
     ("join_elements", {"size": _DENSE, "density": 0.01, "owners": 8}),
     ("join_elements", {"size": _DENSE, "density": 0.1, "owners": 8}),
     ("partition_rotated", {"nnz": 1_000_000, "size": _ELEMENTS, "owners": 8}),

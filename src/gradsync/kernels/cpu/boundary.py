@@ -36,7 +36,8 @@ def plain(name: str, tensor: Tensor) -> object:
         )
     if tensor.dtype not in DTYPES:
         raise TypeError(f"the native kernels do not know the dtype of {name}, got {tensor.dtype}: use the reference")
-    return dlpack.to_dlpack(tensor.detach())  # type: ignore[attr-defined]  # documented, but not in its __all__
+    known = tensor.detach() if tensor.requires_grad else tensor  # a capsule refuses what autograd follows
+    return dlpack.to_dlpack(known)  # type: ignore[attr-defined]  # documented, but not in its __all__
 
 
 def plain_or_none(name: str, tensor: Tensor | None) -> object:

@@ -17,6 +17,7 @@ from gradsync.kernels.checks import (
     check_some,
 )
 from gradsync.kernels.cpu.boundary import plain, plains, threads_for
+from gradsync.kernels.cpu.rows import RowUnion
 from gradsync.kernels.native import load
 from gradsync.kernels.reference.rotated import rotation_key
 
@@ -52,6 +53,13 @@ class ElementUnion:
 
 partition_elements = ElementPartition
 unite_elements = ElementUnion
+
+
+def unite_messages(parts: Sequence[PackedPositions], num_rows: int) -> RowUnion:
+    check_some("unite_messages", parts)
+    check_size("num_rows", num_rows)
+    items = sum(part.count for part in parts)
+    return RowUnion(load().RowUnion(*_split(parts), num_rows, threads_for(items)), items)
 
 
 def join_elements(parts: Sequence[PackedPositions], values: Sequence[Tensor], seed: int, out: Tensor) -> None:

@@ -14,12 +14,9 @@ from gradsync.kernels.native import load
 
 
 class RowUnion:
-    def __init__(self, indices: Sequence[Tensor], num_rows: int) -> None:
-        check_some("unite_rows", indices)
-        check_size("num_rows", num_rows)
-        self._items = sum(part.numel() for part in indices)
-        self._union: Any = load().RowUnion(plains("indices", indices), num_rows, threads_for(self._items))
-        self.count: int = self._union.count
+    def __init__(self, union: Any, items: int) -> None:
+        self._union, self._items = union, items
+        self.count: int = union.count
 
     def write_indices(self, out: Tensor) -> None:
         self._union.write_indices(plain("out", out), threads_for(self._items))
@@ -32,11 +29,15 @@ class RowUnion:
         self._union.sum(plains("values", values), plains("outs", outs), list(stripes), scale, threads)
 
 
-unite_rows = RowUnion
+def unite_rows(indices: Sequence[Tensor], num_rows: int) -> RowUnion:
+    check_some("unite_rows", indices)
+    check_size("num_rows", num_rows)
+    items = sum(part.numel() for part in indices)
+    return RowUnion(load().RowUnion(plains("indices", indices), num_rows, threads_for(items)), items)
 
 
 def sum_rows(parts: Sequence[RowsPart], num_rows: int, *, scale: float = 1.0, out: RowsPart | None = None) -> RowsPart:
-    return in_steps.sum_rows(RowUnion, parts, num_rows, scale, out)
+    return in_steps.sum_rows(unite_rows, parts, num_rows, scale, out)
 
 
 def join_columns(parts: Sequence[Tensor], stripes: Stripes, out: Tensor) -> None:

@@ -22,6 +22,7 @@ from gradsync.kernels.checks import (
     check_room,
     check_rotated_size,
     check_shape,
+    check_size,
     check_some,
     packed_nbytes,
 )
@@ -138,6 +139,25 @@ def partition_elements(x: Tensor, n: int, seed: int) -> phases.ElementPartition:
         TypeError: other dtypes.
     """
     return ElementPartition(x, n, seed)
+
+
+@dispatched("parts", entries="num_rows")
+def unite_messages(parts: Sequence[PackedPositions], num_rows: int) -> phases.RowUnion:
+    """Finds the rows that occur in any of several messages with rows of one table: the first phase of their sum.
+
+    It is `unite_rows` of their positions.
+
+    Args:
+        parts: packed positions from messages, which may be damaged.
+        num_rows: all positions are in [0, num_rows).
+
+    Raises:
+        ValueError: a damaged message or one of another size, no part; native: more than 2^34 rows or 2^32 - 1
+            positions.
+    """
+    check_some("unite_messages", parts)
+    check_size("num_rows", num_rows)
+    return unite_rows.reference([_decode(part, num_rows, torch.int64) for part in parts], num_rows)
 
 
 @dispatched("parts", entries="size")

@@ -21,17 +21,22 @@ from gradsync.kernels.checks import (
     check_flat,
     check_floating,
     check_owners,
+    check_packed,
     check_room,
     check_rotated_size,
     check_shape,
+    check_size,
     check_some,
     check_union_sum,
+    packed_nbytes,
 )
 from gradsync.kernels.reference import parts as reference
 from gradsync.kernels.reference.rotated import rotation as rotation_of
 from gradsync.kernels.reference.rotated import rotation_key
 from gradsync.kernels.reference.rows import accumulation_dtype
 from gradsync.kernels.triton.boundary import BLOCK, addresses, bits_of, blocks, device_of, launch, on, pointee
+from gradsync.kernels.triton.elements import decode_bitmap
+from gradsync.kernels.triton.offsets import decode_offsets
 from gradsync.kernels.triton.positions import (
     RankBitmap,
     empty_words,
@@ -44,7 +49,7 @@ from gradsync.kernels.triton.positions import (
     write_heads,
 )
 from gradsync.kernels.triton.rotated import element_of, rotation
-from gradsync.kernels.triton.rows import kind_of, narrowed, widened
+from gradsync.kernels.triton.rows import INT32_INDICES, RowUnion, kind_of, narrowed, widened
 
 _TILE = 4096  # elements whose bits one program sets
 _COLUMNS = 16  # of them at most so many neighbours
@@ -255,6 +260,26 @@ def unite_elements(parts: Sequence[PackedPositions], size: int) -> phases.Elemen
     if is_damaged:
         return reference.unite_elements.reference(parts, size)  # says what is wrong
     return ElementUnion(read, [part.count for part in parts], union, count, size)
+
+
+def unite_messages(parts: Sequence[PackedPositions], num_rows: int) -> phases.RowUnion:
+    check_some("unite_messages", parts)
+    check_size("num_rows", num_rows)
+    return RowUnion([_unpacked(part, num_rows) for part in parts], num_rows)
+
+
+def _unpacked(part: PackedPositions, size: int) -> Tensor:
+    """Returns the positions in [0, size) of a message, (count,) int32 or int64; of a list, a view of the message."""
+    check_packed(part, size)
+    packed = part.packed[: packed_nbytes(part.count, size, part.bits)]
+    if part.bits in (32, 64):
+        return packed.view(torch.int32 if part.bits == 32 else torch.int64)
+    indices = packed.new_empty(part.count, dtype=torch.int32 if size <= INT32_INDICES else torch.int64)
+    if part.bits == 1:
+        decode_bitmap(packed.view(torch.int64), indices)
+    else:
+        decode_offsets(packed, size, part.bits, indices)
+    return indices
 
 
 def join_elements(parts: Sequence[PackedPositions], values: Sequence[Tensor], seed: int, out: Tensor) -> None:
