@@ -105,6 +105,7 @@ class Engine:
         self.state = EngineState(self.running_plan, self._controller, self.peers, self.parameters, self.specs)
         self._exchange: Synchronization | None = None  # of the step under way
         self._apart = False  # the step under way exchanges when backward has ended, and no plan is made by it
+        self._resting: frozenset[str] = frozenset()  # in the step under way: see `rests`
         self._collected: set[str] = set()  # buckets of the step under way whose results are here
         self._collecting: streams.Moment | None = None  # when the first of them was asked for before `finish`
         self._marks = StepMarks()
@@ -171,12 +172,13 @@ class Engine:
             self.state.follow_scale()
         self._observer.begin()
         self._ended_well, self._was_bad = False, None
-        for run in running.runs:
-            run.begin()
         self.peers.begin_step()
         self._collected, self._collecting = set(), None
         listener = active()
         self._apart = listener is not None and listener.began(self)
+        self._resting = running.runs.resting(self.step) if listener is None else frozenset()
+        for run in running.runs:
+            run.begin(self._resting)
         self._exchange = Synchronization(
             running.plan.order,
             self._synchronize,
@@ -189,7 +191,18 @@ class Engine:
             streams=self._streams,
             offload=running.offload if running.offloads else None,
         )
+        for run in running.runs:
+            if not run.waiting:
+                self._exchange.mark_ready(run.bucket.id)
         self._begin_to_compare()
+
+    def rests(self, name: str) -> bool:
+        """Whether this rank exchanges nothing of a parameter in the step under way: it is neither loaded nor unloaded.
+
+        So it is where parameters are averaged in groups, and this rank is alone in its group. The engine then ends the
+        step when the frontend calls `finish`, as always.
+        """
+        return name in self._resting
 
     @property
     def in_step(self) -> bool:
@@ -633,7 +646,10 @@ class Engine:
 
     @property
     def _looks_for_non_finite(self) -> bool:
-        return self.running_plan.runs.have_state or (self.awaits_judgement and len(self.running_plan.runs) > 0)
+        runs = self.running_plan.runs
+        if self.running_plan.plan.what is not What.GRADIENT:  # numbers of rounds are those of steps in any case
+            return runs.keep_values
+        return runs.have_state or (self.awaits_judgement and len(runs) > 0)
 
     def _look_for_non_finite(self) -> None:
         """Looks whether some rank saw NaN or infinity, and lets the step count so, unless that is judged elsewhere."""
