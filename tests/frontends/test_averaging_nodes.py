@@ -135,6 +135,55 @@ def test_rests_wait_for_nobody(world: World, settings: dict[str, Any]) -> None:
     world.run(rests_wait_for_nobody, settings, size=4)
 
 
+def rests_touch_nothing(settings: dict[str, Any]) -> None:
+    """Looks at what is loaded into buckets, and changes a parameter while another rank may still be in its step."""
+    with nodes_of(2):
+        model, optimizer, handle = make(LOCAL, momentum_every=2, **settings)
+        engine, weight = handle._switch.present.engine, model.layers[0].weight
+        loaded, sizes = list[str](), set[int]()
+        load = engine.load
+        engine.load = lambda name, *given, **more: (loaded.append(name), load(name, *given, **more))
+        for step in range(12):
+            loaded.clear()
+            train(model, optimizer, step)
+            active = [b.names for b in handle.plan.buckets if not b.scheme.schedule.round(step).rests]
+            assert sorted(loaded) == sorted(name for names in active for name in names)
+            sizes.add(len(active))
+            if not active:
+                with torch.no_grad():
+                    weight[0, 0] = float(step)
+                model(torch.ones(1, 6))
+                assert weight[0, 0] == step
+        assert len(sizes) == 3, "in some rounds nothing is averaged, in some parameters, in some momenta as well"
+        handle.detach()
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"early": True}, {"compressor": Cast("bfloat16")}], ids=["exact", "early", "16 bits"]
+)
+def test_rests_touch_nothing(world: World, settings: dict[str, Any]) -> None:
+    world.run(rests_touch_nothing, settings, size=4)
+
+
+def a_step_too_many_in_a_rest() -> None:
+    with nodes_of(2):
+        model, optimizer, handle = make(LOCAL)
+        if dist.get_rank() == 3:
+            with handle.no_sync():
+                train(model, optimizer, 9)
+        for step in range(2):
+            train(model, optimizer, step)
+        handle.wait()
+        train(model, optimizer, 2)
+        with pytest.raises(RuntimeError, match="the ranks are out of step"):
+            handle.wait()
+        handle.detach()
+
+
+def test_a_step_too_many_in_a_rest_is_found_at_the_next_average(world: World) -> None:
+    world.run(a_step_too_many_in_a_rest, size=4)
+
+
 def nodes_wait_for_the_nodes_of_their_group() -> None:
     """Lets the ranks of node 2 begin a round only when nodes 0 and 1 have averaged without them."""
     with nodes_of(2):

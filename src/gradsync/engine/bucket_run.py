@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,6 +73,7 @@ class BucketRun:
     next_carried_residual: Tensor | None = None
     result_is_finite: Tensor | None = None  # where it might not be: 0-D bool
     waiting: set[str] = field(default_factory=set)  # parameters that were not loaded in this step yet
+    rests: bool = False  # none is to be loaded in this step, in which this rank exchanges nothing of the bucket
     steps: int = 0
     sent_bytes: float = 0.0
     predicted_bytes: float = 0.0  # of the steps that are not in `unpredicted`, by what was known of gradients then
@@ -110,12 +111,16 @@ class BucketRun:
         """Whether `StepMarks` are summed with this bucket: numbers that reveal that ranks are late or out of step."""
         return self.bucket.layout is Layout.FLAT or self.flags_apart
 
-    def begin(self) -> None:
-        """Starts a training step, in which no gradient of the bucket is loaded yet."""
+    def begin(self, resting: Set[str] = frozenset()) -> None:
+        """Starts a training step, in which no gradient of the bucket is loaded yet.
+
+        `resting`: the parameters of which this rank exchanges nothing in this step, and loads no gradients.
+        """
         # State, and a residual to be added, are of gradients that are not scaled yet.
         scales_first = self.scheme.traits.scales_first and not self.state and self.carried_residual is None
         self.gradients.begin(1.0 / self.group.size if scales_first else 1.0)
-        self.waiting = set(self._names)
+        self.waiting = set(self._names).difference(resting)
+        self.rests = not self.waiting
 
     def load(self, name: str, gradient: Tensor | None, *, used: bool) -> bool:
         """Puts a parameter's gradient into the bucket; returns whether the bucket has all of its gradients now.
@@ -163,9 +168,12 @@ class BucketRun:
             step: the number of the training step, on which the state of some schemes depends.
 
         Returns:
-            One flat tensor, or a tuple of `SparseRows`, one for each table.
+            One flat tensor, or a tuple of `SparseRows`, one for each table; None if the bucket rests in this step.
         """
         self.result_is_finite = None
+        if self.rests:
+            self.gradients.flags.zero_()
+            return None
         x = self.gradients.take(check_finite=check_finite and not self._shows_non_finite, marks=marks)
         if self.carried_residual is not None:
             assert isinstance(self.gradients, FlatGradients)
@@ -184,9 +192,11 @@ class BucketRun:
 
         The scheme's next state waits for `commit`. In it parameters that no rank used keep their former state.
         """
-        self.gradients.accept(result)
         self.steps += 1
         self.unpredicted[self.scheme.unchanged_since(step)] += 1
+        if self.rests:
+            return
+        self.gradients.accept(result)
         if not self.next_state and not self.some_rank_carries:
             return
         unused = {name for name in self.bucket.names if not self.gradients.used(name)}
@@ -380,6 +390,13 @@ class BucketRuns:
     def of(self, name: str) -> list[BucketRun]:
         """Returns the runs of all buckets that hold the parameter or slices of it."""
         return self._of[name]
+
+    def resting(self, step: int) -> frozenset[str]:
+        """Returns the names of parameters of which this rank exchanges nothing in training step `step`."""
+        active = [run for run in self if not run.scheme.rests(run.group.rank, step)]
+        if len(active) == len(self):
+            return frozenset()
+        return frozenset(self._of).difference(name for run in active for name in run.bucket.names)
 
     @property
     def prepared(self) -> frozenset[str]:

@@ -110,6 +110,7 @@ class Engine:
         self._listener: StepListener | None = None  # of the step under way
         self._looks = False  # the step's gradients are sampled for zeros, to choose a plan
         self._apart = False  # the step under way exchanges when backward has ended, and no plan is made by it
+        self._resting: frozenset[str] = frozenset()  # in the step under way: see `rests`
         self._collected: set[str] = set()  # buckets of the step under way whose results are here
         self._collecting: streams.Moment | None = None  # when the first of them was asked for before `finish`
         self._marks = StepMarks()
@@ -176,14 +177,16 @@ class Engine:
             self.state.follow_scale()
         self._observer.begin()
         self._ended_well, self._was_bad = False, None
-        for run in running.runs:
-            run.begin()
-        self._checks_finite = running.runs.have_state or (self.awaits_judgement and len(running.runs) > 0)
+        self._checks_finite = self._looks_for_non_finite
         self.peers.begin_step()
         self._collected, self._collecting = set(), None
         self._listener = active()
         self._apart = self._listener is not None and self._listener.began(self)
         self._looks = self._controller.looks and not self._apart
+        may_rest = self._listener is None and running.plan.what is not What.GRADIENT
+        self._resting = running.runs.resting(self.step) if may_rest else frozenset()
+        for run in running.runs:
+            run.begin(self._resting)
         self._exchange = Synchronization(
             running.plan.order,
             self._synchronize,
@@ -196,7 +199,18 @@ class Engine:
             streams=self._streams,
             offload=running.offload if running.offloads else None,
         )
+        for run in running.runs:
+            if not run.waiting:
+                self._exchange.mark_ready(run.bucket.id)
         self._begin_to_compare()
+
+    def rests(self, name: str) -> bool:
+        """Whether this rank exchanges nothing of a parameter in the step under way: it is neither loaded nor unloaded.
+
+        So it is where parameters are averaged in groups, and this rank is alone in its group. The engine then ends the
+        step when the frontend calls `finish`, as always.
+        """
+        return name in self._resting
 
     @property
     def in_step(self) -> bool:
@@ -639,6 +653,13 @@ class Engine:
     def _keeps_step(self) -> bool:
         """Whether the last step ended well, and no rank saw NaN or infinity, so that schemes' next state is kept."""
         return self._ended_well and (self._was_bad is None or not any(self._was_bad.tolist()))
+
+    @property
+    def _looks_for_non_finite(self) -> bool:
+        runs = self.running_plan.runs
+        if self.running_plan.plan.what is not What.GRADIENT:  # numbers of rounds are those of steps in any case
+            return runs.keep_values
+        return runs.have_state or (self.awaits_judgement and len(runs) > 0)
 
     def _look_for_non_finite(self) -> None:
         """Looks whether some rank saw NaN or infinity, and lets the step count so, unless that is judged elsewhere."""

@@ -242,7 +242,7 @@ class Averaging:
     @torch.no_grad()
     def land(self) -> None:
         """Waits for the exchange under way, if there is one, and copies its averages into the model."""
-        if self._sent:
+        if self._is_under_way:
             with self._giving_up():
                 self._engine.finish()
                 for name in list(self._sent):
@@ -324,7 +324,7 @@ class Averaging:
             accumulation.follow()
         if self._waits is None:
             self._waits = False
-        elif self._sent:
+        elif self._is_under_way:
             self._deliver(self._sent.keys() - self._fired - self._states.keys())
         if self.recover is not None and self._has_stepped and self._sync:
             self.recover()
@@ -426,6 +426,11 @@ class Averaging:
     def _exchanges(self) -> bool:
         return self._sync and not self.gave_up
 
+    @property
+    def _is_under_way(self) -> bool:
+        """Whether an exchange was begun and not ended; in a step of rest, this rank may send nothing in it."""
+        return bool(self._sent) or (self._engine.in_step and not self._is_open)
+
     @contextmanager
     def _giving_up(self) -> Iterator[None]:
         """Runs a block; if the exchange fails in it, gives up averaging where `recover` is set, else raises."""
@@ -462,18 +467,26 @@ class Averaging:
         self._engine.begin(rounds=self.steps)
         self._is_open = True
         for name in self._buffers:
+            if self._engine.rests(name):
+                continue
             buffer = self._buffer(name)
             # In a backward with early parameters, checkpointing repeats forwards, which change running statistics.
             self._sent[name] = Stamp.of(buffer, self._goes_on_behind) if self._early is None else None
             self._engine.load(name, self._outgoing(name, buffer))
 
     def _send(self, name: str) -> None:
-        """Loads a parameter that was stepped, and its optimiser state if that is averaged, into the exchange."""
-        parameter = self._parameters[name]
-        # RNN modules move their parameters.
-        self._sent[name] = Stamp.of(parameter.detach(), self._goes_on_behind, moves=name in self._moving)
-        self._engine.load(name, self._outgoing(name, parameter.detach()))
+        """Loads a parameter that was stepped, and its optimiser state if that is averaged, into the exchange.
+
+        What this rank averages with nobody in this step is not touched.
+        """
+        if not self._engine.rests(name):
+            parameter = self._parameters[name]
+            # RNN modules move their parameters.
+            self._sent[name] = Stamp.of(parameter.detach(), self._goes_on_behind, moves=name in self._moving)
+            self._engine.load(name, self._outgoing(name, parameter.detach()))
         for state in self._states_of.get(name, ()):
+            if self._engine.rests(state):
+                continue
             kept = self._state(state)
             self._sent[state] = None
             self._engine.load(state, kept, used=kept is not None)
@@ -481,10 +494,10 @@ class Averaging:
     def _end(self) -> None:
         """Ends the loading of tensors into the exchange; waits for averages unless it can go on in the background."""
         self._is_open = False
-        if self._goes_on_behind:
-            self._engine.go_on()
-        else:
+        if not self._goes_on_behind:
             self.land()
+        elif self._sent:
+            self._engine.go_on()
 
     @property
     def _goes_on_behind(self) -> bool:
@@ -529,6 +542,8 @@ class Averaging:
                 if name in self._sent:
                     self._engine.collect(name)
                     self._put(name)
+            if not self._sent and self._engine.in_step:
+                self._engine.finish()
 
     def _put(self, name: str) -> None:
         sent = self._sent.pop(name)
@@ -546,8 +561,6 @@ class Averaging:
             if self.watch is not None:
                 self.watch(parameter, average)
             parameter.copy_(average)
-        if not self._sent and self._engine.in_step:
-            self._engine.finish()
 
     def _unless_written(self, name: str, tensor: Tensor, sent: Stamp | None) -> Tensor:
         """Returns a tensor's average, but its own elements where somebody has written to it while it was averaged.

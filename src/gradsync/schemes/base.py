@@ -160,6 +160,13 @@ class Scheme(Nameable, ABC, Generic[X]):
         """
         return 0
 
+    def rests(self, rank: int, step: int) -> bool:
+        """Whether a rank exchanges nothing in training step `step`, and its values stay as they are.
+
+        `synchronize` then need not be called on this rank.
+        """
+        return False
+
     def check(self, specs: tuple[TensorSpec, ...]) -> None:
         """Checks that the scheme's settings fit a bucket of tensors with these shapes and dtypes.
 

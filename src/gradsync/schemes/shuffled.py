@@ -188,6 +188,9 @@ class Shuffled(Scheme[Tensor]):
         first = self.scheme.unchanged_since(step)
         return first + (step - first) % len(self.rounds)
 
+    def rests(self, rank: int, step: int) -> bool:
+        return len(self.schedule.group_of(rank, step)) == 1
+
     def _part(self, rank: int, step: int) -> tuple[RankGroup, float]:
         return next((group, share) for group, share in self.schedule.round(step).parts if rank in group)
 

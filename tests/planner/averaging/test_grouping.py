@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradsync.comm.shuffle import RankGroup, Round, grid, of_ranks, together, with_local_steps
+from gradsync.comm.shuffle import RankGroup, Round, crossing, grid, of_ranks, together, with_local_steps
 from gradsync.costs.cluster import Cluster, Link
 from gradsync.planner import AveragingPlanner
 from gradsync.planner.averaging.grouping import groupings, judge, placed_by_annealing, round_s, step_s
@@ -45,6 +45,16 @@ def test_groups_that_cross_share_the_uplink() -> None:
     assert round_s(alone, cluster, NBYTES)[0, 4] == pytest.approx(transfer_s, rel=1e-3)
     assert round_s(both, cluster, NBYTES)[0, 4] == pytest.approx(2 * transfer_s, rel=1e-3)
     assert round_s(both, cluster, NBYTES)[2, 3] == pytest.approx(transfer_s / 2, rel=1e-3)
+
+
+def test_an_uplink_carries_one_round_after_another() -> None:
+    """Nodes that stay inside their rack come to the next round early, and wait there for the uplink."""
+    cluster = racks(2, 2, share=0.5)
+    transfer_s = NBYTES / LINK.bandwidth_bytes_per_s
+    for every in (1, 2):
+        schedule = with_local_steps(crossing([range(2), range(2, 4)], 1), every)
+        cycle_s = len(schedule.rounds) * step_s(schedule, cluster, NBYTES, 0.0)
+        assert cycle_s == pytest.approx((1 + 2 + 2) * transfer_s, rel=0.01)
 
 
 @st.composite

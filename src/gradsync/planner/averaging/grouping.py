@@ -201,7 +201,9 @@ def step_s(schedule: GroupSchedule, cluster: Cluster, nbytes: float, compute_s: 
     """Simulates a schedule of averaging, and returns the mean seconds of a training step in the long run.
 
     In each round the schedule divides the nodes into groups, which average their parameters. A group's exchange begins
-    when its last node has arrived, and its nodes go on when it ends. Exchanges inside nodes take no time.
+    when its last node has arrived, and its nodes go on when it ends. Nodes that nobody waits for come to later rounds
+    early: a rack's uplink carries what crosses it in one round after what crosses it in the rounds before. Exchanges
+    inside nodes take no time.
 
     Args:
         schedule: says which nodes average in which round; a round follows each training step.
@@ -210,16 +212,24 @@ def step_s(schedule: GroupSchedule, cluster: Cluster, nbytes: float, compute_s: 
         compute_s: seconds of a step without the exchange.
     """
     ended_s, marks = [0.0] * cluster.nodes, []
-    rounds = [round_s(each, cluster, nbytes) for each in schedule.rounds]
+    uplink_ended_s = [0.0] * len(_racks(cluster))
+    rounds = [
+        [(group, _racks_of(group, cluster), seconds) for group, seconds in round_s(each, cluster, nbytes).items()]
+        for each in schedule.rounds
+    ]
     cycles = max(FEWEST_CYCLES, -(-ROUNDS // len(rounds)))
     for cycle in range(cycles + 1):
         if cycle >= cycles // 2:
             marks.append(max(ended_s))
         for lasting in rounds:
-            for group, seconds in lasting.items():
-                end_s = max(ended_s[node] for node in group) + compute_s + seconds
+            ended_before_s = uplink_ended_s.copy()
+            for group, crossed, seconds in lasting:
+                arrived_s = max(ended_s[node] for node in group) + compute_s
+                end_s = max([arrived_s, *(ended_before_s[rack] for rack in crossed)]) + seconds
                 for node in group:
                     ended_s[node] = end_s
+                for rack in crossed:
+                    uplink_ended_s[rack] = max(uplink_ended_s[rack], end_s)
     return (marks[-1] - marks[0]) / ((len(marks) - 1) * len(rounds))
 
 

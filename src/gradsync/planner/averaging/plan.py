@@ -13,6 +13,7 @@ from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RAdam
 from ...comm.shuffle import GroupSchedule, of_nodes, of_ranks, thinned, together
 from ...compressors import Cast, Compressor
 from ...costs.cluster import Cluster, Placement
+from ...costs.steps import FINISH
 from ...inputs.settings import (
     FewInt,
     FewOrZeroInt,
@@ -24,7 +25,7 @@ from ...inputs.settings import (
     check,
 )
 from ...optim.momentum import momentum_of
-from ...plans.plan import Plan, What, state_name
+from ...plans.plan import BucketPlan, Plan, What, default_order, state_name
 from ...schemes import AllReduce, CompressedAllGather, HalfPrecision, Hierarchical, ReduceScatter, Scheme, Shuffled
 from ...tensors.bucket import TensorSpec, matches, trainable_parameters
 from .grouping import Grouping, groupings, judge, step_s
@@ -156,7 +157,7 @@ class AveragingPlanner:
         buffers = {n: TensorSpec.of(b) for n, b in model.named_buffers() if _is_averaged(n, b, exclude)}
         exact = _shuffled(schedule, AllReduce(), placement)
         buckets += [(names, exact) for names in filled(list(buffers), buffers)]
-        beside = dict(buffers)
+        beside, before_momenta = dict(buffers), len(buckets)
         if self.momentum_every:
             names = [n for n in ordered if id(parameters[n]) in _with_momentum(optimizer)]
             states = {state_name(n, key): specs[n] for n in names for key in _states_of(optimizer)}
@@ -165,7 +166,10 @@ class AveragingPlanner:
             buckets += [(names, rounded) for names in filled(list(states), states)]
             beside |= states
         what = What.EARLY_PARAMETER if self.early else What.PARAMETER
-        return Plan.make(specs | dict(sorted(beside.items())), placement.size, buckets, what=what)
+        plan = Plan.make(specs | dict(sorted(beside.items())), placement.size, buckets, what=what)
+        # Forwards wait for parameters and buffers, and only the optimiser's next step for momenta.
+        order = (*_turns(plan.buckets[:before_momenta], scheme), *_turns(plan.buckets[before_momenta:], scheme))
+        return plan.model_copy(update={"order": order})
 
     def for_other_ranks(self) -> AveragingPlanner:
         """Returns a planner for the ranks that survive a loss: the same settings, but no `cluster` or `schedule`."""
@@ -341,6 +345,23 @@ def _shuffled(schedule: GroupSchedule, scheme: Scheme[Any], placement: Placement
     if per_node is None:
         raise ValueError("groups of nodes need as many ranks on each node, and here they differ")
     return Shuffled.by(of_ranks(schedule, placement), Hierarchical(ReduceScatter(), scheme, per_node))
+
+
+def _turns(buckets: Sequence[BucketPlan], scheme: Shuffled) -> list[tuple[str, str]]:
+    """Returns the order of some buckets' stages, and of their ends, as pairs (bucket id, stage).
+
+    A bucket's values are there when it ends, so modules that begin a forward need not wait for all buckets. Between
+    nodes with several ranks, a bucket is handed out in its node and ends before the thread waits for the next bucket's
+    exchange between nodes. `scheme` averages all buckets, or one like it.
+    """
+    turns, ends = default_order(buckets, scheme.schedule.size), {bucket.id: (bucket.id, FINISH) for bucket in buckets}
+    if not isinstance(scheme.scheme, Hierarchical):
+        return [*turns, *ends.values()]
+    last = {bucket.id: bucket.scheme.stages(scheme.schedule.size)[-1] for bucket in buckets}
+    found = []
+    for bucket, stage in turns:
+        found += [(bucket, stage), ends[bucket]] if stage == last[bucket] else [(bucket, stage)]
+    return found
 
 
 def _states_of(optimizer: Optimizer) -> tuple[str, ...]:
