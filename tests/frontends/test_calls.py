@@ -69,7 +69,7 @@ def test_a_small_gradient_costs_two_calls_and_a_step_few_more(world: World, set_
     few, many = (world(2).run(calls_of, size, 1, 4, set_to_none) for size in (FEW, MANY))
     for of_few, of_many in zip(few, many, strict=True):
         assert of_many.total() - of_few.total() <= 2 * (MANY - FEW), (of_many - of_few).most_common()
-        assert of_few.total() <= 330, of_few.most_common()
+        assert of_few.total() <= 340, of_few.most_common()
 
 
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["new gradients", "kept gradients"])
@@ -83,7 +83,7 @@ def test_a_large_gradient_costs_few_calls(world: World) -> None:
     few, many = (world(2).run(calls_of, size, 1, 200, True) for size in (FEW, MANY))
     for of_few, of_many in zip(few, many, strict=True):
         larger = (MANY - FEW) // 2
-        assert of_many.total() - of_few.total() <= 18 * larger, (of_many - of_few).most_common()
+        assert of_many.total() - of_few.total() <= 19 * larger, (of_many - of_few).most_common()
 
 
 def calls_of(gradients: int, buckets: int, width: int, set_to_none: bool) -> Counter[str]:

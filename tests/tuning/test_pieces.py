@@ -79,7 +79,7 @@ def test_a_slice_has_the_pieces_that_fit_into_its_share_of_a_step() -> None:
 
 
 def test_a_piece_longer_than_the_share_is_followed_by_steps_without_one() -> None:
-    step_s, piece_s = 0.01, 0.02
+    step_s, piece_s = 0.01, 0.021
     found = slices([step_s] * 1000, [piece_s] * 20)
     after = [number for number, each_s in enumerate(found) if each_s]
     assert len(after) == 20 and max(found) == pytest.approx(piece_s)
@@ -108,7 +108,8 @@ def test_the_slowest_rank_decides_for_all() -> None:
 
     with patch.object(timed, "time", clock):
         first, second = run_local(2, rank)
-    assert first == second == [1] + [math.floor(SHARE_OF_A_STEP / 0.02) - 1] * 4
+    fit = math.floor(SHARE_OF_A_STEP / 0.02) - 1
+    assert first == second == [1] + [fit] * (59 // fit)
 
 
 def test_a_context_is_around_each_piece_and_not_around_the_steps_between() -> None:
