@@ -98,17 +98,17 @@ def test_the_slowest_rank_decides_for_all() -> None:
 
     def rank(group: LocalGroup) -> list[int]:
         slower, counts = 1 + group.rank, []
-        measuring = after_steps(pieces_of(clock, [0.01 * slower] * 60), highest_over(group, 5.0))
+        measuring = after_steps(pieces_of(clock, [0.011 * slower] * 60), highest_over(group, 5.0))
         while True:
             clock.pass_s(1.0 / slower)
             began_s = clock.now_s
             if next(measuring, "ended"):
                 return counts
-            counts.append(round((clock.now_s - began_s) / (0.01 * slower)))
+            counts.append(round((clock.now_s - began_s) / (0.011 * slower)))
 
     with patch.object(timed, "time", clock):
         first, second = run_local(2, rank)
-    fit = math.floor(SHARE_OF_A_STEP / 0.02) - 1
+    fit = math.floor(SHARE_OF_A_STEP / 0.022)
     assert first == second == [1] + [fit] * (59 // fit)
 
 
