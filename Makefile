@@ -5,7 +5,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 ARGS ?=
 WHEELS ?= pure cp311 cp312-abi3
 WORKERS ?= 2
-WAITING_WORKERS ?= 3
+WAITING_WORKERS ?= 4
 PIP_ARGS ?=
 SOAK_MINUTES ?= 10
 # Tests start thousands of processes, each of which would compile all modules anew.

@@ -96,6 +96,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+for name in [name for name in sys.modules if name.partition(".")[0] == "gradsync"]:
+    del sys.modules[name]  # what this process is forked from has loaded; here it is watched
+
 import gradsync
 from tests.profiles import make_profile
 

@@ -35,10 +35,12 @@ from torch import Tensor
 GRACE_S = 15.0  # for the other ranks, once one has failed
 COLLECTIVE_TIMEOUT_S = 20.0  # of the default process group
 LIMIT_S = 100.0  # of a call, on a machine with other work; below the timeout of a test
-# Modules that the forking server loads. Optimisers import dynamo when they are made, measurements scipy.
+# Modules that the forking server loads. Optimisers import dynamo when they are made, measurements scipy. Names of
+# gradsync are imported when they are used; tests' modules import pytest; the lab may be missing.
 PRELOADED = [
-    *("torch", "torch.distributed", "torch.testing", "torch._dynamo"),
-    *("scipy.optimize", "scipy.special", "gradsync"),
+    *("torch", "torch.distributed", "torch.distributed.checkpoint", "torch.testing", "torch._dynamo"),
+    *("scipy.optimize", "scipy.special", "pytest"),
+    *("gradsync.frontends.attach", "gradsync.planner", "gradsync.tuning.auto", "gradsync_lab.bench.train_rank"),
 ]
 ORACLE_BACKEND = "gloo_with_one_thread"
 

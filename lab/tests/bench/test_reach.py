@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from collections.abc import Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +16,30 @@ from gradsync.cli import app
 from gradsync.comm.shuffle import together, with_local_steps
 from gradsync.schemes import Shuffled, to_expression
 from gradsync_lab.bench import reach
-from gradsync_lab.bench.converge import trained
+from gradsync_lab.bench.converge import processes, trained
 from gradsync_lab.bench.launch import LOOPBACK
 from gradsync_lab.bench.reach import Learner, ReachSpec, crossing, run_reach, steps_to, timed_runs
 from gradsync_lab.bench.whole import WholeRun, _merged
 from gradsync_lab.report.record import Record, Spread, load_records, save_records
 from gradsync_lab.report.tables import judgements
 from gradsync_lab.workloads import load
+from tests.world import PRELOADED
 
 OPTIONS = {"batch_size": 8, "data": "digits"}
+
+
+@pytest.fixture
+def forked_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that count steps are forked from one that has torch loaded, not spawned."""
+
+    @contextmanager
+    def forked(jobs: int) -> Iterator[Executor]:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        with ProcessPoolExecutor(jobs, context) as executor:
+            yield executor
+
+    monkeypatch.setattr(reach, "processes", forked)
 
 
 def timed(subject: str, median_s: float, workload: str = "resnet8", **changes: Any) -> Record:
@@ -78,6 +97,12 @@ def test_steps_are_those_of_training() -> None:
     )
 
 
+def test_steps_are_counted_in_spawned_processes() -> None:
+    with processes(1) as executor:
+        assert executor.submit(crossing, [4.0, 2.0, 0.0], 3.5).result(60) == 0.5
+
+
+@pytest.mark.usefixtures("forked_pool")
 def test_times_are_steps_by_seconds(tmp_path: Path) -> None:
     """A method that learns as the baseline has the ratio of their step times.
 
@@ -104,6 +129,7 @@ def test_times_are_steps_by_seconds(tmp_path: Path) -> None:
     assert [record.subject for record in load_records(tmp_path / "out.json")] == ["ddp", "bf16"]
 
 
+@pytest.mark.usefixtures("forked_pool", "forked_ranks")
 def test_whole_runs_take_the_steps_that_are_counted() -> None:
     """Whole runs are on loopback, as the timed run: seconds are real, and simulated replicas learn as the ranks."""
     pairs = to_expression(Shuffled.by(with_local_steps(together(2), 2)))
@@ -133,6 +159,7 @@ def test_what_cannot_be_trained_whole_is_refused() -> None:
             run_reach(timed_runs([record]), ReachSpec(1e3, baseline, every=1, whole=(name,)), lambda event: None)
 
 
+@pytest.mark.usefixtures("forked_pool")
 def test_whole_runs_that_fail_are_said_and_cost_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs that do not reach the loss are reported too; bounds apply to products only."""
     records = [timed("local_sgd2", 1.0, baseline_method="ddp_1mb", scenario="racks", nodes=4)]
@@ -173,6 +200,7 @@ def test_a_part_of_a_whole_run_takes_as_long_as_on_the_slowest_rank() -> None:
     assert _merged([{**both[0], "place": None}]) == WholeRun(None, None)
 
 
+@pytest.mark.usefixtures("forked_pool")
 def test_a_loss_that_is_not_reached_fails() -> None:
     spec = ReachSpec(0.0, "ddp", seeds=1, every=1, most_steps=1)
     with pytest.raises(ValueError, match="ddp does not reach a loss of 0.0 within 1 steps"):

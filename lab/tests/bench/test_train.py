@@ -225,7 +225,7 @@ def test_all_ranks_pick_the_best_by_the_slowest_rank(world: Callable[[int], Rank
 def test_the_fastest_of_two_sweeps_is_the_baseline() -> None:
     """Large tables are faster with sparse gradients, also on loopback."""
     spec = TrainSpec(
-        options={"data": "zipf", "batch_size": 16, "dim": 64}, methods=("ddp", "ddp_sparse", "gradsync"), nodes=2,
+        options={"data": "zipf", "batch_size": 16, "dim": 32}, methods=("ddp", "ddp_sparse", "gradsync"), nodes=2,
         repeats=2, pick_repeats=1, block_steps=1, warmup_steps=2, fastest_first=True, loopback=True,
     )  # fmt: skip
     run = run_training(spec, lambda event: None)

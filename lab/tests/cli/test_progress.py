@@ -58,9 +58,9 @@ def test_what_workloads_fetch_is_said_on_a_terminal_alone(
 
 def test_no_thread_of_the_display_disturbs_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = terminal_as_stderr(monkeypatch)
-    threads = threading.active_count()
-    monkeypatch.setattr(workloads, "measure_workload", lambda *args, **settings: threading.active_count() - threads)
-    assert workloads.measured("lstm", [], steps=1, warmup=2, candidates=()) == 0
+    before = {*threading.enumerate()}
+    monkeypatch.setattr(workloads, "measure_workload", lambda *args, **settings: {*threading.enumerate()} - before)
+    assert workloads.measured("lstm", [], steps=1, warmup=2, candidates=()) == set()
     assert "measuring lstm" in seen.getvalue()
 
 
