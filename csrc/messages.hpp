@@ -41,7 +41,7 @@ inline void check_each(const char *what, size_t got, size_t expected) {
 }
 
 inline std::vector<Packed> parts_of(const std::vector<ReadOnlyArray> &packed, const std::vector<size_t> &counts,
-                             const std::vector<int> &bits, uint64_t size) {
+                                    const std::vector<int> &bits, uint64_t size) {
     check_each("counts", counts.size(), packed.size());
     check_each("bits", bits.size(), packed.size());
     std::vector<Packed> parts;

@@ -95,7 +95,12 @@ def issued_in_training(communicator: Any, frontend: str) -> tuple[list[tuple[str
             issued.append((threading.current_thread().name, tensor.numel()))
             return all_reduce(tensor, *args, **kwargs)
 
-        with patch.object(dist, "all_reduce", noted):
+        def noted_of_ours(group: TorchGroup, buffer: Tensor) -> Any:
+            issued.append((threading.current_thread().name, buffer.numel()))
+            return of_ours(group, buffer)
+
+        of_ours = TorchGroup.all_reduce
+        with patch.object(dist, "all_reduce", noted), patch.object(TorchGroup, "all_reduce", noted_of_ours):
             found = train(model)
         assert handle is not None
         handle.detach()

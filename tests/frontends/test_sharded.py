@@ -176,7 +176,6 @@ class Wrapper(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
-        self.constant = nn.Parameter(torch.ones(1), requires_grad=False)
 
 
 def difference_in_a_wrapper() -> tuple[float, bool]:
@@ -191,6 +190,21 @@ def difference_in_a_wrapper() -> tuple[float, bool]:
 
 def test_the_model_in_shards_may_be_in_a_wrapper(world: World) -> None:
     assert world(4).run(difference_in_a_wrapper) == [(0.0, True)] * 4
+
+
+def refused_in_a_wrapper(kind: str) -> str:
+    """Attaches to a wrapper with a frozen parameter or a buffer of its own, which nothing makes equal on all ranks."""
+    wrapper = Wrapper(sharded(meshes()))
+    if kind == "parameter":
+        wrapper.more = nn.Parameter(torch.ones(1), requires_grad=False)
+    else:
+        wrapper.register_buffer("more", torch.ones(1))
+    return message(lambda: gradsync.attach(wrapper, timeout=TIMEOUT_S))
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+def test_a_wrapper_with_tensors_of_its_own_is_refused(world: World, kind: str) -> None:
+    assert all("a part of the model is in shards" in text for text in world(4).run(refused_in_a_wrapper, kind))
 
 
 def by_one_bucket(scheme: Scheme[Any]) -> Callable[[Sequence[ParameterProfile], int], Plan]:

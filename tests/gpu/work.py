@@ -109,7 +109,7 @@ def planned(device: str) -> tuple[str, bool, list[float]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     handle = gradsync.attach(model, plan=AutoPlanner(steps=4, warmup=3), timeout=30)
     draws = torch.Generator().manual_seed(dist.get_rank())
-    for _ in range(200):
+    for _ in range(400):
         optimizer.zero_grad()
         model(torch.randint(0, ROWS, (32, 4), generator=draws).to(device)).square().mean().backward()
         optimizer.step()

@@ -235,6 +235,26 @@ def test_jobs_that_some_rank_cannot_measure_keep_the_default_plan(
     assert len(set(world(2).run(stays_by_default, deterministic, recorded))) == 1
 
 
+@quickly()
+def waits_for_a_recorder() -> tuple[bool, bool]:
+    """Returns whether a job is measured while somebody records its later steps, and whether it is after that."""
+    model = Perceptron()
+    handle = gradsync.attach(model, plan=AutoPlanner(steps=MEASURED, warmup=WARMUP), timeout=20)
+    gradients(model, 0, dist.get_rank())
+    with recording(Recorder(1000)):
+        for step in range(3 * ASK_AGAIN_STEPS):
+            gradients(model, step, dist.get_rank())
+        meanwhile = handle.profile is not None or isinstance(active(), AutoMeasurement)
+    settle(model, handle)
+    measured = handle.profile is not None
+    handle.detach()
+    return meanwhile, measured
+
+
+def test_a_search_waits_until_a_recorder_that_began_later_has_ended(world: World) -> None:
+    assert world(2).run(waits_for_a_recorder) == [(False, True)] * 2
+
+
 def no_plans(job: Job, constraints: Constraints) -> list[gradsync.Plan]:
     raise ValueError("nothing will do")
 
@@ -245,10 +265,10 @@ def no_plan_is_found() -> bool:
     model = Perceptron()
     handle = gradsync.attach(model, plan=AutoPlanner(steps=MEASURED, warmup=WARMUP, search=no_plans), timeout=20)
     until_it_is_measured(model, handle)
-    present = handle.plan.buckets
+    present = handle.plan.digest
     for step in range(LONGEST):
         gradients(model, step, dist.get_rank())
-    same = handle.settled and handle.plan.buckets == present
+    same = handle.settled and handle.plan.digest == present
     handle.detach()
     return same
 
@@ -489,11 +509,11 @@ def resumes_bit_by_bit(make: Callable[[], nn.Module]) -> None:
             assert torch.equal(gradient, wanted[name]), (step, name)
     handle.detach()
     again = AutoPlanner(Constraints((TOP,), always=True), steps=MEASURED, warmup=WARMUP, search=on_slow_links)
-    for steps_before in (0, 2):  # before the first one, and while it is measured
+    for is_measured in (False, True):  # before the first step, and while it is measured
         handle = gradsync.attach(other, plan=again, timeout=20)
-        for step in range(steps_before):
-            gradients(other, step, dist.get_rank())
-        with torch.inference_mode(steps_before > 0):  # what is made in it is trained on nevertheless
+        if is_measured:
+            until_it_is_measured(other, handle, WARMUP)
+        with torch.inference_mode(is_measured):  # what is made in it is trained on nevertheless
             handle.load_state_dict(saved)
         assert handle.settled and handle.plan == plan and handle.profile == profile and active() is None
         for step, wanted in enumerate(expected):
@@ -741,7 +761,7 @@ def the_search_fails_between_steps(must_plan: bool) -> tuple[int, str, bool]:
     planner = AutoPlanner(**QUICK, search=no_plans_after_many_pieces, must_plan=must_plan)
     handle = gradsync.attach(model, plan=planner, timeout=20)
     step, said = until_the_search_begins(model, handle), ""
-    present = handle.plan.buckets
+    present = handle.plan.digest
     try:
         while not handle.settled:
             gradients(model, step, dist.get_rank())
@@ -749,7 +769,7 @@ def the_search_fails_between_steps(must_plan: bool) -> tuple[int, str, bool]:
     except RuntimeError as error:
         said = str(error)
         assert active() is None
-    same = handle.plan.buckets == present
+    same = handle.plan.digest == present
     handle.detach()
     return step, said, same
 

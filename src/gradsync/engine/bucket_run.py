@@ -139,6 +139,7 @@ class BucketRun:
                 "attached; change a model's element type before attach()"
             )
         if name not in self.waiting:
+            assert not self.rests, f"{name!r} rests in this step: it is not to be loaded"
             raise _ready_twice(name)
         self.gradients.load(name, gradient, used=used)
         self.waiting.discard(name)
@@ -242,6 +243,8 @@ class BucketRun:
 
         Results count, too, as a sum may overflow though all summands are finite.
         """
+        if self.rests:
+            return
         yield self.gradients.had_non_finite()
         if isinstance(self.gradients, FlatGradients):
             finite = self.result_is_finite

@@ -332,6 +332,8 @@ class Engine:
         exchange = self._require_step()
         assert not self.missing()
         backward_ended = self._streams.moment() if self._collecting is None else self._collecting
+        if self._listener is not active():  # its block has ended since the step began, or another one's has begun
+            self._listener = None
         if self._listener is not None:
             self._listener.backward_ended(self)
         try:
@@ -605,7 +607,7 @@ class Engine:
         else:
             self._plan_on(exchange.began, ended)
         self.step += 1
-        listener, self._listener = self._listener, None  # not one that has begun to listen since
+        listener, self._listener = self._listener, None
         if listener is not None:
             listener.step_ended(self, self.parameters)  # may end the script
 
@@ -663,7 +665,8 @@ class Engine:
 
     def _look_for_non_finite(self) -> None:
         """Looks whether some rank saw NaN or infinity, and lets the step count so, unless that is judged elsewhere."""
-        bad = torch.stack([each for run in self.running_plan.runs for each in run.non_finite()]).any().view(1)
+        found = [each for run in self.running_plan.runs for each in run.non_finite()]
+        bad = torch.stack(found).any().view(1) if found else torch.zeros(1, dtype=torch.bool, device=self.device)
         if self.awaits_judgement:
             self.saw_non_finite, self._was_bad = bad, self._streams.to_host(bad)
         else:

@@ -39,7 +39,7 @@ Call = Callable[[str, Callable[[Group], Any]], Any]  # `Peers.call`
 # the second step.
 MAX_OBSERVATIONS = 2
 LAYOUT_STEPS = 100  # in which ranks agree whether gradients are sparse that no rank has seen before
-ASK_AGAIN_STEPS = 8  # while another model is measured; to ask takes a small exchange
+ASK_AGAIN_STEPS = 8  # between two questions whether the job can be measured now; to ask takes a small exchange
 
 
 class Follows(Enum):
@@ -187,7 +187,7 @@ class PlanController:
     @property
     def looks(self) -> bool:
         """Whether the gradients of this step are sampled for zeros, by which plans are made or revised."""
-        return self._observations_left > 0 or self._steps_to_look == 1
+        return self._observations_left > 0 or (self._reviser is not None and self._steps_to_look == 1)
 
     @property
     def on_trial(self) -> list[Plan]:
@@ -196,7 +196,7 @@ class PlanController:
 
     @property
     def measured_cost(self) -> CostModel | None:
-        """The costs of links and kernels as the planner measured them; None without a measurement."""
+        """The costs of links and kernels by which the plan was made; None without a measurement of these alone."""
         return None if self._reviser is None else self._reviser.cost
 
     def step_ended(self, runs: BucketRuns, now: Moment) -> None:

@@ -378,10 +378,10 @@ def attach(
             ones, then try bucket sizes, orders and schemes for 10 to 100 steps, and 40 more if the best are close (not
             under `torch.use_deterministic_algorithms`: timing decides, and bucket sizes change rounding). A function of
             (profiles, world size) that returns a plan, or several to try; `gradsync.planner.CompressingPlanner` is one,
-            for a compressor. "auto": measures the first steps, searches for plans, and tries the best ones (see
-            `AutoPlanner`, which also takes limits on lossy gradients). If the plan averages parameters (`Plan.what`),
-            gradients stay each rank's own, and parameters are averaged after each step of `optimizer`, which is then
-            required; `planner.AveragingPlanner` makes such plans for the links it finds.
+            for a compressor. "auto": begins as None does, measures steps, searches for plans, and tries the best ones
+            (see `AutoPlanner`, which also takes limits on lossy gradients). If the plan averages parameters
+            (`Plan.what`), gradients stay each rank's own, and parameters are averaged after each step of `optimizer`,
+            which is then required; `planner.AveragingPlanner` makes such plans for the links it finds.
         process_group: the ranks that share the model; None: all.
         timeout: seconds (or a timedelta) after which a rank that waits for the others raises.
         exclude: names or shell patterns (`"encoder.*"`) of parameters and buffers to leave alone, beside those that DDP

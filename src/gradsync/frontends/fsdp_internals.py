@@ -24,14 +24,14 @@ def is_root_in_shards(model: nn.Module) -> bool:
 
 
 def root_in_shards(model: nn.Module) -> nn.Module | None:
-    """Returns the module with all trainable parameters of the model that `fully_shard` or `replicate` was applied to.
+    """Returns the module with all parameters and buffers of the model that `fully_shard` or `replicate` was applied to.
 
     It is the model itself, or inside of it where the model is a wrapper, such as Fabric's. None: there is none.
     """
     if is_root_in_shards(model):
         return model
     root = next(filter(is_root_in_shards, model.modules()), None)
-    if root is None or any(p.requires_grad for p in set(model.parameters()) - set(root.parameters())):
+    if root is None or {*model.parameters(), *model.buffers()} - {*root.parameters(), *root.buffers()}:
         return None
     return root
 

@@ -65,9 +65,9 @@ class AutoPlanner:
     has measured take none. Rank 0's search of plans, a tenth of a second to some seconds, is spread over steps
     likewise. If it finds no plan, the present plan stays, and a warning says why.
 
-    It keeps the default plan, and measures nothing, in a group of one rank, and where some rank already runs
-    `gradsync.measure` or a `Recorder` of gradients when the model is attached; later it waits until these have ended.
-    It also keeps it under `torch.use_deterministic_algorithms`, since timing decides on plans.
+    Plans stay those of the default planner in a group of one rank, and where some rank already runs `gradsync.measure`
+    or a `Recorder` of gradients when the model is attached; if one begins later, the search begins when it has ended.
+    Under `torch.use_deterministic_algorithms` the default plan stays, since timing decides on others.
 
     Args:
         constraints: the lossy compressors and schemes that plans may use; None: none, plans are exact.
@@ -148,6 +148,8 @@ class AutoPlanner:
             raise RuntimeError(f"the job cannot be measured: {why}")
         if follows is Follows.NO:
             logger.info("the present plan stays: %s", why)
+        elif why:
+            logger.debug("plans are searched later: %s", why)
         elif follows is Follows.NOW:
             stack = ExitStack()
             stack.enter_context(self._measurement(engine).active())
@@ -205,9 +207,11 @@ class AutoPlanner:
         why_none, plans = json.loads(texts[0])
         if self.must_plan and not plans:
             raise RuntimeError(f"no plan was found: {why_none or 'the search returned none'}")
-        found = [Plan.from_json(text) for text in plans] or [engine.plan]
+        found = [Plan.from_json(text).measured_on(profile.device) for text in plans]
+        if engine in self._profiles or not found:  # a proposed plan stays unless another is clearly faster
+            found.insert(0, engine.plan)
         self._profiles[engine] = profile
-        engine.propose([plan.measured_on(profile.device) for plan in found])
+        engine.propose(list({plan.digest: plan for plan in found}.values()))
 
     def _search(self, engine: Engine, profile: Profile, found: list[str]) -> Pieces[None]:
         """Searches plans in pieces, and appends the result to `found` as JSON: why there are none, and the plans."""
@@ -235,8 +239,9 @@ def _answer(engine: Engine) -> tuple[Follows, str]:
     mine, why = Follows.NOW, ""
     if torch.are_deterministic_algorithms_enabled():
         mine, why = Follows.NO, "torch.use_deterministic_algorithms is on, and timing would decide"
-    elif engine.step == 0 and active() is not None and not isinstance(active(), AutoMeasurement):
-        mine, why = Follows.NO, "gradients are being measured or recorded already"
+    elif active() is not None and not isinstance(active(), AutoMeasurement):
+        mine = Follows.NO if engine.step == 0 else Follows.LATER
+        why = "gradients are being measured or recorded already"
     elif active() is not None or engine.is_choosing:
         mine = Follows.LATER
     said = f"{mine.name} {why}".encode()

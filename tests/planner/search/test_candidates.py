@@ -11,6 +11,7 @@ from gradsync.compressors import BlockInt, ErrorFeedback
 from gradsync.costs.cluster import Placement
 from gradsync.costs.cost_model import CostModel, KernelCost
 from gradsync.planner.default.network import Network
+from gradsync.planner.default.plan import default_plan, default_plans
 from gradsync.planner.pieces import Pieces, at_once
 from gradsync.planner.search import predict as predicting
 from gradsync.planner.search.candidates import FAR_LONGER, MOST_TRIED, UNSURE, candidate_plans, searched
@@ -45,6 +46,18 @@ def test_candidates_fit_the_model_the_quickest_first_and_are_the_same_again() ->
     assert [p.digest for p in candidate_plans(here, Constraints(lossy=(FEEDBACK,)))] == [p.digest for p in plans]
     exact = [all(bucket.scheme.traits.exact for bucket in plan.buckets) for plan in plans]
     assert not exact[0] and any(exact), "bytes cost much here, and one plan loses nothing"
+
+
+def test_the_plan_that_runs_is_the_first_and_stands_for_all_made_without_a_search() -> None:
+    here = on(25e6)
+    usual = default_plan(here.profiles, 4)
+    plans = candidate_plans(replace(here, present=usual), Constraints(lossy=(FEEDBACK,)))
+    assert plans[0] == usual and len({plan.digest for plan in plans}) == len(plans) > 1
+    without_search = {plan.digest for plan in default_plans(here.profiles, 4, here.network)}
+    assert not without_search & {plan.digest for plan in plans[1:]}
+    best = plans[1]
+    again = candidate_plans(replace(here, present=best), Constraints(lossy=(FEEDBACK,)))
+    assert again[0] == best and best not in again[1:]
 
 
 def test_of_plans_that_take_far_longer_one_is_tried_at_most() -> None:

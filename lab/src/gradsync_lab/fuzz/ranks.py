@@ -173,20 +173,24 @@ class EngineSubject:
         names = list(self._parameters)
         self._rng.shuffle(names)
         self._engine.begin()
+        resting = {name for name in names if self._engine.rests(name)}
         for name in names:
+            if name in resting:
+                continue
             parameter = self._parameters[name]
             value = parameter.detach() if mixes else parameter.grad
             self._engine.load(name, value, used=mixes or name in used)
         self._engine.finish()
         for name in names:
             if mixes or self._engine.used(name):
-                self._take(name, mixes=mixes)
+                self._take(name, mixes=mixes, rests=name in resting)
 
     @torch.no_grad()
-    def _take(self, name: str, *, mixes: bool) -> None:
+    def _take(self, name: str, *, mixes: bool, rests: bool) -> None:
         parameter = self._parameters[name]
         if mixes:
-            parameter.copy_(self._engine.unload(name, None, sparse=False))
+            if not rests:
+                parameter.copy_(self._engine.unload(name, None, sparse=False))
             parameter.grad = parameter.detach().clone()  # where traces look for results
             return
         out = parameter.grad if _is_dense(parameter.grad) else None
