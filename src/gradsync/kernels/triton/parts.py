@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gradsync.kernels import phases
 from gradsync.kernels.checks import (
+    INT32_INDICES,
     PackedPositions,
     check_each,
     check_flat,
@@ -49,7 +50,7 @@ from gradsync.kernels.triton.positions import (
     write_heads,
 )
 from gradsync.kernels.triton.rotated import element_of, rotation
-from gradsync.kernels.triton.rows import INT32_INDICES, RowUnion, kind_of, narrowed, widened
+from gradsync.kernels.triton.rows import RowUnion, kind_of, narrowed, widened
 
 _TILE = 4096  # elements whose bits one program sets
 _COLUMNS = 16  # of them at most so many neighbours
