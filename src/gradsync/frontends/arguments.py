@@ -11,7 +11,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..engine.guard import VERIFY_EVERY, Verification
+from ..engine.plan_control import Planner
 from ..inputs.settings import NonNegativeFloat, NonNegativeInt, TimeLimit, checked, shown
+from ..plans.plan import Plan
+from ..tuning.default import default_planner
 
 DEFAULT_TIMEOUT_S = 600.0
 Communicator = Literal["own", "shared"]
@@ -21,6 +24,17 @@ def require_module(given: object) -> None:
     """Raises TypeError for an object that is no model."""
     if not isinstance(given, nn.Module):
         raise TypeError(f"the model must be a torch.nn.Module, got {shown(given)}")
+
+
+def planner_of(plan: Plan | Planner | Literal["auto"] | None) -> Plan | Planner:
+    """Returns the planner that a `plan` argument stands for: None and "auto" for one each, others for themselves."""
+    if plan is None:
+        return default_planner()
+    if isinstance(plan, str) and plan == "auto":
+        from ..tuning.auto import AutoPlanner  # with which all searches are imported
+
+        return AutoPlanner()
+    return plan
 
 
 @dataclass(frozen=True)

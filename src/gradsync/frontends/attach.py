@@ -29,9 +29,8 @@ from ..plans.plan import Plan, What
 from ..plans.profile import Profile
 from ..tensors.arrivals import Sections
 from ..tensors.bucket import matches
-from ..tuning.default import default_planner, planner_of
 from .agreement import agreed_engine, buffers_of, exclusions, forget
-from .arguments import DEFAULT_TIMEOUT_S, Arguments, require_module
+from .arguments import DEFAULT_TIMEOUT_S, Arguments, planner_of, require_module
 from .attach_sharded import sharded_switch
 from .autograd import AutogradHooks
 from .averaging import Averaging, check_saved
@@ -463,7 +462,7 @@ def attach(
         given = replace(given, refusal=given.refusal or NOT_IN_SHARDS)
     if isinstance(plan, AveragingPlanner) or (isinstance(plan, Plan) and plan.what is not What.GRADIENT):
         return Attachment(_averaging_switch(attached, plan, given.grad_scaler), model)
-    return Attachment(_gradient_switch(attached, default_planner() if plan is None else planner_of(plan), given), model)
+    return Attachment(_gradient_switch(attached, planner_of(plan), given), model)
 
 
 def _gradient_switch(attached: Attached, plan: Plan | Planner, given: Arguments) -> FrontendSwitch:

@@ -28,9 +28,8 @@ from ..inputs.settings import shown
 from ..optim.freezing import Freezing
 from ..optim.momentum import MomentumCheck
 from ..plans.plan import Plan
-from ..tuning.default import default_planner, planner_of
 from .agreement import HOOK, agreed_engine, exclusions, forget, unwrapped
-from .arguments import DEFAULT_TIMEOUT_S, Arguments, Communicator
+from .arguments import DEFAULT_TIMEOUT_S, Arguments, Communicator, planner_of
 from .model_changes import Additions
 from .torch_hooks import (
     AccumulationHook,
@@ -165,7 +164,7 @@ class _Exchange:
             earlier.detach()
         with agreed_engine(
             model,
-            default_planner() if plan is None else planner_of(plan),
+            planner_of(plan),
             model.process_group,
             given.timeout,
             exclude,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 
@@ -83,12 +82,3 @@ def default_planner() -> Planner:
     Under `torch.use_deterministic_algorithms` it measures nothing, as timing would decide the order of sums.
     """
     return default_plan if torch.are_deterministic_algorithms_enabled() else MeasuringPlanner()
-
-
-def planner_of(plan: Plan | Planner | Literal["auto"]) -> Plan | Planner:
-    """Returns an `AutoPlanner` for "auto", and any other plan or planner as it is."""
-    if isinstance(plan, str) and plan == "auto":
-        from .auto import AutoPlanner  # with which all searches are imported
-
-        return AutoPlanner()
-    return plan
