@@ -58,6 +58,13 @@ class Engine:
         peers: runs collectives that are no part of the gradients' exchange.
     """
 
+    # Of the step under way:
+    _listener: StepListener | None = None
+    _looks = False  # its gradients are sampled for zeros, to choose a plan
+    _apart = False  # it exchanges when backward has ended, and no plan is made by it
+    _checks_finite = False  # state of schemes, or a judge, depends on whether its gradients are finite
+    _resting: frozenset[str] = frozenset()  # see `rests`
+
     def __init__(
         self,
         parameters: Mapping[str, Tensor],
@@ -104,13 +111,6 @@ class Engine:
         )
         self.state = EngineState(self.running_plan, self._controller, self.peers, self.parameters, self.specs)
         self._exchange: Synchronization | None = None  # of the step under way
-        self._checks_finite = (
-            False  # schemes' state, or a judge, must know if gradients of the step are NaN or infinite
-        )
-        self._listener: StepListener | None = None  # of the step under way
-        self._looks = False  # the step's gradients are sampled for zeros, to choose a plan
-        self._apart = False  # the step under way exchanges when backward has ended, and no plan is made by it
-        self._resting: frozenset[str] = frozenset()  # in the step under way: see `rests`
         self._collected: set[str] = set()  # buckets of the step under way whose results are here
         self._collecting: streams.Moment | None = None  # when the first of them was asked for before `finish`
         self._marks = StepMarks()
