@@ -123,7 +123,7 @@ def test_an_unknown_implementation_is_named() -> None:
 
 def test_the_public_functions_are_all_that_is_dispatched() -> None:
     public = {name for name, value in vars(kernels).items() if hasattr(value, "reference")}
-    assert public == set(choice.KERNELS) and len(public) == 38
+    assert public == set(choice.KERNELS) and len(public) == 39
     for name, kernel in choice.KERNELS.items():
         assert getattr(kernels, name) is kernel and getattr(reference, name) is kernel.reference is not kernel
 
