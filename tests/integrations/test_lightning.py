@@ -122,7 +122,7 @@ BAD = {
     "no fit": "RuntimeError: GradsyncStrategy has no attachment yet",
     "another rank": "the part 'rank 1' is that of rank 0",
     "lacks a rank": "ValueError: loading of state: the checkpoint must have the parts of all ranks",
-    "sharded model": "RuntimeError: FSDP models are not supported",
+    "sharded model": "GradsyncShardedStrategy",
     "fabric setup": "ValueError: this plan averages parameters after the steps of one optimiser, got 0",
     "fabric wrapper": "RuntimeError: the model contains DistributedDataParallel at '_forward_module'",
     "fabric key": "ValueError: the key 'gradsync' of a checkpoint",

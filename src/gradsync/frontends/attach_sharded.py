@@ -62,7 +62,9 @@ GROUP_OF_MESH = (
     "replicate_group is for models on a mesh of shards only; this model's mesh names its replicas: leave it out"
 )
 PROCESS_GROUP = (
-    "process_group is not for a model in shards, whose ranks its mesh names: leave it out, or give replicate_group"
+    "process_group is not for a model in shards, whose ranks its mesh names: leave it out, or give replicate_group. "
+    "gradsync.DistributedDataParallel, which always has one, keeps whole models: use gradsync.attach, in Lightning's "
+    "Trainer GradsyncShardedStrategy"
 )
 SCALER_BESIDE_EXCLUDED = (
     "grad_scaler is not supported beside {name!r}, which exclude names, on a mesh of shards only: an overflow of its "
