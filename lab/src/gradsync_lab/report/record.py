@@ -16,7 +16,18 @@ from gradsync.characterization.statistics import Estimate
 from gradsync.inputs.files import from_json, naming, read_as, read_text, replace_text
 
 Metric = Literal[
-    "step_s", "start_s", "sync_s", "kernel_s", "plan_s", "time_to_loss_s", "imbalance", "cost", "error", "loss", "gap"
+    "step_s",
+    "start_s",
+    "sync_s",
+    "selected_sync_s",
+    "kernel_s",
+    "plan_s",
+    "time_to_loss_s",
+    "imbalance",
+    "cost",
+    "error",
+    "loss",
+    "gap",
 ]
 
 
