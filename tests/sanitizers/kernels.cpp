@@ -835,6 +835,11 @@ static bool overrun(const std::string &kernel) {
         std::vector<uint64_t> words(1);
         const std::vector<int32_t> first(1);
         ElementUnion({{reinterpret_cast<const char *>(first.data()), 2, Format::list32}}, 8, words.data(), 1);
+    } else if (kernel == "unite_messages") {  // which unpacks each message so, behind the one before
+        const std::vector<int32_t> first(1);
+        std::vector<int32_t> unpacked(2 + PackedReader::kLanes);
+        PackedReader({reinterpret_cast<const char *>(first.data()), 2, Format::list32}, 8)
+            .read(8, 0, unpacked.data(), unpacked.size());
     } else if (kernel == "join_elements") {
         const std::vector<int32_t> first(1);
         join_elements(RotatedStripe(1, 0), {{reinterpret_cast<const char *>(first.data()), 1, Format::list32}},
