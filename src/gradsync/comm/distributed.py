@@ -37,9 +37,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 POLL_S = 1.0  # seconds between two looks at the board of a rank that waits
+LEAST_S = 0.01  # of a wait for an operation: torch takes less than a millisecond for no limit
 _WITHOUT_WAITING = dist.AllreduceOptions()
 _WITHOUT_WAITING.asyncOp = True
-LEAST_S = 0.01  # of a wait for an operation: torch takes less than a millisecond for no limit
 
 
 class TorchGroup(Group):

@@ -24,22 +24,17 @@ T = TypeVar("T")
 _place: ContextVar[Callable[[], str]] = ContextVar("place", default=lambda: "outside of steps")
 
 
-class waiting_at:  # noqa: N801  # used as a function; a generator would take twice the time of each wait
-    """Sets, inside its `with` block, what waits of this thread are for, as `place_of_wait` tells it in error messages.
+@contextmanager
+def waiting_at(place: Callable[[], str]) -> Iterator[None]:
+    """Sets, inside the `with` block, what waits of this thread are for, as `place_of_wait` tells it in error messages.
 
     `place`: returns the words, such as a bucket, stage and step.
     """
-
-    __slots__ = ("_before", "_place")
-
-    def __init__(self, place: Callable[[], str]) -> None:
-        self._place = place
-
-    def __enter__(self) -> None:
-        self._before = _place.set(self._place)
-
-    def __exit__(self, *error: object) -> None:
-        _place.reset(self._before)
+    before = _place.set(place)
+    try:
+        yield
+    finally:
+        _place.reset(before)
 
 
 def place_of_wait() -> str:

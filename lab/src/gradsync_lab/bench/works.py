@@ -448,8 +448,10 @@ def partition_elements(g: torch.Generator, *, size: int, density: float, owners:
     )
 
 
-def unite_elements(g: torch.Generator, *, ranks: int, size: int, density: float) -> Work:
-    """Returns the benchmark case of summing sparse vectors of `ranks` ranks, each given as positions and values."""
+def _of_ranks(
+    g: torch.Generator, ranks: int, size: int, density: float
+) -> tuple[list[automatic.PackedPositions], list[Tensor]]:
+    """Returns the positions and the values of a sparse vector of each of `ranks` ranks."""
     parts, values = [], []
     for _ in range(ranks):
         x = _sparse(g, size, density)
@@ -457,6 +459,12 @@ def unite_elements(g: torch.Generator, *, ranks: int, size: int, density: float)
         automatic.partition_elements(x, 1, 1).write([part], [value])
         parts.append(part)
         values.append(value)
+    return parts, values
+
+
+def unite_elements(g: torch.Generator, *, ranks: int, size: int, density: float) -> Work:
+    """Returns the benchmark case of summing sparse vectors of `ranks` ranks, each given as positions and values."""
+    parts, values = _of_ranks(g, ranks, size, density)
     total = _room(automatic.unite_elements(parts, size).count, size)
     sums = torch.zeros(total.count)
     return Work(
@@ -468,13 +476,8 @@ def unite_elements(g: torch.Generator, *, ranks: int, size: int, density: float)
 
 def unite_messages(g: torch.Generator, *, ranks: int, size: int, density: float, dim: int) -> Work:
     """Returns the benchmark case of summing rows of `ranks` ranks, whose positions come packed in messages."""
-    parts, values = [], []
-    for _ in range(ranks):
-        x = _sparse(g, size, density)
-        (part,), (elements,) = _messages(x, 1)
-        automatic.partition_elements(x, 1, 1).write([part], [elements])
-        parts.append(part)
-        values.append(elements.view(-1, 1).expand(-1, dim).contiguous())
+    parts, elements = _of_ranks(g, ranks, size, density)
+    values = [each.view(-1, 1).expand(-1, dim).contiguous() for each in elements]
     total = torch.zeros(automatic.unite_messages(parts, size).count, dim)
     return Work(
         lambda module: module.unite_messages(parts, size).sum(values, [total]),
