@@ -228,7 +228,7 @@ def test_tasks_tell_link_and_kernel_times_in_order() -> None:
     ]
     assert all(0 <= task.start_s <= task.end_s for task in tasks_of(running))
     ended_s = tasks_of(running)[-1].end_s
-    assert 0 <= covered_s(tasks_of(running), 0.0, ended_s) <= ended_s
+    assert 0 <= covered_s(((task.start_s, task.end_s) for task in tasks_of(running)), 0.0, ended_s) <= ended_s
 
 
 def test_gradients_are_off_whoever_issues() -> None:

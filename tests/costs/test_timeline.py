@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from gradsync.costs.timeline import Activity, Task, covered_s, schedule
+from gradsync.costs.timeline import Activity, Task, schedule
 
 
 def times(activities: list[Activity]) -> list[tuple[str, float, float]]:
@@ -139,8 +139,3 @@ def test_every_activity_is_done_whole_after_its_predecessors_with_nothing_beside
             for queue in ("1", "2", "urgent"):
                 begins = [pieces[w.name][0].start_s for w in activities if (w.stream, w.queue) == (stream, queue)]
                 assert begins == sorted(begins), seed
-
-
-def test_covered_s_counts_what_overlaps_once() -> None:
-    tasks = [Task("a", "link", 0.0, 2.0), Task("b", "core", 1.0, 3.0), Task("c", "link", 5.0, 6.0)]
-    assert covered_s(tasks, 0.5, 5.5) == 3.0

@@ -110,7 +110,8 @@ def _until_operation(coroutine: Coroutine[Any, Any, Any], value: Any) -> Pending
 class Span(NamedTuple):
     """A piece of a step's work, such as a bucket's transfer, with the moments when a device began and ended it."""
 
-    name: str
+    bucket: str
+    stage: str
     stream: str
     began: Moment
     ended: Moment
@@ -118,7 +119,8 @@ class Span(NamedTuple):
 
     def task(self, origin: Moment) -> Task:
         """Returns this piece of work with its times in seconds since `origin`; waits until the device has ended it."""
-        return Task(self.name, self.stream, self.began.since(origin), self.ended.since(origin), self.nbytes)
+        name = f"{self.bucket}:{self.stage}"
+        return Task(name, self.stream, self.began.since(origin), self.ended.since(origin), self.nbytes)
 
 
 class CancelledStepError(RuntimeError):
@@ -333,12 +335,10 @@ class Synchronization:
                 with waiting_at(place), in_trace(f"gradsync::bucket {bucket} wait for {current}"):
                     value = operation.wait(self._timeout_s)
                 if isinstance(operation, Work):
-                    self.spans.append(
-                        Span(f"{bucket}:{current}", operation.device, operation.began, operation.finished)
-                    )
+                    self.spans.append(Span(bucket, current, operation.device, operation.began, operation.finished))
                 else:
                     resumed = self._streams.moment()
-                    self.spans.append(Span(f"{bucket}:{current}", "link", issued, resumed, operation.sent_bytes))
+                    self.spans.append(Span(bucket, current, "link", issued, resumed, operation.sent_bytes))
                 current = stage
             if resumed is None:
                 resumed = self._streams.moment()
@@ -346,13 +346,13 @@ class Synchronization:
                 with in_trace(f"gradsync::bucket {bucket} {stage}"):
                     operation = self._coroutines[bucket].send(value)
             except StopIteration as done:
-                self.spans.append(Span(f"{bucket}:{FINISH}", "kernel", resumed, self._streams.moment()))
+                self.spans.append(Span(bucket, FINISH, "kernel", resumed, self._streams.moment()))
                 self._synchronized[bucket] = self._streams.record()
                 self.results[bucket] = done.value
                 self._tell_progress()
                 return
             issued = self._streams.moment()
-            self.spans.append(Span(f"{bucket}:{stage}", "kernel", resumed, issued))
+            self.spans.append(Span(bucket, stage, "kernel", resumed, issued))
             self._pending[bucket] = (operation, stage, issued)
             if isinstance(operation, Work) and not self._hand_over(operation) and operation.device == COMPUTE:
                 self.due.append(operation)

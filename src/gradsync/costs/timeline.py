@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -215,11 +215,11 @@ class _Scheduling:
         return place, self._began_s[place], now_s
 
 
-def covered_s(tasks: list[Task], start_s: float, end_s: float) -> float:
-    """Returns the seconds between `start_s` and `end_s` in which at least one task runs."""
+def covered_s(intervals: Iterable[tuple[float, float]], start_s: float, end_s: float) -> float:
+    """Returns the seconds between `start_s` and `end_s` that at least one interval, (begin, end), covers."""
     total, reached = 0.0, start_s
-    for task in sorted(tasks, key=lambda t: t.start_s):
-        begin, end = max(task.start_s, reached), min(task.end_s, end_s)
+    for begin, end in sorted(intervals):
+        begin, end = max(begin, reached), min(end, end_s)
         if end > begin:
             total += end - begin
             reached = end

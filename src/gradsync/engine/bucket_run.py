@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..comm import Group, Ledger, RecordingGroup
 from ..costs.steps import Pattern, Step, Transfer, transfers
-from ..costs.timeline import Task, covered_s
+from ..costs.timeline import covered_s
 from ..kernels import accumulation_dtype
 from ..schemes import Scheme, State
 from ..state import (
@@ -297,15 +297,14 @@ class BucketRun:
         """Adds the bytes that this rank sent in a finished training step to the bucket's totals."""
         self.sent_bytes += self.group.ledger.take_sent_bytes()
 
-    def count_times(self, tasks: list[Task], backward_ended_s: float, ended_s: float) -> None:
+    def count_times(self, flights: Sequence[tuple[float, float]], backward_ended_s: float, ended_s: float) -> None:
         """Adds the seconds of communication of a finished training step to the bucket's totals.
 
         Args:
-            tasks: the tasks of all buckets in the step; those on the stream "link" count.
-            backward_ended_s: when backward ended, in seconds since the step began; what comes later is exposed.
+            flights: when the bucket had an operation in flight: begin and end, in seconds since the step began.
+            backward_ended_s: when backward ended; what comes later is exposed.
             ended_s: when the step's exchange ended.
         """
-        flights = [t for t in tasks if t.stream == "link" and t.name.rpartition(":")[0] == self.bucket.id]
         self.communication_s += covered_s(flights, 0.0, ended_s)
         self.exposed_s += covered_s(flights, backward_ended_s, ended_s)
 

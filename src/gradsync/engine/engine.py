@@ -591,9 +591,8 @@ class Engine:
         if self._checks_finite:
             self._look_for_non_finite()
         ended = self._streams.moment()
-        self.running_plan.times.step_ended(
-            Step(exchange.began, backward_ended, ended, exchange.ready, exchange.spans, self.running_plan.runs)
-        )
+        step = Step(exchange.began, backward_ended, ended, exchange.ready, exchange.spans)
+        self.running_plan.times.step_ended(step, self.running_plan.runs)
         for run in self.running_plan.runs:
             run.count_bytes()
         if self.running_plan.runs:

@@ -182,7 +182,7 @@ class RunningPlan:
         or the host), "kernel" (other work), "link" (operations in flight) and "wait".
         """
         self.times.read()
-        return list(self.times.timeline)
+        return self.times.timeline
 
     def predicted_timeline(self, step: int) -> list[Task]:
         """Returns a forecast of the tasks of training step `step`, in seconds since its first gradient was ready.
@@ -194,10 +194,11 @@ class RunningPlan:
         group = self._peers.group
         link_cost = network_cost(group)
         self.times.read()
-        if self.times.ready_s.keys() != known.keys() or link_cost is None:
+        ready_s = self.times.ready_s
+        if ready_s.keys() != known.keys() or link_cost is None:
             return []
         cost = self._controller.measured_cost or link_cost
-        return forecast(self.plan.order, known, self.times.ready_s, cost, group.placement)
+        return forecast(self.plan.order, known, ready_s, cost, group.placement)
 
     def words(self) -> list[str]:
         """Returns a description of the plan in words, one line per bucket."""

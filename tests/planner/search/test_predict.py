@@ -94,7 +94,8 @@ def test_transfers_and_kernels_beside_each_other_take_longer(slowdown: Slowdown,
 
     alone, beside, others = times(Slowdown(), stretched), times(slowdown, stretched), times(slowdown, other)
     lost_s = {name: task.duration_s - alone[name].duration_s for name, task in beside.items()}
-    shared_s = {name: covered_s(list(others.values()), task.start_s, task.end_s) for name, task in beside.items()}
+    busy = [(task.start_s, task.end_s) for task in others.values()]
+    shared_s = {name: covered_s(busy, task.start_s, task.end_s) for name, task in beside.items()}
     assert max(shared_s.values()) > 5e-5
     assert lost_s == pytest.approx({name: seconds / 2 for name, seconds in shared_s.items()}, abs=1e-9)
     assert [t.duration_s for t in times(slowdown, other).values()] == pytest.approx(
@@ -124,5 +125,6 @@ def test_seconds_before_a_moment_count_what_overlaps_once_as_they_do_in_a_timeli
         Task(str(number), "link", begin_s, begin_s + draw.random() / 30) for number, begin_s in enumerate(begins_s)
     ]
     for moment_s in [0.0, *begins_s, *(task.end_s for task in tasks), 2.0]:
-        assert _Spans.of(tasks).before(moment_s) == pytest.approx(covered_s(tasks, 0.0, moment_s), abs=1e-12)
+        intervals = [(task.start_s, task.end_s) for task in tasks]
+        assert _Spans.of(tasks).before(moment_s) == pytest.approx(covered_s(intervals, 0.0, moment_s), abs=1e-12)
     assert _Spans.of([]).before(1.0) == 0.0
