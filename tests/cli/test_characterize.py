@@ -114,3 +114,16 @@ def test_wrong_options_end_with_a_message(arguments: tuple[str, ...], message: s
     done = CliRunner().invoke(app, ["characterize", *arguments])
     text = " ".join(done.output.replace("\N{BOX DRAWINGS LIGHT VERTICAL}", " ").split())
     assert done.exit_code == 2 and message in text, text
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_rank_0_alone_needs_the_folders_that_it_writes_to(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {}
+    for rank in "01":
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        done = CliRunner().invoke(app, ["characterize", option, "nowhere/file.html", "--", "nothing.py"])
+        assert done.exit_code == 2
+        told[rank] = " ".join(done.output.replace("\N{BOX DRAWINGS LIGHT VERTICAL}", " ").split())
+    assert "nowhere/file.html cannot be written: there is no folder nowhere" in told["0"]
+    assert "there is no script nothing.py" in told["1"] and "nowhere" not in told["1"]

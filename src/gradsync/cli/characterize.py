@@ -16,9 +16,9 @@ from ..engine.step_listener import recording
 from .console import WIDE, beside, folder, plain_errors, writable
 from .extensions import WORKLOADS, extension
 from .progress import phase
-from .results import Json, put, words
+from .results import JsonOfRank0, put, words
 from .script import NamedWorkload, Script, WorkloadOptions, run_as_main
-from .world import ranks_of_environment
+from .world import Ranks, ranks_of_environment
 
 OTHER_RANKS_TIMEOUT_S = 60.0
 
@@ -44,8 +44,8 @@ def characterize(
     out: Annotated[
         Path, typer.Option(callback=folder, help="Folder for a script's recording, one file per rank.")
     ] = Path("recorded"),
-    json: Json = None,
-    plot: Annotated[Path | None, typer.Option(callback=writable, help="HTML file for plots.")] = None,
+    json: JsonOfRank0 = None,
+    plot: Annotated[Path | None, typer.Option(help="HTML file for plots.")] = None,
 ) -> None:
     """Show how sparse gradients are, how much ranks overlap, how their sum fills up, and how skewed it is."""
     if sum((bool(script), workload is not None, recorded is not None)) != 1:
@@ -53,6 +53,10 @@ def characterize(
     if plot is not None and plot.suffix != ".html":
         raise typer.BadParameter(f"--plot must name an .html file, got {plot}")
     with plain_errors():
+        here = ranks_of_environment(joins=False) if script else Ranks(0, 1)
+        if here.rank == 0:  # the other ranks' machines need not have the folders
+            writable(json)
+            writable(plot)
         if workload is not None:
             footprints_of_ranks = extension(WORKLOADS, "characterize", f"the workload {workload}")
             footprints = footprints_of_ranks(
@@ -61,7 +65,8 @@ def characterize(
         else:
             if script:
                 kept = DEFAULT_SAMPLE if sample is None else sample or None
-                if not _record(script, Recorder(steps, kept, every=every), out, json):
+                _record(script, Recorder(steps, kept, every=every), out, json, here)
+                if here.rank > 0:
                     return
             footprints = load_recording(recorded or out)
         with phase("counting non-zeros"):
@@ -69,19 +74,17 @@ def characterize(
         _show(found, json, plot)
 
 
-def _record(script: Sequence[str], recorder: Recorder, out: Path, json: str | None) -> bool:
-    """Runs the script and writes indices of gradients' non-zeros to `out`; True on rank 0 only, once all ranks have."""
-    rank, ranks = ranks_of_environment(joins=False)
-    discard_recording(out, rank=rank, ranks=ranks)
+def _record(script: Sequence[str], recorder: Recorder, out: Path, json: str | None, here: Ranks) -> None:
+    """Runs the script and writes indices of gradients' non-zeros to `out`; rank 0 waits until all ranks have."""
+    discard_recording(out, rank=here.rank, ranks=here.size)
     with recording(recorder):
         run_as_main(script, json)
     if not recorder.footprints:
         raise RuntimeError(f"{script[0]} showed no gradients: does it call gradsync.attach(model) and backward()?")
-    save_recording(out, recorder.footprints, rank=rank, ranks=ranks)
-    if rank == 0:
+    save_recording(out, recorder.footprints, rank=here.rank, ranks=here.size)
+    if here.rank == 0:
         with phase("waiting for the recordings of all ranks"):
-            await_recording(out, ranks, OTHER_RANKS_TIMEOUT_S)
-    return rank == 0
+            await_recording(out, here.size, OTHER_RANKS_TIMEOUT_S)
 
 
 def _show(found: Characterization, json: str | None, plot: Path | None) -> None:
