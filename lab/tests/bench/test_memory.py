@@ -24,3 +24,14 @@ def test_what_lives_together_counts_together() -> None:
     assert peak_bytes(one_after_the_other, [given]) == 1024
     assert peak_bytes(together, [given]) == 2048
     assert peak_bytes(of_what_is_given, [given]) == 0
+
+
+def test_memory_that_is_given_back_does_not_count() -> None:
+    def resized() -> None:
+        kept = torch.zeros(256)
+        kept.untyped_storage().resize_(0)
+        torch.zeros(128)
+        kept.untyped_storage().resize_(512)
+        kept[:128].add_(torch.ones(128))
+
+    assert peak_bytes(resized, []) == 1024

@@ -31,7 +31,7 @@ def rank_result(blocks: list[list[float]]) -> dict[str, Any]:
         "failed": None, "blocks": blocks, "block_average": "median", "mixes_by": None, "in_step": True,
         "losses": [1.0] * steps, "samples_per_step": 8, "sent_bytes": 100 * steps,
         "final": {}, "backward_s": 0.1, "exposed_s": 0.0, "plan": [], "plan_digest": None, "buckets": [],
-        "timeline": [], "predicted_timeline": [],
+        "timeline": [], "predicted_timeline": [], "memory_bytes": None,
     }  # fmt: skip
 
 

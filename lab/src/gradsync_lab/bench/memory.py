@@ -17,7 +17,7 @@ class _Storages(TorchDispatchMode):
     def __init__(self, given: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
         self._given = {tensor.untyped_storage()._cdata for tensor in given}
-        self._live: dict[int, int] = {}
+        self._live: dict[int, weakref.ref[UntypedStorage]] = {}
         self.peak_bytes: int = 0
 
     def __torch_dispatch__(
@@ -37,9 +37,10 @@ class _Storages(TorchDispatchMode):
         key = storage._cdata
         if key in self._given or key in self._live or not storage.nbytes():
             return
-        self._live[key] = storage.nbytes()
-        weakref.finalize(storage, self._live.pop, key, 0)
-        self.peak_bytes = max(self.peak_bytes, sum(self._live.values()))
+        self._live[key] = weakref.ref(storage)
+        weakref.finalize(storage, self._live.pop, key, None)
+        live = (each() for each in list(self._live.values()))
+        self.peak_bytes = max(self.peak_bytes, sum(each.nbytes() for each in live if each is not None))
 
 
 def peak_bytes(run: Callable[[], object], given: Sequence[Tensor]) -> int:

@@ -228,6 +228,9 @@ def _record(
         params["picked_of"] = {name: {"lines": len(of), "rounds": spec.sweep_repeats} for name, of in chosen.items()}
     if subject.name in picked:
         params["subject_method"] = picked[subject.name]
+    if subject.step_memory_bytes is not None and baseline.step_memory_bytes is not None:
+        params["memory_bytes"] = subject.step_memory_bytes
+        params["baseline_memory_bytes"] = baseline.step_memory_bytes
     payload = sum(row.sent_bytes for row in subject.buckets) if subject.buckets else None
     return Record(
         case="train",
@@ -305,4 +308,5 @@ def _merge(name: str, ranks: list[dict[str, Any]], spec: TrainSpec, sharing: int
         buckets=[BucketRow(**row) for row in ranks[0]["buckets"]],
         timeline=[TimelineTask(**task) for task in ranks[0]["timeline"]],
         predicted_timeline=[TimelineTask(**task) for task in ranks[0]["predicted_timeline"]],
+        step_memory_bytes=max((r["memory_bytes"] for r in ranks if r["memory_bytes"] is not None), default=None),
     )

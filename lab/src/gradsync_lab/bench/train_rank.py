@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -34,6 +35,7 @@ from ..cluster.counters import interface_bytes
 from ..workloads import Batch, Workload
 from ..workloads.emulated import Emulated
 from .card import BACKENDS, OnCard, own_card
+from .memory import peak_bytes
 from .methods import SWEEPS, Method, method
 from .rank import DISTURBED, event, in_time, run_rank
 from .replicas import rests_of
@@ -355,7 +357,20 @@ def result_of(workload: AnyWorkload, who: Contestant, spec: TrainSpec) -> dict[s
         "timeline": timeline,
         "predicted_timeline": predicted,
         "predicted_s": None,
+        "memory_bytes": _step_memory_bytes(workload, who) if who.in_shards else None,
     }
+
+
+def _step_memory_bytes(workload: AnyWorkload, who: Contestant) -> int:
+    """Trains a last step of a model in shards and returns the peak memory of the tensors made in it, in bytes.
+
+    Shards of parameters and the optimiser's state are there before, and do not count.
+    """
+    who.optimizer.zero_grad()
+    state = chain.from_iterable(kept.values() for kept in who.optimizer.state.values())
+    lasting = [*who.inner.parameters(), *who.inner.buffers(), *(each for each in state if isinstance(each, Tensor))]
+    given = [each.to_local() if isinstance(each, DTensor) else each for each in lasting]
+    return peak_bytes(lambda: train_step(workload, who), given)
 
 
 def mixing_scheme(who: Contestant) -> Scheme[Any] | None:

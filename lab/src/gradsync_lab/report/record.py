@@ -269,6 +269,7 @@ class MethodRun(BaseModel):
     buckets: list[BucketRow] = []
     timeline: list[TimelineTask] = []
     predicted_timeline: list[TimelineTask] = []  # the same step as predicted
+    step_memory_bytes: int | None = None  # peak of the tensors made in a step, of models in shards; else None
 
     @property
     def ran(self) -> PlanRan | None:
