@@ -16,7 +16,10 @@ unexport PYTHONDONTWRITEBYTECODE
 
 setup: .venv/setup.stamp
 
-PIP := $(BIN)/pip install --disable-pip-version-check --quiet $(PIP_ARGS) -c constraints.txt
+# On a terminal pip shows what it fetches and builds; elsewhere, as in logs, only what goes wrong.
+QUIETLY := $(shell test -t 2 || echo --quiet)
+
+PIP := $(BIN)/pip install --disable-pip-version-check $(QUIETLY) $(PIP_ARGS) -c constraints.txt
 
 # As pip does with wheels: else each rank compiles modules while training starts, where the environment says
 # PYTHONDONTWRITEBYTECODE, as containers do.
@@ -34,7 +37,7 @@ FORCE:
 
 # torch is named here too: resolved in the same command as the rest, the pin keeps other builds of torch away.
 .venv/package.stamp: .venv/modules pyproject.toml CMakeLists.txt constraints.txt $(wildcard csrc/* csrc/*/*)
-	@echo 'Installing gradsync into .venv: pip fetches torch and compiles the native kernels, silently for some minutes.'
+	@echo 'Installing gradsync into .venv: pip fetches torch and compiles the native kernels, for some minutes.'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) '$(TORCH)' -e .
 	$(COMPILED) src

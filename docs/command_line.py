@@ -21,16 +21,21 @@ HEAD = """# Command line
 | status | meaning |
 |---|---|
 | 0 | the command did what it was asked |
-| 1 | it ended with a fault: the run failed, your script raised, `doctor` found a fault, or an aim was missed \
+| 1 | it ended with a fault: the run failed, your script raised, `doctor` found a fault, `demo` could not compare \
+gradsync with DDP, a method failed in a cell of `bench train --grid defaults`, or an aim was missed \
 (`bench --require`, `faults`, `fuzz`, `soak`, `lab check`) |
-| 2 | an argument or a file is wrong; the message says which, and what was expected |
+| 2 | an argument or a file is wrong, the command needs gradsync-lab and it is not installed, or there can be no lab \
+here (`lab`, `soak`); the message says what was expected, or what to do |
+| 124 | the time of `lab run --timeout` was up |
+| 128 + n | signal n killed the rank of `lab run` that failed first |
+| 130 | the command was interrupted (Ctrl-C); `bench converge` gives the records of finished methods first |
 | another | that of your own script, or in `lab run` of the rank that failed first ([lab](../how-to/lab.md)) |
 
 `--json` means the same wherever it stands. `--json FILE` writes the command's result to a file; `--json -` prints it to
 stdout and nothing else, while tables and words go to stderr. The status is the same as without it. What `faults`,
 `fuzz` and `soak` give is their verdict with its counts; the cases themselves are in the file of `--record`, if there is
-one. `bench train --grid defaults` takes a file only, from which it goes on. A script's own subprocesses still write to
-stdout.
+one. `bench train --grid defaults` takes a file only, from which it goes on, and with `--dry-run` only `-`. A script's
+own subprocesses still write to stdout.
 
 What takes more than some seconds shows its phase and the time on stderr where that is a terminal, and elsewhere one
 line when a phase begins.

@@ -1,4 +1,4 @@
-"""A training script with gradsync: two lines more than without.
+"""Trains on several ranks by gradsync: two lines differ from a script for DDP, the import and the call of `attach`.
 
 torchrun --nproc-per-node 2 examples/train.py
 """

@@ -1,4 +1,4 @@
-"""Docstrings can be understood alone: they open with a subject or a verb, and public ones have shapes and units."""
+"""Docstrings and sentences of pages open with a subject or a verb; public docstrings have shapes and units."""
 
 from __future__ import annotations
 
@@ -42,6 +42,42 @@ def test_no_docstring_opens_without_a_subject(top: str) -> None:
 def test_the_check_sees_openings() -> None:
     assert opening("`Of` the rest.") == "Of" and opening("Returns it.") not in BAD_OPENINGS
     assert len(list(docstrings("src/gradsync"))) > 1000
+
+
+LATER = ("docs/reference/command-line.md", "docs/tutorials/fsdp.md")
+PAGES = [
+    path
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "lab/README.md", *(ROOT / "docs").rglob("*.md"))
+    if str(path.relative_to(ROOT)) not in LATER
+]
+NO_PROSE = re.compile(r"^( *)```.*?^\1```|^<!--.*?-->|^ *[|#].*?$", re.DOTALL | re.MULTILINE)
+PARTS = re.compile(r"\n\s*\n|^\s*(?:[-*]|\d+\.)\s", re.MULTILINE)  # between paragraphs and items of lists
+BARE = re.compile(r"(?:^|(?<=[.!?])\s|(?<=[.!?][)\"*_`])\s)(\(?(?:What|Of|By(?! default)|Those|Where)\b[^.!?]*[.!?]?)")
+
+
+def bare_openings(page: str) -> list[str]:
+    """Returns the sentences of a page in Markdown that open with What, Of, By, Those or Where and ask nothing.
+
+    Code, tables, headings and comments have no sentences; a link or a name in bold letters may open one.
+    """
+    found = []
+    for block in PARTS.split(NO_PROSE.sub("\n\n", page)):
+        found += [each for each in BARE.findall(" ".join(block.split())) if not each.endswith("?")]
+    return found
+
+
+def test_sentences_of_pages_open_with_a_subject() -> None:
+    bad = []
+    for page in PAGES:
+        bad += [f"{page.relative_to(ROOT)}: {each}" for each in bare_openings(page.read_text(encoding="utf-8"))]
+    assert not bad, "\n".join(bad)
+
+
+def test_the_check_sees_bare_openings_in_prose_alone() -> None:
+    bad = "It is one.\nWhat it\nloses is told. (Where it is?)\n\n- By then it is late.\n- `a` is. Of these, none.\n"
+    assert [each.split()[0] for each in bare_openings(bad)] == ["What", "By", "Of"]
+    good = "# What it is\n\n| Of | b. Of c |\n\n```\nWhere. By\n```\nBy default, what? **Where it goes** says so."
+    assert not bare_openings(good)
 
 
 # A shape such as (numel,) or (n, dim), or words that say as much.

@@ -10,7 +10,6 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from drawing import BLUE, GREEN, INK, MARGIN, ORANGE, PALE, PURPLE, RED, WIDTH, Drawing
 from torch import Tensor
 
 from gradsync import kernels
@@ -36,6 +35,7 @@ from gradsync.tensors.density import DensityProfile, profile_rows
 from gradsync.tensors.index_formats import IndexFormat
 from gradsync_lab.papers.ds_sync import ring_seconds
 from gradsync_lab.papers.reference import mergecomp_problem
+from gradsync_lab.report.drawing import BLUE, GREEN, INK, MARGIN, ORANGE, PALE, PURPLE, RED, WIDTH, Drawing
 from gradsync_lab.rivals.cuts import curve
 from gradsync_lab.rivals.merge import lazy, whole
 

@@ -6,14 +6,11 @@ import re
 import runpy
 from pathlib import Path
 
-import pytest
-
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "concepts" / "ideas.md"
 
 
-def test_pictures_are_what_the_code_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(DOCS / "pictures")
+def test_pictures_are_what_the_code_draws() -> None:
     pictures = runpy.run_path(str(DOCS / "pictures" / "ideas.py"))["PICTURES"]
     files = {path.stem: path.read_text(encoding="utf-8") for path in (DOCS / "concepts" / "pictures").glob("*.svg")}
     assert files.keys() == pictures.keys()

@@ -86,6 +86,8 @@ def test_a_script_is_run_recorded_and_ended(tmp_path: Path) -> None:
     arguments = [str(program), "characterize", *options, "--", str(script), "--rate", "0.1"]
     printed = run_on_two_ranks([sys.executable, *arguments], tmp_path, limit_s=60)
     assert "".join(printed).count("Sparsity of gradients") == 1
+    said = [(tmp_path / f"{rank}.err").read_text(encoding="utf-8") for rank in range(2)]
+    assert [text.count(f"recording the gradients of {script} in 3 steps\n") for text in said] == [1, 0]
     found = Characterization.from_json((tmp_path / "found.json").read_text(encoding="utf-8"))
     rows = found.tensors["0.weight"].rows
     assert found.steps == 3 and rows is not None

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import io
+import os
+import shutil
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from gradsync.characterization.footprint import Footprint, Shape
+from gradsync.characterization.recording import save_recording
 from gradsync.cli import app
 from gradsync.cli.console import LiteralConsole, beside
 from gradsync.cli.progress import phase
@@ -18,6 +23,7 @@ from tests.hostile import STEERING
 from tests.profiles import make_profile
 from tests.terminals import terminal_as_stderr
 
+ROOT = Path(__file__).parents[2]
 ESCAPE = "\x1b"
 
 
@@ -71,12 +77,14 @@ def test_what_a_script_prints_meanwhile_stays_on_stdout(
     assert capsys.readouterr().out == "of the script\n" and "of the script" not in seen.getvalue()
 
 
-@pytest.mark.parametrize("command", ["plan", "doctor"])
+@pytest.mark.parametrize("command", ["plan", "doctor", "characterize"])
 def test_commands_name_their_phase(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_profile().save(tmp_path / "profile.json")
+    save_recording(tmp_path, [{"w": Footprint.of(torch.ones(16), Shape((16,)))}], rank=0, ranks=1)
     words, said = {
         "plan": (["plan", str(tmp_path / "profile.json"), "-o", str(tmp_path / "plan.json")], "searching a plan"),
         "doctor": (["doctor", "--no-ranks"], "examining the installation"),
+        "characterize": (["characterize", "--recorded", str(tmp_path)], "reading the recording"),
     }[command]
     seen = terminal_as_stderr(monkeypatch)
     done = CliRunner().invoke(app, words)
@@ -94,3 +102,47 @@ def test_piped_output_has_no_codes(tmp_path: Path) -> None:
     )  # fmt: skip
     assert not STEERING.search(done.stdout + done.stderr)
     assert done.stderr.splitlines() == ["searching a plan for 3 parameters", "Plan: plan.json"]
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make")
+def test_make_lets_pip_show_its_progress_on_a_terminal_alone(tmp_path: Path) -> None:
+    command = ["make", "--dry-run", "--always-make", "demo"]
+    ours, theirs = os.openpty()
+    try:
+        installing = [
+            [line for line in done.stdout.splitlines() if "pip install" in line]
+            for stderr in (theirs, subprocess.DEVNULL)
+            if (done := subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True, check=True))
+        ]
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert [["--quiet" in line for line in lines] for lines in installing] == [[False] * 2, [True] * 2]
+
+
+PIP = """#!/bin/sh
+[ "$1" != --python ] || { while [ "$1" != --wheel-dir ]; do shift; done; mkdir -p "$2"; touch "$2/a.whl"; }
+"""
+PYTHON = """#!/bin/sh
+[ "$2" != build ] || { mkdir a; tar -czf dist/a.tar.gz a; }
+echo python
+"""
+
+
+def test_making_wheels_says_what_it_builds_before_it_does(tmp_path: Path) -> None:
+    for name, text in {"pip": PIP, "python": PYTHON}.items():
+        tool = tmp_path / ".venv-wheels" / "bin" / name
+        tool.parent.mkdir(parents=True, exist_ok=True)
+        tool.write_text(text, encoding="utf-8")
+        tool.chmod(0o755)
+    (tmp_path / ".ci").mkdir()
+    script = shutil.copy(ROOT / ".ci" / "wheels", tmp_path / ".ci")
+    done = subprocess.run([script, "pure"], capture_output=True, text=True, check=False, timeout=30)
+    assert done.returncode == 0, done.stderr
+    assert [line.partition(",")[0] for line in done.stdout.splitlines()] == [
+        "wheels: installing what builds them into .venv-wheels",
+        "wheels: building the source distribution",
+        "wheels: dist/a.tar.gz",
+        "wheels: building the wheel pure",
+        "wheels: dist/a.whl",
+    ]

@@ -105,6 +105,13 @@ def test_a_fault_keeps_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "broken" in done.stderr
 
 
+def test_an_examination_that_fails_is_told_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    with patch.object(command, "examined", side_effect=OSError("no processor here")):
+        done = run("doctor", "--json", "-")
+    assert done.exit_code == 1 and done.stdout == "" and isinstance(done.exception, SystemExit)
+    assert "The run failed: no processor here" in done.stderr
+
+
 def test_an_error_prints_no_json(place: Path) -> None:
     Path("train.py").write_text("raise SystemExit(3)", encoding="utf-8")
     for name, code in (("plan", 2), ("measure", 3)):

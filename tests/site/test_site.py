@@ -25,9 +25,33 @@ FLAGS = (
     "--virtual-time-budget=120000 --window-size=1400,900"
 ).split()
 WIDTHS = (1280, 390)
-# Puts one page after the other into a frame, and notes how wide it is in a frame of each width.
-MEASURE = """<!doctype html><meta charset="utf-8"><body><script>
+DARK, LIGHT = 0, 1  # what a browser is told that the reader prefers
+LEAST_CONTRAST = 4.5  # of text and what is behind it: WCAG 2.1, level AA
+# Puts one page after the other into a frame, and notes how wide it is in a frame of each width, how light it is behind
+# its text, and the least contrast of the two.
+MEASURE = r"""<!doctype html><meta charset="utf-8"><body><script>
 const found = [];
+const numbers = color => color.match(/[\d.]+/g).map(Number);
+function over([r, g, b, share = 1], behind) {
+  return [r, g, b].map((value, i) => share * value + (1 - share) * behind[i]);
+}
+function luminance(color) {
+  const [r, g, b] = color.map(v => v / 255).map(v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+}
+function behind(element) {
+  if (!element) return [255, 255, 255];
+  const color = numbers(getComputedStyle(element).backgroundColor);
+  return color[3] === 0 ? behind(element.parentElement) : over(color, behind(element.parentElement));
+}
+function shades(inside) {
+  const texts = [...inside.querySelectorAll("article p, article li, article td, article pre code span")];
+  const pairs = texts.filter(each => each.textContent.trim()).map(each => {
+    const back = behind(each), [a, b] = [back, over(numbers(getComputedStyle(each).color), back)].map(luminance);
+    return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+  });
+  return [luminance(behind(inside.querySelector("article"))), Math.min(...pairs)];
+}
 async function measure(page) {
   const frame = document.createElement("iframe");
   frame.style.width = WIDTHS[0] + "px"; frame.style.height = "800px"; frame.style.border = 0;
@@ -39,7 +63,8 @@ async function measure(page) {
   for (const width of WIDTHS) {
     frame.style.width = width + "px";
     await new Promise(done => setTimeout(done, 100));
-    found.push([page, width, inside.documentElement.scrollWidth, inside.querySelectorAll("h1").length]);
+    const headings = inside.querySelectorAll("h1").length;
+    found.push([page, width, inside.documentElement.scrollWidth, headings, ...shades(inside)]);
   }
   frame.remove();
 }
@@ -149,13 +174,17 @@ def address() -> Iterator[str]:
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium")
 @pytest.mark.timeout(300)
-def test_no_page_is_wider_than_the_window(address: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheme", [LIGHT, DARK], ids=["light", "dark"])
+def test_pages_fit_the_window_and_are_legible(address: str, tmp_path: Path, scheme: int) -> None:
     assert BROWSER is not None
-    command = [BROWSER, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", f"{address}/frames"]
+    flags = [f"--blink-settings=preferredColorScheme={scheme}", f"--user-data-dir={tmp_path / 'profile'}"]
+    command = [BROWSER, *FLAGS, *flags, f"{address}/frames"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=True)
     measured = json.loads(done.stdout.split("MEASURED")[-2])
     assert len(measured) == len(PAGES) * len(WIDTHS)
-    assert not [(page, width, wide) for page, width, wide, _ in measured if wide > width]
-    assert not [page for page, _, _, headings in measured if headings != 1]
+    assert not [(page, width, wide) for page, width, wide, *_ in measured if wide > width]
+    assert not [page for page, _, _, headings, *_ in measured if headings != 1]
+    assert not [page for page, *_, light, _ in measured if (light < 0.2) != (scheme == DARK)]
+    assert not [(page, contrast) for page, *_, contrast in measured if contrast < LEAST_CONTRAST]
     errors = [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
     assert not errors, errors[:5]

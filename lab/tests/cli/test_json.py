@@ -11,7 +11,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from gradsync.cli import COMMANDS, app, loaded
-from gradsync_lab.cli import demo, faults, lab, simulate, soak
+from gradsync_lab.bench.grid import CELLS
+from gradsync_lab.cli import bench, demo, faults, lab, simulate, soak
 from gradsync_lab.cluster import Lab, LinkRate
 from gradsync_lab.faults.tables import Summary as Faults
 from gradsync_lab.fuzz import run
@@ -19,6 +20,7 @@ from gradsync_lab.fuzz.record import Failure, Replay
 from gradsync_lab.fuzz.record import Summary as Fuzz
 from gradsync_lab.fuzz.run import Fuzzing
 from gradsync_lab.papers.mergecomp import highest_table
+from gradsync_lab.report.page import verdict
 from gradsync_lab.report.record import TrainingRun, save_records
 from gradsync_lab.soak.journal import Line
 from gradsync_lab.soak.verdict import Summary as Soak
@@ -27,8 +29,6 @@ from lab.tests.fuzz.test_workers import CASE, UNWATCHED
 from lab.tests.report.test_report import records_of_two_links, training_run
 from lab.tests.soak.test_verdict import soak as lines_of_soak
 from tests.terminals import terminal_as_stderr
-
-WITHOUT_RESULT = {"bench figures"}  # it writes pages
 
 
 def leaves(name: str, command: Any) -> Iterator[tuple[str, Any]]:
@@ -44,13 +44,17 @@ def said(*words: str) -> Result:
     return CliRunner().invoke(app, list(words), env={"COLUMNS": "200"})
 
 
+def squeezed(text: str) -> str:
+    return " ".join(text.split())
+
+
 def test_the_option_is_the_same_of_all_commands() -> None:
     found = {}
     for top in COMMANDS:
         for name, command in leaves(top, loaded(top)):
             found[name] = [(p.metavar, p.help) for p in command.params if "--json" in p.opts]
-    assert {name for name, options in found.items() if not options} == WITHOUT_RESULT
-    assert len({options[0] for options in found.values() if options}) == 1
+    assert len(found) > 20 and [name for name, options in found.items() if len(options) != 1] == []
+    assert len({options[0] for options in found.values()}) == 1
 
 
 def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,6 +62,7 @@ def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = said("demo", "--quick", "--out", str(tmp_path / "out"), "--json", "-")
     assert done.exit_code == 0, done.output
     assert TrainingRun.model_validate_json(done.stdout).workload == "deepfm" and "Report: " in done.stderr
+    assert verdict(training_run()) in squeezed(done.stderr)
 
 
 def test_a_demo_that_fails_prints_no_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,6 +80,27 @@ def test_report(tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     assert done.exit_code == 0 and found["page"] == str(tmp_path / "page.html")
     assert found["verdict"].startswith("gradsync, 2 records") and "gradsync, 2 records" in done.stderr
+
+
+def test_a_dry_run_of_the_grid_gives_its_cells(tmp_path: Path) -> None:
+    command = "bench", "train", "--grid", "defaults", "--dry-run", "--json"
+    done = said(*command, "-")
+    found = json.loads(done.stdout)
+    assert done.exit_code == 0 and [each["cell"] for each in found["cells"]] == [cell.name for cell in CELLS]
+    assert found["cells"][0]["methods"] == list(CELLS[0].methods)
+    assert found["seconds"] == sum(each["seconds"] for each in found["cells"]) > 60
+    assert "36 cells, about" in done.stderr
+    kept = tmp_path / "grid.json"
+    kept.write_text("records", encoding="utf-8")
+    done = said(*command, str(kept))
+    assert done.exit_code == 2 and "take --json -" in done.stderr and kept.read_text(encoding="utf-8") == "records"
+
+
+def test_figures_lists_the_pages_that_it_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "written", lambda root: {Path("a.md"): "text of a", Path("b.md"): "text of b"})
+    done = said("bench", "figures", "--root", str(tmp_path), "--json", "-")
+    assert done.exit_code == 0 and json.loads(done.stdout) == ["a.md", "b.md"] and "b.md: written" in done.stderr
+    assert (tmp_path / "b.md").read_text(encoding="utf-8") == "text of b"
 
 
 @pytest.mark.parametrize(("after_s", "code"), [(1.0, 0), (20.0, 1)])

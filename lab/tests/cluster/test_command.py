@@ -81,6 +81,12 @@ def test_check_finds_the_rates_of_good_links_and_of_a_slow_node(tmp_path: Path) 
     pytest.fail(f"links carry less than half of what they should:\n{done.output}")
 
 
+@pytest.mark.usefixtures("namespaces")
+def test_a_program_that_is_not_there_ends_run_as_a_shell_would() -> None:
+    done = CliRunner().invoke(app, ["run", "--nodes", "1", "--", "nosuchprogram"])
+    assert done.exit_code == 127 and "[0] nosuchprogram: No such file or directory" in done.output
+
+
 def test_impossible_lab_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: Lab) -> Lab:
         raise LabUnavailableError("no namespaces here")

@@ -1,7 +1,8 @@
-"""Pages say what the records say that they name, rounded once; a template that names no record is refused."""
+"""Pages and pictures say what the records say that they name; a template that names no record is refused."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -92,3 +93,30 @@ def test_a_page_without_the_part_is_refused(root: Path) -> None:
 def test_a_file_that_is_no_template_is_refused(root: Path) -> None:
     with pytest.raises(ValueError, match="the first 'page: PAGE.md'"):
         with_template(root, "text", head="run: run")
+
+
+def with_picture(root: Path, body: str) -> str:
+    (root / TEMPLATES / "bars.md").write_text(f"page: bars.svg\nrun: run\n\n{body}\n")
+    return written(root)[Path("bars.svg")]
+
+
+def test_a_picture_has_bars_as_long_as_the_medians_of_its_records(root: Path) -> None:
+    drawn = with_picture(root, "Steps\nDDP: {run gradsync baseline_s}\ngradsync, new: {run gradsync subject_s}\nof two")
+    assert "<title>Steps</title>" in drawn and all(f">{words}</text>" in drawn for words in ("5 ms", "74 ms", "of two"))
+    base, mine = (float(width) for width in re.findall(r'<rect x="170" .*?width="([\d.]+)"', drawn))
+    assert mine / base == pytest.approx(0.0744 / 0.0051, rel=0.01)
+    ends = [float(x) - 170 for x in re.findall(r'<polyline points="([\d.]+),[\d.]+ \1,', drawn)]
+    assert [each / mine for each in ends[2:4]] == pytest.approx([0.07 / 0.0744, 0.08 / 0.0744], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("Steps\nDDP: {run gradsync ms}", "one of the figures subject_s, baseline_s"),
+        ("Steps\nDDP: {run other subject_s}", "names 0 records"),
+        ("Steps\nDDP: 5 ms", "for each bar"),
+    ],
+)
+def test_a_picture_without_the_times_of_records_is_refused(root: Path, body: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        with_picture(root, body)

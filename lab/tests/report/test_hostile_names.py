@@ -23,7 +23,7 @@ from gradsync_lab.cli.progress import event_bar
 from gradsync_lab.cluster import LabUnavailableError
 from gradsync_lab.report.balance import balance_table
 from gradsync_lab.report.compress import compress_tables, loss_table
-from gradsync_lab.report.page import figures, write_page
+from gradsync_lab.report.page import figures, verdict, write_page
 from gradsync_lab.report.planning import planning_table
 from gradsync_lab.report.record import Record, TrainingRun, load_records, save_records
 from gradsync_lab.report.tables import judgements, records_table, training_table
@@ -182,12 +182,15 @@ def test_the_demo_says_names_as_they_are(
 ) -> None:
     monkeypatch.setattr(demo, "run_training", lambda spec, on_event: run_with(name))
     folder = tmp_path / "[" / "]"
-    text = said("demo", "--quick", "--workload", name, "--link", name, "--out", folder)
+    run = run_with(name)
+    names_gradsync = any(method.name == "gradsync" for method in run.methods)
+    text = said("demo", "--quick", "--workload", name, "--link", name, "--out", folder, code=0 if names_gradsync else 1)
     for each in (
         f"text{name}; data: text{name}",
         f"Whatgradsync{name}did",
         f"a -> all reduce{name}",
         f"Note: note{name}",
+        verdict(run),
     ):
         assert shown(each) in text
     assert squeezed(f"Report: {folder / 'report.html'}") in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -48,7 +49,7 @@ from gradsync_lab.report.tables import (
     training_rows,
     training_table,
 )
-from gradsync_lab.report.trace import lanes, trace_events, write_trace
+from gradsync_lab.report.trace import TRACE, lanes, trace_events, write_trace
 
 BROWSER = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
@@ -331,12 +332,29 @@ def test_verdict_comes_from_the_figures() -> None:
     assert "ddp_broken failed: TypeError" in verdict(training_run())
 
 
-def test_verdict_names_a_method_that_beats_gradsync() -> None:
-    run = training_run(40.0)
-    for other, sentence in ((0.3, "Faster than gradsync here: ddp_sparse, 0.300."), (0.6, "The best other method: ")):
-        ratio = Spread(median=other, p5=other, p95=other)
-        record = run.records[0].model_copy(update={"subject": "ddp_sparse", "ratio": ratio})
-        assert sentence in verdict(run.model_copy(update={"records": [*run.records, record]}))
+@pytest.mark.parametrize(
+    ("median", "wide", "pace"),
+    [
+        (0.3, 0.05, "faster than"),
+        (0.6, 0.05, "slower than"),
+        (0.3, 0.3, "within this run's noise of"),
+        (0.37, 0.005, "within this run's noise of"),
+        (0.0, 0.0, "faster than"),
+    ],
+    ids=["faster", "slower", "spreads overlap", "inside of A/A", "no time"],
+)
+def test_verdict_compares_the_fastest_other_method_by_the_noise_rule(median: float, wide: float, pace: str) -> None:
+    run = training_run(40.0)  # 0.4 [0.36-0.44]
+    ours = run.records[0].model_copy(update={"aa": Spread(median=1.0, p5=0.92, p95=1.08)})
+    if median == 0.37:
+        ours = ours.model_copy(update={"ratio": Spread(median=0.4, p5=0.39, p95=0.41)})
+    ratio = Spread(median=median, p5=median * (1 - wide), p95=median * (1 + wide))
+    other = ours.model_copy(update={"subject": "ddp_sparse", "ratio": ratio})
+    slowest = ours.model_copy(update={"subject": "ddp_bf16", "ratio": Spread(median=0.9, p5=0.9, p95=0.9)})
+    figures = f"{median:.3f} [{ratio.p5:.3f}-{ratio.p95:.3f}]"
+    assert (
+        f"The fastest other method, ddp_sparse, is {pace} gradsync: {figures} of ddp_default's step time."
+    ) in verdict(run.model_copy(update={"records": [ours, slowest, other]}))
 
 
 def test_verdict_says_that_gradsync_failed() -> None:
@@ -464,6 +482,32 @@ def test_the_command_writes_the_page_of_a_run_or_of_records(tmp_path: Path) -> N
     assert done.exit_code == 0 and "4 records of train" in text
     for cell in ("1.200 [1.100-1.300]", "failed: OSError", "train workload deepfm, link 10gbit"):
         assert f">{cell}</td>" in text
+
+
+def test_the_page_of_a_run_names_files_that_are_there_as_seen_from_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    results, bare = Path("demo-out", "results.json"), Path(os.fsdecode(b"bare\xff"), "results.json")
+    for path in (results, bare):
+        path.parent.mkdir()
+        path.write_text(training_run().model_dump_json(), encoding="utf-8")
+    write_trace(training_run(), results.with_name(TRACE))
+
+    def end_of(page: str, *words: str) -> str:
+        done = CliRunner().invoke(app, ["report", *words, "-o", page])
+        assert done.exit_code == 0, done.output
+        return " ".join(Path(page).read_text(encoding="utf-8").rpartition("hundreds of nodes.")[2][:300].split())
+
+    for page, folder in {"report.html": "demo-out/", "demo-out/again.html": ""}.items():
+        text = end_of(page, str(results))
+        assert text.startswith(f"The same figures as data are in {folder}results.json. One step of each method is in ")
+        assert f"is in {folder}trace.json, which opens in Perfetto.</p>" in text
+    text = end_of("bare.html", str(bare))
+    assert "data are in bare\\udcff/results.json.</p>" in text and "trace" not in text.partition("</p>")[0]
+    write_page(training_run(), "alone.html")
+    text = Path("alone.html").read_text(encoding="utf-8")
+    assert "results.json" not in text and "Perfetto" not in text
 
 
 def test_records_that_chose_a_line_of_ddp_are_in_the_table_not_in_the_plot(tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ from .statistics import Frozen, Sparsity, elements_of, full_sparsity, mean_over_
 
 TIMEOUT_S = 600.0
 
-Gradients = Mapping[str, Gradient]  # parameter name -> gradient, of one rank in one step
+Gradients = Mapping[str, Gradient]
+"""The gradients of one rank in one training step, by parameter name."""
 
 
 def _equal_to_one(version: int) -> int:
@@ -44,12 +45,12 @@ class TensorCharacterization(Frozen):
     """
 
     shape: tuple[int, ...]
-    sparse: bool  # some rank's gradient had the sparse layout
-    full: bool  # a quick look found few zeros: figures are not measured, but of a tensor without zeros
+    sparse: bool
+    full: bool
     elements: Sparsity
     rows: Sparsity | None = None
-    filled_ratio: float | None = None  # share of elements that are not zero within the rows that are not all zero
-    pattern: str = ""  # digest of the non-zero rows: equal for tables that have the same ones on every rank
+    filled_ratio: float | None = None
+    pattern: str = ""
 
     def view(self) -> Sparsity:
         """Returns the sparsity figures of rows if at least half of the rows are all zero, else those of elements."""
@@ -59,14 +60,21 @@ class TensorCharacterization(Frozen):
 class Characterization(Frozen):
     """The result of `characterize`: sparsity figures of each parameter's gradient, and of all sparse ones together.
 
-    `together` counts elements of all gradients of which at most half is non-zero, whatever their layout, concatenated
-    in the order of `tensors`; None without such gradients. `sampled` says that some figures are estimates.
+    Attributes:
+        version: the version of the file format, 1.
+        ranks: the number of ranks.
+        steps: the number of training steps.
+        sampled: whether some figures are estimates: only a sample of rows was read, or a quick look found a full
+            tensor.
+        tensors: the figures of each parameter's gradient, by name.
+        together: the figures of the elements of all gradients of which at most half is non-zero, whatever their layout,
+            concatenated in the order of `tensors`; None without such gradients.
     """
 
     version: Annotated[int, AfterValidator(_equal_to_one)] = 1
     ranks: int
     steps: int
-    sampled: bool  # some figures are estimates: only a sample of rows was read, or a quick look found a full tensor
+    sampled: bool
     tensors: dict[str, TensorCharacterization]
     together: Sparsity | None = None
 

@@ -25,7 +25,8 @@ from ..kernels.reference.rotated import rotation
 from ..tensors.density import FEWEST_SAMPLED, MOST_FOUND
 from ..tensors.sparse import SparseRows
 
-Gradient = Tensor | SparseRows | None  # None: this rank did not use the parameter
+Gradient = Tensor | SparseRows | None
+"""A gradient, dense or sparse, of any shape; None if the rank did not use the parameter."""
 
 DEFAULT_SAMPLE = 1 << 15  # rows; estimates a density of 1 % to within 5.5 % of it in one step (one standard error)
 LOOKS = 1024  # elements of a dense gradient that are read to see whether it is mostly zero

@@ -34,14 +34,24 @@ class Frozen(BaseModel):
 
 
 class Estimate(Frozen):
-    """An estimated figure and its standard error, which is 0 if no sample was drawn but everything counted."""
+    """An estimated figure and its standard error.
+
+    Attributes:
+        value: the estimate.
+        error: its standard error; 0 if everything was counted.
+    """
 
     value: float
     error: float = 0.0
 
 
 class Range(Frozen):
-    """A figure's mean, least and most over ranks or pairs of ranks; `error` is the standard error of the mean."""
+    """A figure's mean, least and most over ranks or pairs of ranks.
+
+    Attributes:
+        mean, least, most: over ranks, or pairs of ranks.
+        error: the standard error of the mean; 0 if everything was counted.
+    """
 
     mean: float
     least: float
@@ -56,29 +66,31 @@ class Sparsity(Frozen):
     one rank or the whole, are None or empty if all gradients are zero.
 
     Attributes:
-        looked_at: how many places were read on every rank in every step.
+        size: the number of places.
+        looked_at: how many places were read on every rank in every step; `size` if all were.
         density: share of non-zero places in one rank's gradient.
         union_density: density of the sum over k ranks, by k; for k below all, a mean over groups of k adjacent ranks.
         densification_ratio: density of the sum over k ranks over that of one rank, by k.
-        overlap_ratio: common non-zeros of two ranks over the non-zeros of the one with fewer.
+        overlap_ratio: common non-zeros of two ranks over the non-zeros of the one with fewer, over the pairs that both
+            have some.
         overlap_histogram: share of pairs of ranks in each of `HISTOGRAM_BINS` bins of that ratio.
         skewness_ratio, union_skewness_ratio: density of the densest of n even partitions over that of the whole, by n,
-            for one rank and for the sum over all ranks.
+            for one rank (a mean over the ranks) and for the sum over all ranks.
         shares, union_shares: each partition's share of the non-zeros, for the largest n that is a power of two, for one
             rank and for the sum.
     """
 
     size: int
-    looked_at: int  # places read on every rank in every step; `size` if all were
+    looked_at: int
     density: Range
-    union_density: dict[int, Estimate]  # d^k for k = 1, 2, 4, ... and all ranks; mean over groups of k adjacent ranks
-    densification_ratio: dict[int, Estimate]  # gamma^k, by k
-    overlap_ratio: Range | None  # over pairs of ranks of which both touch some place
-    overlap_histogram: tuple[float, ...] = ()  # share of pairs in each of HISTOGRAM_BINS bins of the overlap ratio
-    skewness_ratio: dict[int, Estimate]  # s^n of one rank's gradient, by n; mean over ranks
-    union_skewness_ratio: dict[int, Estimate]  # s^n of the sum over all ranks, by n
-    shares: tuple[float, ...] = ()  # each partition's share of touched places, for the largest n = 2^j; sums over ranks
-    union_shares: tuple[float, ...] = ()  # the same for the union of what all ranks touch
+    union_density: dict[int, Estimate]
+    densification_ratio: dict[int, Estimate]
+    overlap_ratio: Range | None
+    overlap_histogram: tuple[float, ...] = ()
+    skewness_ratio: dict[int, Estimate]
+    union_skewness_ratio: dict[int, Estimate]
+    shares: tuple[float, ...] = ()
+    union_shares: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,8 @@ def characterize(
                 _record(script, Recorder(steps, kept, every=every), out, json, here)
                 if here.rank > 0:
                     return
-            footprints = load_recording(recorded or out)
+            with phase("reading the recording"):
+                footprints = load_recording(recorded or out)
         with phase("counting non-zeros"):
             found = characterize_footprints(footprints, partitions=partitions)
         _show(found, json, plot)
@@ -76,6 +77,10 @@ def characterize(
 
 def _record(script: Sequence[str], recorder: Recorder, out: Path, json: str | None, here: Ranks) -> None:
     """Runs the script and writes indices of gradients' non-zeros to `out`; rank 0 waits until all ranks have."""
+    if here.rank == 0:  # no spinner: the script has the terminal
+        said = f"recording the gradients of {script[0]} in {recorder.steps} step{'s' if recorder.steps > 1 else ''}"
+        said += f", one of every {recorder.every}" if recorder.every > 1 else ""
+        beside.print(said, highlight=False, soft_wrap=True)
     discard_recording(out, rank=here.rank, ranks=here.size)
     with recording(recorder):
         run_as_main(script, json)

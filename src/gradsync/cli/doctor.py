@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from ..diagnosis.examination import Report, examined
+from .console import plain_errors
 from .progress import phase
 from .results import Json, put, words
 
@@ -18,7 +19,7 @@ def doctor(
     json: Json = None,
 ) -> None:
     """Check an installation: versions, devices, backends, kernels, and two ranks; exits with 1 for a fault."""
-    with phase("examining the installation") as shown:
+    with plain_errors(), phase("examining the installation") as shown:
         report = examined(ranks=ranks, tell=shown.say)
     for line in described(report):
         words(json).print(line, highlight=False, soft_wrap=True)

@@ -108,7 +108,15 @@ def _until_operation(coroutine: Coroutine[Any, Any, Any], value: Any) -> Pending
 
 
 class Span(NamedTuple):
-    """A piece of a step's work, such as a bucket's transfer, with the moments when a device began and ended it."""
+    """A piece of a step's work, such as a bucket's transfer, with the moments when a device began and ended it.
+
+    Attributes:
+        bucket: the id of the bucket.
+        stage: the part of the scheme's exchange, such as "push".
+        stream: what the work keeps busy: "link", "kernel", "compute" or "offload".
+        began, ended: the moments on the device; `task` turns them into seconds.
+        nbytes: the bytes that this rank sends on a link; 0 for other work.
+    """
 
     bucket: str
     stage: str

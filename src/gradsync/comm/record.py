@@ -21,17 +21,25 @@ class Entry(NamedTuple):
 
     For `all_reduce`, `all_gather` and `broadcast` the bytes are computed by the group's transport model; else they are
     the bytes of the parts or messages. Backends other than gloo pad an `exchange` to its bounds, which is not counted.
-    `inside`: whether all members are on one node.
+
+    Attributes:
+        pattern: the type of the collective.
+        sent_bytes: the bytes that this rank sends.
+        inside: whether all members are on one node.
     """
 
     pattern: Pattern
     sent_bytes: float
-    inside: bool = False  # between ranks of one node
+    inside: bool = False
 
 
 @dataclass
 class Ledger:
-    """The collectives of one rank, with their sent bytes, in the order in which the rank issued them."""
+    """The collectives of one rank, with their sent bytes, in the order in which the rank issued them.
+
+    Attributes:
+        entries: one for each collective, in the order of issue.
+    """
 
     entries: list[Entry] = field(default_factory=list)
 

@@ -22,7 +22,11 @@ from ..costs.cluster import MOST_RANKS, Placement
 from ..inputs.settings import Decay, FewInt, PositiveInt, SeveralInt, argument, check, shown
 
 Matrix = NDArray[np.float64]
-RankGroup = tuple[int, ...]  # global ranks, ascending
+"""A matrix, (n, n) float64, by which a schedule multiplies the values of n ranks."""
+
+RankGroup = tuple[int, ...]
+"""The global ranks of a group, ascending."""
+
 NumRanks = Annotated[int, Interval(ge=1, le=MOST_RANKS)]
 Relaxation = Annotated[float, Interval(gt=0, lt=2)]
 
@@ -34,7 +38,7 @@ DOUBLINGS = 60  # of the number of cycles that a spread is summed over: a cycle 
 class Round:
     """One round of averaging: the ranks are partitioned into groups, and each value moves to the mean of its group.
 
-    Args:
+    Attributes:
         groups: global ranks of each group; each rank from 0 on is in one group.
         relaxations: for each group the share of the way to the mean that values move, in (0, 2); empty: 1 each. Beyond
             1, values pass the mean; `exact` uses this to average parts of unequal numbers of ranks.
@@ -72,6 +76,7 @@ class Round:
         return tuple(zip(self.groups, self.relaxations, strict=True))
 
     def group_of(self, rank: int) -> RankGroup:
+        """Returns the group of `rank` in this round, itself included."""
         return next(group for group in self.groups if rank in group)
 
     @property
@@ -93,6 +98,9 @@ class GroupSchedule:
     """A schedule of averaging: which ranks average in which round; step t does `rounds[t % len(rounds)]`.
 
     A cycle is all rounds once.
+
+    Attributes:
+        rounds: the rounds of one cycle, of the same ranks.
 
     Raises:
         ValueError: for rounds of different numbers of ranks, or if the groups never connect some ranks with others,
@@ -119,9 +127,11 @@ class GroupSchedule:
         return self.rounds[0].size
 
     def round(self, step: int) -> Round:
+        """Returns the round that training step `step` does."""
         return self.rounds[step % len(self.rounds)]
 
     def group_of(self, rank: int, step: int) -> RankGroup:
+        """Returns the group of `rank` in training step `step`, itself included."""
         return self.round(step).group_of(rank)
 
     @cached_property

@@ -31,9 +31,11 @@ POLL_S = 0.1  # between two looks of a rank that waits for others
 
 @dataclass(frozen=True)
 class Survival:
-    """The outcome of an agreement after ranks were lost: the global ranks that are left, and how far they are.
+    """The outcome of an agreement after ranks were lost: the ranks that are left, and how far they are.
 
-    `steps`: the most training steps that any of them has made.
+    Attributes:
+        ranks: the global ranks that are left, ascending.
+        steps: the most training steps that any of them has made.
     """
 
     ranks: tuple[int, ...]

@@ -136,7 +136,7 @@ class Payload:
     """
 
     maker: Compressor[Any]
-    spec: FlatSpec  # of the compressed tensor
+    spec: FlatSpec
     step: int
     data: Tensor
 
@@ -160,8 +160,11 @@ class SparseMessage(Message):
 class Summand(Payload):
     """A compressed tensor of numbers that an all-reduce can sum, so that the sum of the tensors is decoded.
 
-    The sum decodes to the sum of the ranks' decoded tensors; that of count sketches, to an estimate of it. `agreed` has
-    numbers that decoding needs, such as scales: maxima over the ranks, the same on all; None if it needs none.
+    The sum decodes to the sum of the ranks' decoded tensors; that of count sketches, to an estimate of it.
+
+    Attributes:
+        agreed: numbers that decoding needs, such as scales: maxima over the ranks, (num_agreed,) float32, the same on
+            all; None if it needs none.
     """
 
     agreed: Tensor | None = None
@@ -484,7 +487,8 @@ def unstack(rows: Tensor, parts: Sequence[Tensor], places: Sequence[int]) -> Non
     torch._foreach_copy_([parts[place] for place in places], list(rows.unbind()))
 
 
-Field = tuple[torch.dtype, int]  # of a message: type and number of elements
+Field = tuple[torch.dtype, int]
+"""One part of a message: the dtype and the number of its elements."""
 
 
 def fields_nbytes(*layout: Field) -> int:

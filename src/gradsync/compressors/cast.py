@@ -30,6 +30,9 @@ class Cast(Compressor[Summand]):
     numbers beyond the range become the largest one of their sign; infinity and NaN stay. The all-reduce rounds its sums
     and may overflow.
     Wire: 2 bytes an element.
+
+    Attributes:
+        dtype: "bfloat16" or "float16".
     """
 
     dtype: HalfType = "bfloat16"

@@ -23,7 +23,11 @@ RESIDUAL = "residual"
 
 @dataclass(frozen=True)
 class Feedback(Compressor[P]):
-    """A compressor that wraps another one, sends its payloads, and keeps what they leave out as a residual."""
+    """A compressor that wraps another one, sends its payloads, and keeps what they leave out as a residual.
+
+    Attributes:
+        compressor: the inner compressor, whose payloads are sent.
+    """
 
     compressor: Compressor[P]
 

@@ -21,6 +21,9 @@ class Unbiased:
     The mean squared error is bounded: E |C(x) - x|^2 <= omega |x|^2, with Euclidean norms. The mean over n ranks that
     draw independently has omega / n. Such a compressor needs no error feedback; C(x) / (1 + omega) is a `Contraction`
     with delta = 1 / (1 + omega).
+
+    Attributes:
+        omega: the bound of the mean squared error, as a share of the squared norm; 0 or more.
     """
 
     omega: float
@@ -32,10 +35,14 @@ class Contraction:
 
     |C(x) - x|^2 <= (1 - delta) |x|^2 with 0 < delta <= 1, where C(x) is x compressed and decoded. Such a compressor is
     biased, and needs error feedback.
+
+    Attributes:
+        delta: the share of the squared norm that arrives at least, in (0, 1].
+        in_expectation: True: the bound holds in the mean over the compressor's random draws; False: for every draw.
     """
 
     delta: float
-    in_expectation: bool = False  # True: holds in the mean over the compressor's random draws; False: for every draw
+    in_expectation: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.delta <= 1:
@@ -48,6 +55,9 @@ class Absolute:
 
     |C(x) - x| <= tau in every element, where C(x) is x compressed and decoded. So error feedback, too, carries at most
     `tau` an element to the next step.
+
+    Attributes:
+        tau: the largest error of an element, in the unit of the tensor.
     """
 
     tau: float
@@ -55,7 +65,11 @@ class Absolute:
 
 @dataclass(frozen=True)
 class Biased:
-    """States that a compressor promises no error bound, so that error feedback may fail; `why` tells the reason."""
+    """States that a compressor promises no error bound, so that error feedback may fail.
+
+    Attributes:
+        why: the reason, in words.
+    """
 
     why: str
 

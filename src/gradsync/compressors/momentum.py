@@ -49,13 +49,20 @@ class MomentumCorrection(Feedback[P]):
     MomentumCorrection(a dense compressor, masking=False): the sum over ranks is the update of an optimiser with
     momentum.
     Wire: as the inner compressor.
+
+    Attributes:
+        momentum: m, in [0, 1).
+        nesterov: whether the momentum is Nesterov's.
+        masking: whether u is zeroed in elements that were sent.
+        clip: about the largest norm of a tensor's gradient, summed over the ranks; None: no clipping.
+        ranks: how many ranks' gradients are summed; with `clip`, schemes refuse another number.
     """
 
-    momentum: Decay = 0.9  # m
+    momentum: Decay = 0.9
     nesterov: bool = False
     masking: bool = True
-    clip: PositiveFloat | None = None  # the largest norm of a tensor's gradient; None: no clipping
-    ranks: PositiveInt = 1  # the ranks whose gradients are summed; with `clip`, schemes refuse another number
+    clip: PositiveFloat | None = None
+    ranks: PositiveInt = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -202,6 +202,12 @@ class BlockInt(MessageQuantizer):
     (sqrt(1 + (L - 1) / s^2) - 1) / 2.
     Blocks whose magnitudes are all below s / 3.4e38 count as zero. For blocks: Dettmers et al., 2022.
     Wire: bits / 8 bytes an element, 4 bytes a block.
+
+    Attributes:
+        bits: the bits of a code: 8 or 4.
+        block: the number of elements that share a scale.
+        stochastic: whether rounding is random; False: to nearest.
+        seed: the seed of random rounding.
     """
 
     bits: Literal[8, 4] = 8
@@ -224,9 +230,15 @@ class SharedBlockInt(SharedScaleQuantizer):
 
     s = 127 // summands, so that an all-reduce can sum the codes of `summands` ranks. Otherwise as `BlockInt` in 8 bits.
     Wire: 1 byte an element in an all-reduce of int8, after an all-reduce of 4 bytes a block (maxima).
+
+    Attributes:
+        summands: the most ranks whose codes are summed.
+        block: the number of elements that share a scale.
+        stochastic: whether rounding is random; False: to nearest.
+        seed: the seed of random rounding.
     """
 
-    summands: Summands  # ranks whose codes are summed, at most
+    summands: Summands
     block: PositiveInt = 256
     stochastic: bool = False
     seed: int = 0
@@ -249,6 +261,12 @@ class QSGD(MessageQuantizer):
     else L / (4 s^2). Exactly, E |error|^2 is (norm / s)^2 times the sum of f (1 - f) over the fractions f. `norm="max"`
     takes the largest magnitude in place of the Euclidean norm, with the error bound of a stochastic `BlockInt`.
     Wire: 2, 4 or 8 bits an element for s of 1, up to 7, up to 127; 4 bytes a block. No Elias codes.
+
+    Attributes:
+        levels: s, from 1 to 127.
+        bucket: the number of elements that share a norm.
+        norm: "l2", the Euclidean norm, or "max", the largest magnitude.
+        seed: the seed of random rounding.
     """
 
     levels: Annotated[int, Interval(ge=1, le=MOST_LEVELS[8])]
@@ -276,8 +294,13 @@ class TernGrad(MessageQuantizer):
     An element x becomes a or -a with the probability |x| / a: unbiased, with E |error|^2 <= omega |x|^2, omega =
     (sqrt(L) - 1) / 2 for blocks of L elements; exactly, E |error|^2 is the sum of a |x| - x^2. With `clip`, a is at
     most clip times the root mean square of the block, and larger elements count as a: unbiased for the clipped tensor,
-    so biased for the tensor. `block=0`: one scale a tensor, as in the paper, which clips at 2.5.
+    so biased for the tensor. The paper clips at 2.5.
     Wire: 2 bits an element, 4 bytes a block.
+
+    Attributes:
+        block: the number of elements that share a scale; 0: a whole tensor. The paper has one scale a tensor.
+        clip: the bound of a, in root mean squares of the block; None: no clipping.
+        seed: the seed of random rounding.
     """
 
     block: NonNegativeInt = 0
@@ -302,9 +325,15 @@ class SharedTernGrad(SharedScaleQuantizer):
     """`TernGrad` with the largest scale over all ranks, so that the sum of int8 codes (-1, 0, 1) decodes to the sum.
 
     Wire: 1 byte an element in an all-reduce of int8, after an all-reduce of 4 bytes a block (maxima).
+
+    Attributes:
+        summands: the most ranks whose codes are summed.
+        block: the number of elements that share a scale; 0: a whole tensor.
+        clip: the bound of a, in root mean squares of the block; None: no clipping.
+        seed: the seed of random rounding.
     """
 
-    summands: Summands = 127  # ranks whose codes are summed, at most
+    summands: Summands = 127
     block: NonNegativeInt = 0
     clip: PositiveFloat | None = None
     seed: int = 0
@@ -333,6 +362,9 @@ class Natural(MessageQuantizer):
     holds for magnitudes of 2^-109 to 2^16: larger ones count as 2^16, smaller ones as 2^-109 or zero. NaN and infinity
     become NaN.
     Wire: 1 byte an element.
+
+    Attributes:
+        seed: the seed of random rounding.
     """
 
     seed: int = 0
@@ -354,6 +386,10 @@ class Float8(MessageQuantizer):
     keeps 3 in a wider range: the error is at most 2^-4 or 2^-3 of an element; of an element too small for that,
     2^-10 / 448 or 2^-17 / 57344 of the block's largest magnitude.
     Wire: 1 byte an element, 4 bytes a block.
+
+    Attributes:
+        format: "e4m3" or "e5m2".
+        block: the number of elements that share a scale; 0: a whole tensor.
     """
 
     format: Literal["e4m3", "e5m2"] = "e4m3"

@@ -48,9 +48,16 @@ class RandomK(Sparsifier):
     values. Otherwise ranks draw independently, so that the mean over n ranks of scaled payloads has omega / n.
     NaN and infinity are not preferred: they may not be sent.
     Wire: the kept values; if not shared, also the 8 bytes of the rank's stream number, which repeats the draws.
+
+    Attributes:
+        ratio: the share of a tensor's elements that is sent, in (0, 1].
+        block: the number of neighbours in a run.
+        shared: whether all ranks draw the same elements.
+        scaled: whether kept values are multiplied by elements / kept.
+        seed: the seed of the draws.
     """
 
-    ratio: Ratio  # kept share
+    ratio: Ratio
     block: PositiveInt = 1
     shared: bool = True
     scaled: bool = False

@@ -108,6 +108,10 @@ class ScaledSign(Signs):
     is 2 - 2 |x|_1 / (sqrt(d) |x|) times |x|^2, for one spike among 64 zeros 1.75 times. Residuals may grow there: use
     "rms" for tensors of even magnitudes, such as momenta.
     Wire: 1 bit an element and 4 bytes a block.
+
+    Attributes:
+        scale: the magnitude: "mean" or "rms".
+        block: the number of elements that share a magnitude; 0: a whole tensor.
     """
 
     scale: Literal["mean", "rms"] = "mean"
@@ -132,6 +136,9 @@ class OneBit(Signs):
     the error is never larger than that of ScaledSign: |error|^2 <= (1 - 1 / d) |x|^2 for blocks of d elements. In the
     paper a block is a column. Needs ErrorFeedback.
     Wire: 1 bit an element and 8 bytes a block.
+
+    Attributes:
+        block: the number of elements that share two means; 0: a whole tensor.
     """
 
     block: NonNegativeInt = 0
@@ -169,6 +176,9 @@ class Signum(Sign):
     m = momentum * m + (1 - momentum) * gradient, in float32 (float64 for float64), starts from 0; with `momentum` 0
     this is Sign. NaN and infinity stay in m: do not keep the state of a step that had them. Otherwise as Sign.
     Wire: 1 bit an element.
+
+    Attributes:
+        momentum: the weight of earlier gradients, in [0, 1).
     """
 
     momentum: Decay = 0.9

@@ -52,10 +52,14 @@ class SketchML(Sparsifier):
     |error|^2 <= (1 - delta) |x|^2 with delta = (k / numel) / (size of the largest quantile bucket), a size of at most
     ceil(2 k / buckets); much better if neighbouring values are similar. Wrap it in ErrorFeedback.
     Wire: a byte for each kept element, float32 means (float64 for float64), and positions as TopK.
+
+    Attributes:
+        ratio: the share of a tensor's elements that is sent, in (0, 1].
+        buckets: the number of quantile buckets of a tensor, from 2 to 256.
     """
 
-    ratio: Ratio  # kept share
-    buckets: Annotated[int, Interval(ge=2, le=256)] = 256  # quantile buckets of a tensor
+    ratio: Ratio
+    buckets: Annotated[int, Interval(ge=2, le=256)] = 256
 
     def num_kept(self, spec: FlatSpec, step: int = 0) -> int:
         return TopK(self.ratio).num_kept(spec, step)
@@ -155,12 +159,18 @@ class CountSketch(Compressor[Summand]):
     NaN spoils all elements that share a counter with it in any row, infinity those that do in most rows.
     Wire: float32 counters (float64 for float64), together `ratio` of the elements. A row of 4 counters or more is
     rounded to a multiple of the largest power of two that is at most its square root and 32; a row has at least one.
+
+    Attributes:
+        ratio: counters for each element, over all rows, in (0, 1].
+        keep: the share of a tensor's elements that are decoded as non-zero, in (0, 1].
+        rows: the number of rows of counters.
+        seed: the seed of the hashes, the same on all ranks.
     """
 
     traits = CompressorTraits(Summand, feeds_back=False)
 
-    ratio: Ratio  # counters for each element, over all rows
-    keep: Ratio  # the share of elements that are decoded as non-zero
+    ratio: Ratio
+    keep: Ratio
     rows: PositiveInt = 5
     seed: int = 0
 

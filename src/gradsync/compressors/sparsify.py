@@ -62,9 +62,13 @@ class TopK(Sparsifier):
     ErrorFeedback. If they are rounded to 16 bits, the residual (what is sent later) also holds the rounding error, even
     of magnitudes beyond 65504 or too small for float16.
     Wire: k values, and their positions in the smallest format for k of numel (`tensors.index_formats`).
+
+    Attributes:
+        ratio: the share of a tensor's elements that is sent, in (0, 1].
+        values: the dtype of sent values: "same" as the tensor, "bfloat16" or "float16".
     """
 
-    ratio: Ratio  # kept share
+    ratio: Ratio
     values: WireValues = "same"
 
     def kept(self, numel: int) -> int:
@@ -159,10 +163,14 @@ class BlockTopK(Sparsifier):
     the first, and blocks with NaN before blocks with infinity. There are few positions, and memory is read in runs.
     Biased, with |error|^2 <= (1 - share of blocks) |x|^2: wrap it in ErrorFeedback.
     Wire: the values of this number of whole blocks, and the positions of the blocks.
+
+    Attributes:
+        ratio: the share of a tensor's blocks that is sent, in (0, 1].
+        block: the number of elements in a block.
     """
 
-    ratio: Ratio  # kept share of the blocks
-    block: PositiveInt = 256  # elements
+    ratio: Ratio
+    block: PositiveInt = 256
 
     @property
     def traits(self) -> CompressorTraits:

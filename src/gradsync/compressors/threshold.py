@@ -120,10 +120,14 @@ class Threshold(Thresholded):
     also Dryden et al., 2016.)
     Wire: 8 bytes, and values and positions of as many elements as there is room for, used or not, so that no rank needs
     to send its size.
+
+    Attributes:
+        value: the threshold, in the unit of the tensor; 0 or more.
+        most_ratio: the capacity of a message, as a share of each tensor's elements, in (0, 1].
     """
 
-    value: Annotated[float, Interval(ge=0, lt=math.inf)]  # the threshold
-    most_ratio: Ratio = 0.1  # the capacity, as a share of each tensor
+    value: Annotated[float, Interval(ge=0, lt=math.inf)]
+    most_ratio: Ratio = 0.1
 
     def most(self, numel: int) -> int:
         return share_of(self.most_ratio, numel)
@@ -162,9 +166,12 @@ class GaussianK(Thresholded):
     or if the last correction went too far. The residual holds what is not sent, so wrap it in ErrorFeedback. NaN and
     infinity are sent first. On CPUs TopK is exact and takes fewer passes.
     Wire: 8 bytes, and values and positions of 4k/3 elements, used or not.
+
+    Attributes:
+        ratio: the share of a tensor's elements to aim at, in (0, 1].
     """
 
-    ratio: Ratio  # the share of each tensor to aim at
+    ratio: Ratio
 
     def most(self, numel: int) -> int:
         return min(4 * share_of(self.ratio, numel) // 3, numel)

@@ -57,12 +57,19 @@ class THC(Compressor[Summand]):
     omega |x|^2 with an omega of at most (ln 2n + 1) / (2 levels^2), where x is the tensor of the rank with the largest
     T. A chunk with NaN or infinity decodes to NaN.
     Wire: a byte an element, after an all-reduce of 4 bytes a chunk (maxima).
+
+    Attributes:
+        summands: the most ranks whose codes are summed, from 1 to 127.
+        bits: the bits of a code, from 2 to 8: they determine `levels`; a code is sent as a byte whatever they are.
+        clip: T in standard deviations; None: T is the largest magnitude.
+        chunk: the number of elements in a chunk, a power of two.
+        seed: the seed of signs and rounding.
     """
 
-    summands: Annotated[int, Interval(ge=1, le=_INT8_MOST)] = 16  # ranks whose codes are summed, at most
-    bits: Annotated[int, Interval(ge=2, le=8)] = 4  # determine `levels`; a code is sent as a byte whatever they are
-    clip: PositiveFloat | None = None  # T in standard deviations; None: the largest magnitude
-    chunk: int = 4096  # a power of two
+    summands: Annotated[int, Interval(ge=1, le=_INT8_MOST)] = 16
+    bits: Annotated[int, Interval(ge=2, le=8)] = 4
+    clip: PositiveFloat | None = None
+    chunk: int = 4096
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -254,10 +261,14 @@ class DCTTopK(Compressor[Message]):
     infinity, and makes its whole rectangle NaN.
     The transform is orthonormal: |error|^2 <= (1 - kept / elements of a rectangle) |x|^2. Wrap it in ErrorFeedback.
     Wire: for each kept coefficient 2 bytes (the place in its rectangle), and its value in the dtype of the tensor.
+
+    Attributes:
+        chunk: the longest side of a rectangle, in elements, up to 256: places fit 16 bits.
+        k: how many of chunk^2 coefficients are sent.
     """
 
-    chunk: Annotated[int, Interval(ge=1, le=256)] = 64  # the longest side of a rectangle; places fit 16 bits
-    k: PositiveInt = 32  # coefficients that are kept of chunk^2
+    chunk: Annotated[int, Interval(ge=1, le=256)] = 64
+    k: PositiveInt = 32
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -29,10 +29,14 @@ class Warmup(Compressor[P]):
     in error feedback, not its compressors, so that one residual lasts through all of them. If all are contractions, the
     error bound (`law`) is the weakest one; otherwise that of the last compressor.
     Wire: as the compressor of the step.
+
+    Attributes:
+        compressors: the compressors, in the order of use.
+        starts: the first training step of each compressor; ascending from 0.
     """
 
     compressors: tuple[Compressor[P], ...]
-    starts: tuple[int, ...]  # the first step of each compressor; ascending from 0
+    starts: tuple[int, ...]
 
     def __post_init__(self) -> None:
         super().__post_init__()

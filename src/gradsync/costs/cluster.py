@@ -69,7 +69,12 @@ def format_rate(bytes_per_s: float) -> str:
 
 @dataclass(frozen=True)
 class Link:
-    """A full-duplex network link: `latency_s` seconds a message, and `bandwidth_bytes_per_s` in each direction."""
+    """A full-duplex network link.
+
+    Attributes:
+        bandwidth_bytes_per_s: the rate in each direction, in bytes a second.
+        latency_s: seconds of a message.
+    """
 
     bandwidth_bytes_per_s: PositiveFloat
     latency_s: NonNegativeFinite = 0.0
@@ -89,12 +94,17 @@ class Link:
 
 @dataclass(frozen=True)
 class Placement:
-    """The node on which each rank of a process group runs: `nodes[i]` is the node of the group's i-th member."""
+    """The node on which each rank of a process group runs.
+
+    Attributes:
+        nodes: the node of each member: `nodes[i]` is that of the group's i-th member.
+    """
 
     nodes: tuple[int, ...]
 
     @classmethod
     def one_per_node(cls, size: int) -> Placement:
+        """Returns the placement of `size` ranks, each on a node of its own."""
         return cls(tuple(range(size)))
 
     @classmethod
@@ -104,10 +114,12 @@ class Placement:
 
     @property
     def size(self) -> int:
+        """The number of members."""
         return len(self.nodes)
 
     @property
     def num_nodes(self) -> int:
+        """The number of nodes that have members."""
         return len(self._members)
 
     @property
@@ -152,9 +164,13 @@ class Placement:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster of `nodes` nodes with `ranks_per_node` ranks each; `link` joins nodes, `intra` the ranks of one node.
+    """A cluster of nodes, with equally many ranks on each, and the links between them.
 
     Attributes:
+        nodes: the number of nodes.
+        link: the link of each node to the others.
+        ranks_per_node: the number of ranks on each node.
+        intra: the link between ranks of one node.
         slow: the links of single nodes, by node, that differ from `link`.
         rack_size: number of consecutive nodes that share a rack, in the last one perhaps fewer; None: no racks.
         trunk: the link of each rack to the others.

@@ -18,11 +18,17 @@ MOST_KNOWN = 100_000  # transfers whose price a cost model remembers
 
 @dataclass(frozen=True)
 class KernelCost:
-    """The cost of a kernel: `call_s` seconds a call, plus `byte_s` for each byte beyond `knee_bytes` of a call."""
+    """The cost of a kernel: a call takes call_s + byte_s * max(0, bytes - knee_bytes) seconds.
+
+    Attributes:
+        call_s: seconds of a call.
+        byte_s: seconds of each byte beyond `knee_bytes` of a call.
+        knee_bytes: up to so many bytes of a call, more bytes take no longer.
+    """
 
     call_s: float
     byte_s: float
-    knee_bytes: float = 0.0  # of a call: up to so many bytes, more take no longer
+    knee_bytes: float = 0.0
 
     def seconds(self, nbytes: float, calls: float) -> float:
         """Returns the seconds of `calls` calls that read and write `nbytes` in all."""

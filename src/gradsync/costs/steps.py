@@ -20,12 +20,14 @@ COMPUTE, OFFLOAD = "compute", "offload"  # devices of `Compute`: backward's own 
 
 @dataclass(frozen=True)
 class Compute:
-    """A computation of a scheme on one rank, in `calls` kernel calls that together read and write `nbytes`.
+    """A computation of a scheme on one rank.
 
     Attributes:
         kernel: the name under which the kernel's cost was measured.
+        nbytes: the bytes that all calls together read and write.
         device: where an awaited computation runs: on backward's thread or device ("compute"), or on another core or the
             host ("offload").
+        calls: the number of kernel calls.
         awaited: whether the scheme awaits it like a transfer, as a stage of its own (`gradsync.comm.Work`); else the
             thread that issues collectives computes it between transfers.
         fetched_bytes, sent_bytes: bytes that offloaded work copies from an accelerator to the host, and back.
@@ -49,7 +51,7 @@ class Compute:
 class Transfer:
     """One collective of a scheme, or several that run at once, with the bytes of each member of the process group.
 
-    `stage` names that part of a scheme's exchange, such as "push". `part_bytes` has one entry per member:
+    `part_bytes` are, by `pattern`:
 
     - `ALL_REDUCE`: the size of the whole buffer, the same for every member;
     - `ALL_GATHER`: the bytes that each member contributes; `BROADCAST`: entry 0 is the buffer;
@@ -59,13 +61,20 @@ class Transfer:
     With `groups` there are as many collectives at once, each among the members of one group, as inside each node of a
     cluster; members of no group take no part. `rounds` (messages one after another), `sent_bytes` and `busiest_bytes`
     are for gloo's way to carry collectives (`DEFAULT_TRANSPORT`); `carried_by` has them for any other.
+
+    Attributes:
+        stage: that part of a scheme's exchange, such as "push".
+        pattern: the type of the collective.
+        part_bytes: bytes, one entry for each member, as above.
+        messages: (source, destination, bytes) of each message, for `MESSAGES`.
+        groups: the members of each collective; (): all members are one group.
     """
 
     stage: str
     pattern: Pattern
     part_bytes: tuple[float, ...]
-    messages: tuple[tuple[int, int, float], ...] = ()  # (source, destination, bytes)
-    groups: tuple[tuple[int, ...], ...] = ()  # none: all members are one group
+    messages: tuple[tuple[int, int, float], ...] = ()
+    groups: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
     def of_messages(cls, stage: str, size: int, messages: Sequence[tuple[int, int, float]]) -> Transfer:
@@ -132,7 +141,12 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Traffic:
-    """The traffic of one transfer: the bytes and messages with which a backend of this transport carries it."""
+    """The traffic of one transfer: the bytes and messages with which a backend of this transport carries it.
+
+    Attributes:
+        transfer: the transfer.
+        transport: the backend's way to carry it.
+    """
 
     transfer: Transfer
     transport: Transport
@@ -193,6 +207,7 @@ def busiest(messages: Iterable[tuple[int, int, float]]) -> float:
 
 
 Step = Compute | Transfer
+"""One step of a scheme: a computation, or a transfer."""
 
 
 def transfers(steps: Iterable[Step]) -> list[Transfer]:

@@ -12,20 +12,24 @@ MORE_OR_LESS = 1.25  # a factor, up or down, from which a duration counts as cha
 
 @dataclass(frozen=True)
 class Task:
-    """One piece of work in a measured or predicted timeline, on one stream, in seconds since the step began.
+    """One piece of work in a measured or predicted timeline, on one stream.
 
-    `stream` names what the work keeps busy, such as "compute" or "link". `nbytes`: bytes that this rank sends on a
-    link; 0 for other work.
+    Attributes:
+        name: the piece of work, such as "0:push" for a bucket and a stage.
+        stream: what the work keeps busy, such as "compute" or "link".
+        start_s, end_s: seconds since the step began.
+        nbytes: bytes that this rank sends on a link; 0 for other work.
     """
 
     name: str
-    stream: str  # "compute", "link", "wait", ...
+    stream: str
     start_s: float
     end_s: float
-    nbytes: float = 0.0  # sent by this rank, for tasks on a link
+    nbytes: float = 0.0
 
     @property
     def duration_s(self) -> float:
+        """The seconds from the start to the end."""
         return self.end_s - self.start_s
 
 
@@ -34,6 +38,9 @@ class Activity:
     """Work with a known duration that `schedule` is to place on a stream, which serves one activity at a time.
 
     Attributes:
+        name: the piece of work.
+        stream: what it keeps busy.
+        duration_s: its seconds when nothing interrupts it.
         after: indices of the activities that must end before.
         interrupts: whether it begins at once, and stops other work on the stream.
         queue: activities of one stream with the same queue begin in the order of the list; "": no queue.
@@ -43,9 +50,9 @@ class Activity:
     name: str
     stream: str
     duration_s: float
-    after: tuple[int, ...] = ()  # places in the list of activities that must have ended, all before its own
-    interrupts: bool = False  # goes first: an activity without this mark that runs on its stream is interrupted
-    queue: str = ""  # activities of one stream and one queue begin in the order of the list; "": in no queue
+    after: tuple[int, ...] = ()
+    interrupts: bool = False
+    queue: str = ""
     nbytes: float = 0.0
 
     def __post_init__(self) -> None:
@@ -218,8 +225,8 @@ class _Scheduling:
 def covered_s(intervals: Iterable[tuple[float, float]], start_s: float, end_s: float) -> float:
     """Returns the seconds between `start_s` and `end_s` that at least one interval, (begin, end), covers."""
     total, reached = 0.0, start_s
-    for begin, end in sorted(intervals):
-        begin, end = max(begin, reached), min(end, end_s)
+    for first, last in sorted(intervals):
+        begin, end = max(first, reached), min(last, end_s)
         if end > begin:
             total += end - begin
             reached = end

@@ -21,13 +21,21 @@ DOUBLED_BYTES, SUMMED_BYTES = 64 << 10, 32 << 10
 
 
 class Pattern(StrEnum):
-    """The types of collectives, such as all-reduce: which member sends what to which; MESSAGES is single messages."""
+    """The types of collectives, such as all-reduce: which member sends what to which.
 
-    ALL_REDUCE = "all_reduce"  # every member ends with the sum of all buffers, which have one size
-    ALL_GATHER = "all_gather"  # member i's part reaches every other member
-    ALL_TO_ALL = "all_to_all"  # every other member sends part j to member j
-    BROADCAST = "broadcast"  # the part of member 0 reaches every other member
-    MESSAGES = "messages"  # single messages between any two members, as the scheme lists them
+    Attributes:
+        ALL_REDUCE: every member ends with the sum of all buffers, which have one size.
+        ALL_GATHER: member i's part reaches every other member.
+        ALL_TO_ALL: every other member sends part j to member j.
+        BROADCAST: the part of member 0 reaches every other member.
+        MESSAGES: single messages between any two members, as the scheme lists them.
+    """
+
+    ALL_REDUCE = "all_reduce"
+    ALL_GATHER = "all_gather"
+    ALL_TO_ALL = "all_to_all"
+    BROADCAST = "broadcast"
+    MESSAGES = "messages"
 
 
 class Transport(ABC):

@@ -40,17 +40,30 @@ from ..tensors.gradients import FlatGradients, Gradients, gradients_of, is_finit
 
 @dataclass(frozen=True)
 class BucketStatistics:
-    """The bytes sent and the communication times of one bucket, since `attach` or the last change of plans."""
+    """The bytes sent and the communication times of one bucket, since `attach` or the last change of plans.
+
+    Attributes:
+        id: the bucket's id in the plan.
+        names: its parameters, in order.
+        scheme: the name of its scheme, such as "all_reduce".
+        density: the share of non-zero rows of tables, else of elements, in one rank's gradient: a mean over the ranks;
+            None where it was not measured.
+        steps: synchronised training steps.
+        sent_bytes: bytes of payload that this rank handed to the transport.
+        predicted_bytes: the same as the scheme predicts it (`Scheme.steps`); None while the density is not known.
+        communication_s: seconds in which the bucket had an operation in flight.
+        exposed_s: the part of `communication_s` after the end of backward, in seconds.
+    """
 
     id: str
     names: tuple[str, ...]
     scheme: str
-    density: float | None  # mean over the ranks, of tables' rows, else of elements; None where it was not measured
+    density: float | None
     steps: int
-    sent_bytes: float  # payload bytes this rank handed to the transport
-    predicted_bytes: float | None  # the same from `Scheme.steps`; None while the density is not known
-    communication_s: float  # time in which the bucket had an operation in flight
-    exposed_s: float  # the part of it after the end of backward
+    sent_bytes: float
+    predicted_bytes: float | None
+    communication_s: float
+    exposed_s: float
 
 
 @dataclass

@@ -33,6 +33,8 @@ from .trial import Trial, slowest
 logger = logging.getLogger(__name__)
 
 Planner = Callable[[Sequence[ParameterProfile], int], Plan | Sequence[Plan]]
+"""A planner: takes the profiles of all parameters and the number of ranks, and returns a plan, or plans to try."""
+
 Call = Callable[[str, Callable[[Group], Any]], Any]  # `Peers.call`
 
 # A table that no module announced travels dense at first, and so do dense gradients with many zeros: their rows show in

@@ -14,6 +14,7 @@ from typing import Generic, ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 Pieces = Generator[None, None, T]
+"""Work in pieces: a generator that does a piece at each `next` and returns the result."""
 
 
 def at_once(pieces: Pieces[T]) -> T:

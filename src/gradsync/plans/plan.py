@@ -22,14 +22,17 @@ OF = ":"  # between the name of a parameter and a key of its optimiser state
 
 
 class What(StrEnum):
-    """The tensors that a bucket synchronises: gradients, before the optimiser's step, or parameters, after it.
+    """The tensors that a bucket synchronises: gradients, or parameters.
 
-    Early parameters are stepped and averaged inside backward.
+    Attributes:
+        GRADIENT: before the optimiser's step.
+        PARAMETER: after the optimiser's step.
+        EARLY_PARAMETER: inside backward, after a step of this parameter once its gradient is ready.
     """
 
-    GRADIENT = "gradient"  # before the optimiser's step
-    PARAMETER = "parameter"  # after the optimiser's step
-    EARLY_PARAMETER = "early_parameter"  # inside backward, after a step of this parameter once its gradient is ready
+    GRADIENT = "gradient"
+    PARAMETER = "parameter"
+    EARLY_PARAMETER = "early_parameter"
 
 
 def state_name(parameter: str, key: str) -> str:
@@ -44,15 +47,15 @@ class BucketPlan(BaseModel):
         id: the name of the bucket in the plan's order.
         segments: (parameter, start, stop): elements [start, stop) of the flattened parameter.
         what: the kind of tensors that are synchronised: gradients, or parameters.
-        scheme: the algorithm of the exchange.
+        scheme: the algorithm of the exchange; in JSON an expression, {"name": {settings}}.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     id: str
-    segments: tuple[tuple[str, int, int], ...]  # (parameter, start, stop): elements [start, stop) of the parameter
+    segments: tuple[tuple[str, int, int], ...]
     what: What = What.GRADIENT
-    scheme: Scheme[Any]  # in JSON an expression, {"name": {settings}}
+    scheme: Scheme[Any]
 
     @field_validator("scheme")
     @classmethod
@@ -83,6 +86,7 @@ class Plan(Document):
     """The plan of a job: buckets with their schemes, and the order in which all ranks issue the buckets' collectives.
 
     Attributes:
+        version: the version of the file format, 1.
         world: the number of ranks.
         model: the digest of the parameters' names, shapes and dtypes.
         device: the type of device that the plan's measurements were made on, as "cuda"; None: it is for any.

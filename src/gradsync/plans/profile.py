@@ -48,11 +48,16 @@ class Data(BaseModel):
 
 
 class Interval(Data):
-    """A measured number, 0 or more, with its 95 % confidence interval; `high` is None if no upper end is known."""
+    """A measured number, 0 or more, with its 95 % confidence interval.
+
+    Attributes:
+        value: the number.
+        low, high: the ends of the interval; `high` is None if no upper end is known.
+    """
 
     value: float = Field(ge=0, allow_inf_nan=False)
     low: float = Field(ge=0, allow_inf_nan=False)
-    high: float | None = Field(ge=0, allow_inf_nan=False)  # None: no upper bound is known
+    high: float | None = Field(ge=0, allow_inf_nan=False)
 
     @model_validator(mode="after")
     def _in_order(self) -> Interval:
@@ -79,10 +84,13 @@ Factor = Annotated[Interval, _at_most(MOST_FACTOR)]
 
 
 class Spread(Data):
-    """A measured time in seconds, on the slowest rank: its median over training steps, and how much steps differ.
+    """A measured time, on the slowest rank: its median over training steps, and how much steps differ.
 
-    `spread_s` is the median distance from the median, scaled to a standard deviation (times 1.4826). So a few disturbed
-    steps hardly matter.
+    A few disturbed steps hardly matter.
+
+    Attributes:
+        median_s: the median over training steps, in seconds.
+        spread_s: the median distance from the median, in seconds, scaled to a standard deviation (times 1.4826).
     """
 
     median_s: Seconds
@@ -123,6 +131,16 @@ class Density(Data):
     """The measured density of a gradient's rows or elements, as a pydantic model that is written as JSON.
 
     Its fields are those of `DensityProfile`, the form in which schemes and planners take densities.
+
+    Attributes:
+        num_rows: the number of rows, zero or not.
+        rows: non-zero rows of one rank, a mean over the ranks.
+        densification: the density of the sum over k ranks over that of one rank, by k.
+        pattern: a name that tables with the same non-zero rows on every rank share; "": not known.
+        most_rows: the most non-zero rows of any rank; 0: not known.
+        shares: the shares of one rank's non-zero rows in even contiguous partitions; (): taken as even.
+        union_shares: the same in the union over all ranks.
+        blocks: densities of a flat tensor in blocks, by their length in elements.
     """
 
     num_rows: int = Field(ge=0)
@@ -156,6 +174,8 @@ class ParameterTimes(Data):
     """The measurements of one parameter: when its gradient is ready, and how dense the gradient is.
 
     Attributes:
+        name: the parameter's name.
+        shape: the parameter's shape.
         dtype: the name in torch, as "float32".
         sparse: whether the gradient is a sparse tensor.
         position: the place in the order in which gradients are ready, from 0.
@@ -197,12 +217,17 @@ class ParameterTimes(Data):
 class KernelEstimate(Data):
     """The measured cost of a kernel: a call takes call_s + byte_s * max(0, bytes - knee_bytes) seconds.
 
-    Bytes are those that the call reads or writes; the two times have confidence intervals.
+    The two times are an `Interval` each.
+
+    Attributes:
+        call_s: seconds of a call.
+        byte_s: seconds of a byte that the call reads or writes.
+        knee_bytes: bytes of a call that cost nothing beyond `call_s`.
     """
 
     call_s: Time
     byte_s: ByteTime
-    knee_bytes: Bytes = 0.0  # bytes of a call that cost nothing beyond call_s
+    knee_bytes: Bytes = 0.0
 
     @model_validator(mode="after")
     def _takes_time(self) -> KernelEstimate:
@@ -237,8 +262,12 @@ class HostEstimate(Data):
 class LinkEstimate(Data):
     """The measured cost of a collective: stage_s + rounds * alpha_s + busiest bytes / bandwidth, in seconds.
 
-    Rounds are messages one after the other, busiest bytes those on the busiest link. `stage_s` and `alpha_s` are
-    seconds of a collective and of a message, with confidence intervals.
+    Rounds are messages one after the other, busiest bytes those on the busiest link. Each number is an `Interval`.
+
+    Attributes:
+        stage_s: seconds of a collective.
+        alpha_s: seconds of a message.
+        bandwidth_bytes_per_s: the rate of the busiest link, in bytes a second.
     """
 
     stage_s: Time
@@ -254,27 +283,45 @@ class LinkEstimate(Data):
 
 
 class LinkPoint(Data):
-    """A measurement of one collective with messages of one size: its bytes, its rounds of messages, and its seconds."""
+    """A measurement of one collective with messages of one size.
 
-    part_bytes: Bytes  # `Transfer.part_bytes`, the same for every member
-    rounds: Count  # messages one after the other
-    busiest_bytes: float = Field(gt=0, le=MOST_NBYTES)  # on the busiest link
-    seconds: Time  # from issue to completion
+    Attributes:
+        part_bytes: bytes of a member, as in `Transfer.part_bytes`; all have the same.
+        rounds: messages one after the other.
+        busiest_bytes: bytes on the busiest link.
+        seconds: the seconds from issue to completion.
+    """
+
+    part_bytes: Bytes
+    rounds: Count
+    busiest_bytes: float = Field(gt=0, le=MOST_NBYTES)
+    seconds: Time
 
 
 class CollectiveEstimate(Data):
-    """The measurements of one type of collective: times at several sizes, and the cost formula that fits them."""
+    """The measurements of one type of collective.
+
+    Attributes:
+        link: the cost formula that fits the points.
+        points: times at several sizes.
+    """
 
     link: LinkEstimate
     points: tuple[LinkPoint, ...]
 
 
 class Span(StrEnum):
-    """The ranks that communicate in a measurement of links: all, those of a node, or those with one local rank."""
+    """The ranks that communicate in a measurement of links.
 
-    ALL = "all"  # all ranks
-    INSIDE = "inside"  # the ranks of each node, on all nodes at once
-    ACROSS = "across"  # the ranks with the same local rank, for all local ranks at once
+    Attributes:
+        ALL: all ranks.
+        INSIDE: the ranks of each node, on all nodes at once.
+        ACROSS: the ranks with the same local rank, for all local ranks at once.
+    """
+
+    ALL = "all"
+    INSIDE = "inside"
+    ACROSS = "across"
 
 
 class SpanEstimate(Data):
@@ -292,10 +339,10 @@ class SpanEstimate(Data):
     """
 
     span: Span
-    size: int = Field(ge=2, le=MOST_RANKS)  # members of one group
-    at_once_bytes: Bytes  # `Group.at_once_bytes`
-    link: LinkEstimate  # fitted to all types of collectives together
-    collectives: dict[Pattern, CollectiveEstimate]  # for each type
+    size: int = Field(ge=2, le=MOST_RANKS)
+    at_once_bytes: Bytes
+    link: LinkEstimate
+    collectives: dict[Pattern, CollectiveEstimate]
 
 
 class Overlap(Data):
@@ -303,6 +350,14 @@ class Overlap(Data):
 
     `a_by_b` is the time of a while b runs, divided by the time of a alone; noise may bring a factor below 1. A transfer
     is a collective in flight, a kernel a computation of the communication thread.
+
+    Attributes:
+        backward_by_transfer: the factor of backward, while a transfer is in flight.
+        transfer_by_backward: the factor of a transfer, while backward runs.
+        backward_by_kernel: the factor of backward, while the communication thread computes.
+        kernel_by_backward: the factor of a computation of the communication thread, while backward runs.
+        transfer_by_kernel: the factor of a transfer, while the communication thread computes.
+        kernel_by_transfer: the factor of a computation of the communication thread, while a transfer is in flight.
     """
 
     backward_by_transfer: Factor | None = None
@@ -317,6 +372,7 @@ class Profile(Document):
     """The measurements of a training job, as `gradsync.measure` returns them and planners read them.
 
     Attributes:
+        version: the version of the file format, 2.
         torch: the version of torch.
         device: the type of the device that the gradients were on, as "cuda".
         card: the name of rank 0's accelerator; "" on the CPU.

@@ -36,8 +36,7 @@ class RowCapacity(Nameable):
         same_rows: for each table the position of the first table that is expected to have the same rows.
     """
 
-    capacity: tuple[NonNegativeInt, ...] = ()  # for each table the most distinct rows that a rank is expected to have
-    # For each table the position of the first table that is expected to have the same rows, perhaps its own.
+    capacity: tuple[NonNegativeInt, ...] = ()
     same_rows: tuple[NonNegativeInt, ...] = ()
 
     def __post_init__(self) -> None:

@@ -135,6 +135,9 @@ class CompressedAllReduce(Compressed):
     Ranks first agree on the numbers that the compressor needs from all, such as a common scale. Payloads in float16 are
     scaled before they are summed, others after.
     Wire: 2(n-1)/n of a payload.
+
+    Attributes:
+        compressor: the compressor of the gradients, whose payloads are `Summand`.
     """
 
     compressor: Compressor[Any]
@@ -191,6 +194,9 @@ class CompressedAllGather(Compressed):
 
     Ranks add in the order of ranks, in float32 (float64 for float64), and round once.
     Wire: n-1 payloads (compressed tensors), sent and received by each rank.
+
+    Attributes:
+        compressor: the compressor of the gradients.
     """
 
     compressor: Compressor[Any]
@@ -250,6 +256,10 @@ class CompressedTwoWay(Compressed):
     feedback for gradients and sums there are two residuals; a rank keeps that of its sums, in units of the sum before
     the scale. A tensor that lies in several ranges is compressed in as many parts.
     Wire: 2(n-1)/n of a payload (compressed tensor).
+
+    Attributes:
+        compressor: the compressor of the gradients.
+        sums: the compressor of the sums; None: `compressor`, by its `of_sums`.
     """
 
     compressor: Compressor[Any]
@@ -348,6 +358,10 @@ class Sparsified(Compressed):
 
     `inner` is an exact scheme for flat tensors with few non-zero elements.
     Wire: that of `inner` for as many elements as the compressor keeps, assuming that ranks choose independently.
+
+    Attributes:
+        compressor: the sparsifier, whose payloads are `SparseMessage`.
+        inner: the exact scheme that sums what it keeps.
     """
 
     compressor: Compressor[Any]

@@ -44,11 +44,15 @@ class BalancedElements(Scheme[Tensor]):
     With `capacity` no sizes are exchanged beforehand: counts travel with the elements. A rank whose elements do not
     fit, or would be no fewer bytes than dense, pushes counts only; all ranks see that, and then push by exact sizes or
     run an all-reduce.
+
+    Attributes:
+        owners: the owner map; "rotated_stripe" is the only one for single elements so far.
+        seed: the seed of rho; the same on every rank.
+        capacity: the most non-zeros of a rank, and of the union of all; (): ranks exchange sizes first.
     """
 
-    owners: Literal["rotated_stripe"] = "rotated_stripe"  # the owner map; the only one for single elements so far
-    seed: int = 0  # of rho; the same on every rank
-    # The most non-zeros that are expected of one rank, and of the union of all ranks; (): sizes are exchanged.
+    owners: Literal["rotated_stripe"] = "rotated_stripe"
+    seed: int = 0
     capacity: tuple[NonNegativeInt, ...] = ()
 
     traits = Traits(Layout.FLAT, waits_for_device=True)

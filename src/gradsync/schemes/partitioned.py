@@ -66,11 +66,13 @@ class BalancedParallelism(RowCapacity, Partitioned[Tables, OwnedColumns]):
 
     With `capacity`, planned room for rows, no sizes are exchanged beforehand: a header with the numbers of rows travels
     in front of the rows. If rows of any rank do not fit, all ranks push once more, by the sizes in the headers.
+
+    Attributes:
+        owners: the owner map: with "column_stripe" tables that have the same rows are striped as one, with
+            "table_stripe" each by itself.
     """
 
-    owners: Literal["column_stripe", "table_stripe"] = (
-        "column_stripe"  # the owner map; "table_stripe": each table is striped by itself, whatever rows it has
-    )
+    owners: Literal["column_stripe", "table_stripe"] = "column_stripe"
 
     traits = Traits(Layout.ROWS, waits_for_device=True)
 

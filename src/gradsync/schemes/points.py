@@ -43,6 +43,17 @@ class DesignPoint(Nameable):
 
     The choices are the path of messages, when ranks add, whether tensors are split, and whether parts are equally
     dense.
+
+    Attributes:
+        communication: the path of messages.
+        aggregation: when a rank adds what arrives.
+        partition: whether tensors travel whole or in parts, each of which one rank sums.
+        balance: whether the parts have about equally many non-zeros; None for tensors sent whole.
+        owners: the owner map; None: "rotated_stripe" if balanced, "even_split" if not.
+        pull_by: the path on which complete sums reach all ranks; None: as `communication`.
+        seed: the seed of a balanced owner map; the same on every rank.
+        push_format: the format of positions: "smallest", or always the one named.
+        pull_format: the same for sums over all ranks.
     """
 
     formats: ClassVar[tuple[IndexFormat, ...]]  # allowed for positions in this kind of bucket
@@ -51,11 +62,11 @@ class DesignPoint(Nameable):
     aggregation: Aggregation = Aggregation.INCREMENTAL
     partition: Partition = Partition.PARALLELISM
     balance: Balance | None = Balance.BALANCED
-    owners: str | None = None  # the owner map; None: "rotated_stripe" if balanced, "even_split" if not
-    pull_by: Communication | None = None  # how complete sums reach all ranks; None: as `communication`
-    seed: int = 0  # of a balanced map; the same on every rank
-    push_format: str = SMALLEST  # of positions: the smallest of `formats`, or always the one named
-    pull_format: str = SMALLEST  # the same for sums over all ranks
+    owners: str | None = None
+    pull_by: Communication | None = None
+    seed: int = 0
+    push_format: str = SMALLEST
+    pull_format: str = SMALLEST
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -145,6 +156,9 @@ class ElementPoint(DesignPoint, Scheme[Tensor]):
 
     A block of `block` elements travels whole if any of them is not zero. Sums that have become dense travel as dense
     messages (SparCML's switch). NaN and infinity travel, -0.0 is zero.
+
+    Attributes:
+        block: the number of elements in a block.
     """
 
     block: PositiveInt = 1

@@ -58,16 +58,23 @@ class PowerSGD(Scheme[Tensor]):
     In the first `start_step` steps, and in buckets without matrices, gradients travel dense, one half of the bucket in
     each stage. Factors and uncompressed gradients travel in float32, for 16-bit gradients too (float64 for float64).
     Wire: 2(n-1)/n of rank (rows + columns) numbers for each matrix, and of everything uncompressed.
+
+    Attributes:
+        rank: the rank of the approximation of each matrix.
+        min_compression: the least ratio of a matrix's elements to those of its factors, 1 or more.
+        matrices: "tensors": as above. "bucket": the whole bucket is one matrix, as square as possible (torch's
+            `batched_powerSGD_hook`): two products a bucket, and factors of about 2 `rank` times the root of its
+            elements. But rows then mix unrelated tensors, biases too: far less accurate for the same rank, and Q begins
+            anew in every plan with other buckets.
+        start_step: the number of first training steps without compression.
+        seed: the seed of the first Q, which also depends on the tensor's name.
     """
 
-    rank: PositiveInt = 2  # of the approximation of each matrix
+    rank: PositiveInt = 2
     min_compression: Annotated[float, Interval(ge=1, lt=math.inf)] = 2.0
-    # "bucket" treats the whole bucket as one matrix, as square as possible (torch's `batched_powerSGD_hook`): two
-    # products a bucket, and factors of about 2 `rank` times the root of its elements. But rows then mix unrelated
-    # tensors, biases too: far less accurate for the same rank, and Q begins anew in every plan with other buckets.
     matrices: Literal["tensors", "bucket"] = "tensors"
     start_step: NonNegativeInt = 0
-    seed: NonNegativeInt = 0  # of the first Q, which also depends on the tensor's name
+    seed: NonNegativeInt = 0
 
     name = "powersgd"
     traits = Traits(Layout.FLAT, lossy=True, carries_flags=True, depends_on_shapes=True)

@@ -38,10 +38,14 @@ class HalfPrecision(Scheme[Any]):
     lost; errors up and down are about equally likely. Buckets of 16-bit floats pass unchanged.
     Wire: that of `inner` for values of 2 bytes; positions are the same. Partial sums, as in recursive doubling and
     between the nodes of a hierarchy, are float32: in a hierarchy, wrap its scheme across nodes (`inter`).
+
+    Attributes:
+        inner: the scheme that sums.
+        values: "bfloat16", or "float16": 3 bits more, in a range up to 65504.
     """
 
     inner: Scheme[Any] = AllReduce()
-    values: HalfType = "bfloat16"  # or "float16": 3 bits more, in a range up to 65504
+    values: HalfType = "bfloat16"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -54,11 +54,16 @@ class Route(Scheme[Tensor]):
     After reduce and gather only one rank of each process group has data; the data of all others passes its link.
     Wire: for n ranks with S bytes (e compressed): all_reduce 2(n-1)/n S; reduce_scatter (n-1)/n S; all_to_all
     (n-1)/n e; all_gather of payloads (n-1) e, or m times that if a rank sends payloads of m ranks, not added up.
+
+    Attributes:
+        tasks: the tasks by their names, in order.
+        compressor: the compressor; None if no task compresses.
+        ranks_per_node: the number of ranks on each node; 1 for tasks among all ranks.
     """
 
     tasks: tuple[str, ...]
-    compressor: Compressor[Any] | None = None  # None if no task compresses
-    ranks_per_node: PositiveInt = 1  # 1 for tasks among all ranks
+    compressor: Compressor[Any] | None = None
+    ranks_per_node: PositiveInt = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()

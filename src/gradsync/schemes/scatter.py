@@ -34,9 +34,12 @@ class SparseReduceScatter(Partitioned[Tensor, OwnedRange]):
     equally long. Messages contain their counts, so no sizes are exchanged. An owner's sum is dense, in float32 (float64
     for float64), added in rank order, rounded once.
     Wire per rank: push (n-1)/n * (positions + values); pull the same for the non-zero sums; 16 bytes a message.
+
+    Attributes:
+        seed: the seed of the owner map; the same on every rank.
     """
 
-    seed: int = 0  # of the owner map; the same on every rank
+    seed: int = 0
 
     traits = Traits(Layout.FLAT, waits_for_device=True)
 

@@ -23,7 +23,12 @@ NO_HANDICAPS: Mapping[Scheme[Any], float] = {}
 
 @dataclass(frozen=True)
 class TimedScheme:
-    """A scheme with the seconds in which it is expected to synchronise the bucket in question."""
+    """A scheme with the seconds in which it is expected to synchronise the bucket in question.
+
+    Attributes:
+        scheme: the scheme.
+        seconds: the expected seconds.
+    """
 
     scheme: Scheme[Any]
     seconds: float
@@ -31,7 +36,12 @@ class TimedScheme:
 
 @dataclass(frozen=True)
 class Selection:
-    """The result of `select`: all schemes, the fastest first, and the chosen one."""
+    """The result of `select`: all schemes with their expected seconds, and the chosen one.
+
+    Attributes:
+        choices: all schemes, the fastest first.
+        chosen: the chosen one.
+    """
 
     choices: tuple[TimedScheme, ...]
     chosen: TimedScheme

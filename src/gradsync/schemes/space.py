@@ -19,29 +19,50 @@ from ..inputs.settings import Word
 
 
 class Communication(Word):
-    """The path that messages take: round a ring, between pairs of ranks, or straight to their destination."""
+    """The path that messages take.
+
+    Attributes:
+        RING: round a ring.
+        HIERARCHY: between pairs at distances 1, 2, 4, ...: recursive doubling and halving.
+        POINT_TO_POINT: straight to the destination.
+    """
 
     RING = "ring"
-    HIERARCHY = "hierarchy"  # pairs at distances 1, 2, 4, ...: recursive doubling and halving
+    HIERARCHY = "hierarchy"
     POINT_TO_POINT = "point_to_point"
 
 
 class Aggregation(Word):
-    """The time at which a rank adds the tensors that it gets: as each arrives, or once after all have arrived."""
+    """The time at which a rank adds the tensors that it gets.
+
+    Attributes:
+        INCREMENTAL: as each arrives.
+        ONE_SHOT: once, after all have arrived.
+    """
 
     INCREMENTAL = "incremental"
     ONE_SHOT = "one_shot"
 
 
 class Partition(Word):
-    """The choice to send tensors whole (centralization), or in parts, each of which one rank sums (parallelism)."""
+    """The choice to send tensors whole or in parts.
+
+    Attributes:
+        CENTRALIZATION: tensors travel whole.
+        PARALLELISM: tensors travel in parts, each of which one rank sums.
+    """
 
     CENTRALIZATION = "centralization"
     PARALLELISM = "parallelism"
 
 
 class Balance(Word):
-    """The choice whether the parts that ranks sum have about equally many non-zeros."""
+    """The choice whether the parts that ranks sum have about equally many non-zeros.
+
+    Attributes:
+        BALANCED: about equally many.
+        IMBALANCED: parts are cut evenly, whatever they contain.
+    """
 
     BALANCED = "balanced"
     IMBALANCED = "imbalanced"

@@ -30,9 +30,14 @@ ROOTED = ("reduce", "gather")  # first steps that leave everything with one memb
 class Kind(StrEnum):
     """The kinds of tasks by which a bucket is exchanged, named as by ByteComp (EuroSys 2023).
 
-    "Comp" compresses, "Decomp" decodes, and "Comm..." is a collective: with C it sends compressed tensors, with L it
-    sums compressed tensors, and 1 or 2 is the first or second half of a collective in two steps. ByteComp has no
-    `CommL`.
+    Attributes:
+        COMP: a compression.
+        DECOMP: a decompression.
+        COMM: a collective of dense tensors in one step.
+        COMM_1, COMM_2: the first and second half of a two-step collective of dense tensors.
+        COMM_C: a collective that sends compressed tensors.
+        COMM_1C, COMM_2C: the first and second half of such a collective in two steps.
+        COMM_L: a collective that sums compressed tensors; ByteComp has none.
     """
 
     COMP = "Comp"
@@ -57,6 +62,7 @@ class Kind(StrEnum):
 
     @property
     def is_second(self) -> bool:
+        """Whether the task is the second half of a two-step collective, as an all_gather after a reduce_scatter."""
         return self in (Kind.COMM_2, Kind.COMM_2C)
 
     @property
@@ -66,11 +72,17 @@ class Kind(StrEnum):
 
 
 class Scope(StrEnum):
-    """The ranks among which a collective runs: all, those of a node, or those with the same place on all nodes."""
+    """The ranks among which a collective runs.
+
+    Attributes:
+        ALL: all ranks.
+        NODE: the ranks of a node.
+        ACROSS: the ranks that have the same place on all nodes.
+    """
 
     ALL = "all"
-    NODE = "node"  # the ranks of a node
-    ACROSS = "across"  # the ranks that have the same place on all nodes
+    NODE = "node"
+    ACROSS = "across"
 
 
 @dataclass(frozen=True)
@@ -78,12 +90,19 @@ class RouteTask:
     """A task in the sequence by which a bucket is summed (route): coding on a device, or a collective.
 
     Coding is compression or decompression.
+
+    Attributes:
+        kind: the kind of task.
+        choice: the device of a coding task, or the collective.
+        scope: the ranks among which a collective runs; None for a coding task.
+        first: for the second half of a two-step collective: its first half, such as "reduce_scatter"; "" for other
+            tasks.
     """
 
     kind: Kind
-    choice: str  # the device, or the collective
-    scope: Scope | None = None  # of a collective
-    first: str = ""  # of a second step: the collective that it belongs to
+    choice: str
+    scope: Scope | None = None
+    first: str = ""
 
     @property
     def rooted(self) -> bool:
@@ -107,11 +126,17 @@ Leaf = tuple[RouteTask, ...]
 
 @dataclass(frozen=True)
 class LeafConstraints:
-    """Limits that users set on the sequences of tasks (leaves of ByteComp's decision tree) that a plan may use."""
+    """Limits that users set on the sequences of tasks (leaves of ByteComp's decision tree) that a plan may use.
 
-    most_compressions: NonNegativeInt | None = None  # None: any number
-    without: tuple[str, ...] = ()  # names of collectives and devices that leaves must not use
-    flat_only: bool = False  # only collectives among all ranks
+    Attributes:
+        most_compressions: the most compressions in a sequence; None: any number.
+        without: names of collectives and devices that are not used.
+        flat_only: whether only collectives among all ranks are used.
+    """
+
+    most_compressions: NonNegativeInt | None = None
+    without: tuple[str, ...] = ()
+    flat_only: bool = False
 
     def __post_init__(self) -> None:
         check(self)
@@ -156,10 +181,10 @@ class Grammar:
         start: the symbol of a whole leaf.
     """
 
-    rules: Mapping[str, tuple[str, ...]]  # the alternatives of each symbol: symbols and kinds, separated by blanks
-    collectives: Mapping[Kind, tuple[str, ...]]  # the collectives of each kind, except second steps
-    seconds: Mapping[str, str]  # the second step that belongs to each first step
-    start: str = "tree"  # the symbol of a whole leaf
+    rules: Mapping[str, tuple[str, ...]]
+    collectives: Mapping[Kind, tuple[str, ...]]
+    seconds: Mapping[str, str]
+    start: str = "tree"
 
     @cached_property
     def _alternatives(self) -> dict[str, tuple[tuple[str, ...], ...]]:

@@ -29,11 +29,14 @@ class MajorityVote(Compressed):
     buckets. Training does not converge for all gradients, as signs lose magnitudes; error feedback does not help a
     vote.
     Wire: 1 bit an element from each other rank with "all_gather", 2(n-1)/n bits an element with "two_way".
+
+    Attributes:
+        compressor: `Sign` or `Signum`.
+        via: "all_gather": each rank counts all votes. "two_way": each rank counts the votes for an equal range of the
+            bucket, and hands out one bit an element.
     """
 
     compressor: Sign = Sign()
-    # "all_gather": every rank counts all votes. "two_way": each rank counts the votes for an equal range of the bucket,
-    # and hands out one bit an element, so that a tie is +1.
     via: Literal["all_gather", "two_way"] = "all_gather"
 
     @property

@@ -88,7 +88,7 @@ class Saved:
 
     origin: Origin
     step: int
-    scale: float | None  # loss scale in whose units the state is
+    scale: float | None
     slices: list[StateSlice]
 
 

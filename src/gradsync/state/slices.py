@@ -46,8 +46,8 @@ class StateSlice:
     start: int
     stop: int
     point: str
-    values: Tensor  # (stop - start,), or any shape
-    whole: bool = False  # whether the tensor goes with the segment as a whole
+    values: Tensor
+    whole: bool = False
 
     @property
     def key(self) -> str:

@@ -11,7 +11,8 @@ from torch import Tensor
 from . import allocator as memory
 from .bucket import Bucket
 
-Sections = Sequence[tuple[int, int]]  # [start, stop) of elements, ascending
+Sections = Sequence[tuple[int, int]]
+"""Ranges of elements of a flattened tensor, as [start, stop), ascending."""
 
 
 @dataclass(frozen=True)

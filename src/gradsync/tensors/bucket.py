@@ -21,7 +21,12 @@ from ..kernels import Sections
 
 
 class Layout(StrEnum):
-    """The form in which a scheme gets its bucket: one flat tensor, or row-sparse tables."""
+    """The form in which a scheme gets its bucket.
+
+    Attributes:
+        FLAT: one tensor, (numel,), of all segments end to end.
+        ROWS: row-sparse tables.
+    """
 
     FLAT = "flat"
     ROWS = "rows"
@@ -29,16 +34,21 @@ class Layout(StrEnum):
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """The shape and dtype of one tensor, without values; for a flat tensor also which parameters lie in it."""
+    """The shape and dtype of one tensor, without values; for a flat tensor also which parameters lie in it.
+
+    Attributes:
+        shape: the shape.
+        dtype: the dtype.
+        flat: the segments of a flat bucket, without flags; None for other tensors.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    flat: FlatSpec | None = field(
-        default=None, compare=False, repr=False
-    )  # of a flat bucket: its segments, without flags
+    flat: FlatSpec | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
+        """Returns the shape and dtype of `tensor`, which may have any shape."""
         return cls(tuple(tensor.shape), tensor.dtype)
 
     def is_of(self, tensor: Tensor) -> bool:
@@ -47,14 +57,17 @@ class TensorSpec:
 
     @property
     def numel(self) -> int:
+        """The number of elements."""
         return int(torch.Size(self.shape).numel())
 
     @property
     def itemsize(self) -> int:
+        """The bytes of one element."""
         return self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:
+        """The bytes of all elements."""
         return self.numel * self.itemsize
 
     @property
@@ -110,7 +123,13 @@ NO_MARKS = StepMarks()  # of a usual step
 
 @dataclass(frozen=True)
 class Segment:
-    """A slice of one parameter: elements [start, stop) of the flattened parameter `name`."""
+    """A slice of one parameter: elements [start, stop) of the flattened parameter.
+
+    Attributes:
+        name: the parameter's name.
+        start: the first element, from 0.
+        stop: the element after the last.
+    """
 
     name: str
     start: int
@@ -118,19 +137,25 @@ class Segment:
 
     @property
     def numel(self) -> int:
+        """The number of elements."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True)
 class FlatSpec:
-    """The layout of a flat tensor: which parts of parameters lie in it, end to end, their shapes, and its dtype."""
+    """The layout of a flat tensor: which parts of parameters lie in it, end to end, their shapes, and its dtype.
+
+    Attributes:
+        segments: the parts, in order.
+        shapes: the shape of each segment: its tensor's where it is the whole tensor, else (segment.numel,).
+        dtype: the dtype of the flat tensor.
+        salt: a number that makes random draws for tensors of the same names differ.
+    """
 
     segments: tuple[Segment, ...]
-    shapes: tuple[
-        tuple[int, ...], ...
-    ]  # of each segment: its tensor's where it is the whole tensor, else (segment.numel,)
+    shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
-    salt: int = 0  # makes random draws for tensors of the same names differ
+    salt: int = 0
 
     def __post_init__(self) -> None:
         numels = [int(torch.Size(shape).numel()) for shape in self.shapes]
@@ -161,6 +186,7 @@ class FlatSpec:
 
     @cached_property
     def numel(self) -> int:
+        """The number of elements in all segments."""
         return sum(self.lengths)
 
     @cached_property
@@ -183,10 +209,12 @@ class FlatSpec:
 
     @property
     def itemsize(self) -> int:
+        """The bytes of one element."""
         return self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:
+        """The bytes of all elements."""
         return self.numel * self.itemsize
 
     def cut(self, start: int, stop: int) -> FlatSpec:
@@ -214,14 +242,19 @@ class FlatSpec:
 class Bucket:
     """Parameters, or slices of them (segments), all of one dtype, whose gradients are synchronised together.
 
-    `tensors` are the shapes and dtypes of the parameters, one for each segment.
+    Attributes:
+        id: the bucket's id in the plan.
+        segments: the slices, in order.
+        tensors: the shapes and dtypes of the parameters, one for each segment.
+        layout: the form in which the scheme gets the bucket.
+        flags_ride: whether flags travel in the flat tensor, as the scheme sums it.
     """
 
     id: str
     segments: tuple[Segment, ...]
     tensors: tuple[TensorSpec, ...]
     layout: Layout
-    flags_ride: bool = True  # whether flags travel in the flat tensor, as the scheme sums it
+    flags_ride: bool = True
 
     def __post_init__(self) -> None:
         if not self.segments or len(self.segments) != len(self.tensors):
@@ -236,6 +269,7 @@ class Bucket:
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of all parameters in the bucket."""
         return self.tensors[0].dtype
 
     @cached_property
@@ -245,6 +279,7 @@ class Bucket:
 
     @property
     def names(self) -> list[str]:
+        """The parameter of each segment."""
         return [segment.name for segment in self.segments]
 
     @property

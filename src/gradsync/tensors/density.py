@@ -27,20 +27,27 @@ MOST_FOUND = 0.5  # density up to which a dense gradient may be worth a sparse e
 class DensityProfile:
     """The number of non-zero rows in one rank's gradient (rows that it touches), and its growth in sums over ranks.
 
-    In the profile of a tensor seen element by element, the elements are the rows. `densification[k]` is the
-    densification ratio gamma^k: the density of the sum over k ranks over that of one rank.
+    In the profile of a tensor seen element by element, the elements are the rows.
+
+    Attributes:
+        num_rows: the number of rows, zero or not.
+        rows: distinct rows that one rank touches, a mean over the ranks.
+        densification: the densification ratio gamma^k, by k: the density of the sum over k ranks over that of one rank.
+        pattern: a name that tables with the same non-zero rows on every rank share; "": not known.
+        most_rows: the most rows that any rank touches; 0: not known.
+        shares: the shares of one rank's non-zero rows in even contiguous partitions; (): taken as even.
+        union_shares: the same in the union over all ranks, which has less skew.
+        blocks: profiles of a flat tensor in blocks, by their length in elements.
     """
 
     num_rows: int
-    rows: float  # distinct rows one rank touches, mean over the ranks
+    rows: float
     densification: Mapping[int, float] = field(default_factory=dict)
-    pattern: str = ""  # tables of equal pattern have the same rows on every rank; empty: not known
-    most_rows: float = 0.0  # the most rows that any rank touches; 0: not known
-    shares: tuple[float, ...] = ()  # of one rank's rows in even contiguous partitions; none: taken as even
-    union_shares: tuple[float, ...] = ()  # the same in the union over all ranks, which has less skew
-    blocks: Mapping[int, DensityProfile] = field(
-        default_factory=dict
-    )  # profiles of a flat tensor in blocks, by their length
+    pattern: str = ""
+    most_rows: float = 0.0
+    shares: tuple[float, ...] = ()
+    union_shares: tuple[float, ...] = ()
+    blocks: Mapping[int, DensityProfile] = field(default_factory=dict)
 
     @property
     def density(self) -> float:
@@ -129,14 +136,22 @@ class ParameterProfile:
     """A parameter's shape, and its gradient's layout, density and place in the order of readiness.
 
     It is what the first training steps showed; planners get the same profiles on every rank.
+
+    Attributes:
+        name: the parameter's name.
+        tensor: its shape and dtype.
+        sparse: whether some rank's gradient has the sparse layout.
+        density: the density of its rows; None before a measurement, and if measuring does not pay.
+        position: the place in the order in which gradients become ready, from 0; equal before a measurement.
+        elements: the density of its elements, where a dense gradient was sampled; else None.
     """
 
     name: str
     tensor: TensorSpec
-    sparse: bool  # some rank's gradient has the sparse layout
-    density: DensityProfile | None = None  # of its rows; None before a measurement, and if measuring does not pay
-    position: int = 0  # place in the order in which gradients become ready; equal before a measurement
-    elements: DensityProfile | None = None  # of its elements, where a dense gradient was sampled
+    sparse: bool
+    density: DensityProfile | None = None
+    position: int = 0
+    elements: DensityProfile | None = None
 
     @property
     def found(self) -> bool:

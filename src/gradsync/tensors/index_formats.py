@@ -31,13 +31,21 @@ def aligned(nbytes: float) -> float:
 
 
 class IndexFormat(StrEnum):
-    """The formats in which a message encodes positions, the indices of its rows or elements."""
+    """The formats in which a message encodes positions, the indices of its rows or elements.
 
-    LIST = "list"  # an integer a row
-    OFFSETS_16 = "offsets_16"  # 2 bytes a row, 4 for each block of 65536
-    OFFSETS_8 = "offsets_8"  # a byte a row, and one for each block of 256, or a bit for each of both
-    BITMAP = "bitmap"  # a bit for each row of the part
-    DENSE = "dense"  # no positions: all rows travel, absent ones as zeros
+    Attributes:
+        LIST: an integer for each row.
+        OFFSETS_16: 2 bytes for each row, 4 for each block of 65536.
+        OFFSETS_8: a byte for each row, and one for each block of 256, or a bit for each of both.
+        BITMAP: a bit for each row of the part.
+        DENSE: no positions: all rows travel, absent ones as zeros.
+    """
+
+    LIST = "list"
+    OFFSETS_16 = "offsets_16"
+    OFFSETS_8 = "offsets_8"
+    BITMAP = "bitmap"
+    DENSE = "dense"
 
     @lru_cache(maxsize=4096)
     def nbytes(self, count: float, length: int) -> float:

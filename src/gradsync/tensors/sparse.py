@@ -22,12 +22,16 @@ def index_dtype(num_rows: int) -> torch.dtype:
 class SparseRows:
     """Some rows of a table's gradient: `values[k]` is added to row `indices[k]`; indices may repeat, in any order.
 
-    `present` is False on a rank that has no gradient for the table at all, not even an empty one. If no rank has one,
-    the parameter keeps `grad = None`, as one that no rank used; otherwise it gets a gradient, be it zero.
+    Attributes:
+        indices: (nnz,) int64.
+        values: (nnz, dim), in the dtype of the table.
+        num_rows: the number of rows of the table.
+        present: False on a rank that has no gradient for the table at all, not even an empty one. If no rank has one,
+            the parameter keeps `grad = None`, as one that no rank used; otherwise it gets a gradient, be it zero.
     """
 
-    indices: Tensor  # (nnz,) int64
-    values: Tensor  # (nnz, dim)
+    indices: Tensor
+    values: Tensor
     num_rows: int
     present: bool = True
 
@@ -111,13 +115,16 @@ class SparseRows:
 
 @dataclass(frozen=True)
 class SparseVector:
-    """Some elements of a vector of `length`: element `indices[k]` is `values[k]`, all others are zero.
+    """Some elements of a vector: element `indices[k]` is `values[k]`, all others are zero.
 
-    Indices ascend, without repetition.
+    Attributes:
+        indices: (nnz,) int32 or int64, ascending, without repetition.
+        values: (nnz,).
+        length: the number of elements of the vector.
     """
 
-    indices: Tensor  # (nnz,) int32 or int64
-    values: Tensor  # (nnz,)
+    indices: Tensor
+    values: Tensor
     length: int
 
     def __post_init__(self) -> None:
@@ -129,6 +136,7 @@ class SparseVector:
 
     @property
     def nnz(self) -> int:
+        """The number of elements that are given."""
         return int(self.indices.numel())
 
     @property

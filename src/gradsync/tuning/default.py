@@ -26,6 +26,9 @@ class MeasuringPlanner:
     """The default planner: returns the plans worth a trial, best guess first, by measured costs of links and kernels.
 
     It compares schemes by bytes alone before `measure` was called, and on groups without measured links.
+
+    Attributes:
+        network: the measured costs of links and kernels, and the node of each rank; None before `measure`.
     """
 
     network: Network | None = None

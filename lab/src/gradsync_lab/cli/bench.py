@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from gradsync.characterization.footprint import DEFAULT_SAMPLE
-from gradsync.cli.console import WIDE, beside, console, plain_errors
+from gradsync.cli.console import WIDE, beside, plain_errors
 from gradsync.cli.results import Json, put, words
 from gradsync.compressors import names as compressors
 
@@ -509,8 +510,10 @@ def converge(
     bounds = bounds_of(require, spec.methods)
     with plain_errors(), event_bar("losses", len(spec.runs), "opening the data") as on_event:
         records, notes = run_converge(spec, on_event)
-    finish(records, notes, json, bounds, loss_table)
-    if len(records) < len(spec.cases):
+    interrupted = len(records) < len(spec.cases)
+    with suppress(typer.Exit) if interrupted else nullcontext():
+        finish(records, notes, json, bounds, loss_table)
+    if interrupted:  # whether the bounds hold or not
         raise typer.Exit(INTERRUPTED)
 
 
@@ -554,14 +557,17 @@ def reach(
 @app.command()
 def figures(
     root: Annotated[Path, typer.Option(help="The folder of the repository.")] = Path(),
+    json: Json = None,
 ) -> None:
     """Writes the figures of README and of other pages from the records in benchmarks/results, by the templates in
-    benchmarks/figures.
+    benchmarks/figures; --json lists these pages.
     """
     with plain_errors():
-        for page, text in written(root).items():
+        pages = written(root)
+        for page, text in pages.items():
             (root / page).write_text(text, encoding="utf-8")
-            console.print(f"{page}: written")
+            words(json).print(f"{page}: written")
+    put(json, [page.as_posix() for page in pages], "Pages")
 
 
 SETS_OWN = frozenset(
@@ -590,7 +596,7 @@ def measure_defaults(
 ) -> None:
     """Measures the grid of defaults, or prints its cells; exits with 1 where a cell has failed."""
     if dry_run:
-        show_plan(cells, spec)
+        show_plan(cells, spec, json)
         return
     if json is None or json == "-":
         raise ValueError("--grid defaults keeps finished cells in a file: name it by --json FILE")

@@ -13,10 +13,10 @@ from gradsync.cli.progress import phase
 from gradsync.cli.results import Json, put, words
 
 from ..bench.train import TrainSpec, run_training
-from ..report.page import write_page
+from ..report.page import SUBJECT, verdict, write_page
 from ..report.record import TrainingRun
-from ..report.tables import training_table
-from ..report.trace import write_trace
+from ..report.tables import against_baseline, training_table
+from ..report.trace import TRACE, write_trace
 from ..workloads import names
 from .progress import event_bar
 
@@ -53,14 +53,15 @@ def demo(
     run.command = repeat_command(spec)
     with plain_errors(), phase("writing the report"):
         out.mkdir(parents=True, exist_ok=True)
-        (out / "results.json").write_text(run.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        write_page(run, out / "report.html")
-        write_trace(run, out / "trace.json")
+        results, page, trace = (out / name for name in ("results.json", "report.html", TRACE))
+        results.write_text(run.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        write_trace(run, trace)
+        write_page(run, page, results)
     show(run, json)
-    words(json).print(
-        f"\nReport: {out / 'report.html'}   trace (ui.perfetto.dev): {out / 'trace.json'}   {out / 'results.json'}"
-    )
+    words(json).print(f"\nReport: {page}   trace (ui.perfetto.dev): {trace}   {results}")
     put(json, run.model_dump_json(indent=1))
+    if SUBJECT not in against_baseline(run):
+        raise typer.Exit(1)
 
 
 def repeat_command(spec: TrainSpec) -> str:
@@ -73,7 +74,7 @@ def repeat_command(spec: TrainSpec) -> str:
 
 
 def show(run: TrainingRun, json: str | None = None) -> None:
-    """Prints the table of methods, and their plans in words; to stderr where `json` is "-"."""
+    """Prints the table of methods, their plans in words, and the verdict; to stderr where `json` is "-"."""
     console = words(json)
     console.print()
     console.print(f"{run.description}; data: {run.source}")
@@ -85,3 +86,4 @@ def show(run: TrainingRun, json: str | None = None) -> None:
                 console.print(f"  {line}", highlight=False)
     for note in run.notes:
         console.print(f"Note: {note}", style="yellow")
+    console.print(f"\n{verdict(run)}", highlight=False)

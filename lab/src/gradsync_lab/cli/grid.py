@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gradsync.cli.console import WIDE, beside, console
+from gradsync.cli.results import PRINTED, put, words
 
 from ..bench.grid import CELLS, SUBJECTS, Cell, Finished, Kept, estimate_s, require_links, run_cell, settings_of
 from ..bench.train import TrainSpec
@@ -14,14 +15,23 @@ from ..report.tables import factor
 from .progress import event_bar
 
 
-def show_plan(cells: Sequence[Cell], spec: TrainSpec) -> None:
-    """Prints the cells and about how long each takes."""
-    total_s = 0.0
-    for cell in cells:
-        seconds = estimate_s(cell, cell.spec(spec))
-        total_s += seconds
-        console.print(f"{cell.name}: {', '.join(cell.methods)}; about {_time(seconds)}", highlight=False)
-    console.print(f"{len(cells)} cells, about {_time(total_s)}")
+def show_plan(cells: Sequence[Cell], spec: TrainSpec, json: str | None) -> None:
+    """Prints the cells, their methods and about how long each takes; where `json` is "-", as JSON, in seconds.
+
+    Raises:
+        ValueError: `json` names a file, which is where a run would keep its records.
+    """
+    if json not in (None, PRINTED):
+        raise ValueError(f"--json {json} is the file in which finished cells are kept: with --dry-run, take --json -")
+    said, took_s = words(json), [round(estimate_s(cell, cell.spec(spec))) for cell in cells]
+    for cell, seconds in zip(cells, took_s, strict=True):
+        said.print(f"{cell.name}: {', '.join(cell.methods)}; about {_time(seconds)}", highlight=False)
+    said.print(f"{len(cells)} cells, about {_time(sum(took_s))}")
+    plan = [
+        {"cell": cell.name, "methods": cell.methods, "seconds": seconds}
+        for cell, seconds in zip(cells, took_s, strict=True)
+    ]
+    put(json, {"cells": plan, "seconds": sum(took_s)})
 
 
 def measure(cells: Sequence[Cell], spec: TrainSpec, path: Path, *, again: bool) -> list[Finished]:

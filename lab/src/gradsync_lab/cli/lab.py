@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from gradsync.cli.console import beside
+from gradsync.cli.console import beside, plain_errors
 from gradsync.cli.progress import phase
 from gradsync.cli.results import Json, prints_apart, put, words
 from gradsync.costs.cluster import format_rate
@@ -50,21 +50,22 @@ def scenario_of(
     moving_background: str | None = None,
     stalls: str | None = None,
 ) -> Scenario:
-    """Returns the emulated cluster's scenario for these options; a wrong option ends the command with its message."""
-    try:
-        return Scenario(
-            nodes=nodes,
-            link=link,
-            ranks_per_node=procs_per_node,
-            rack_size=rack_size,
-            trunk=trunk,
-            slow=parse_slow(slow or []),
-            background=parse_background(background or []),
-            moving_background=None if moving_background is None else parse_moving_background(moving_background),
-            stalls=None if stalls is None else parse_stalls(stalls),
-        )
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+    """Returns the emulated cluster's scenario for these options.
+
+    Raises:
+        ValueError: for a wrong option.
+    """
+    return Scenario(
+        nodes=nodes,
+        link=link,
+        ranks_per_node=procs_per_node,
+        rack_size=rack_size,
+        trunk=trunk,
+        slow=parse_slow(slow or []),
+        background=parse_background(background or []),
+        moving_background=None if moving_background is None else parse_moving_background(moving_background),
+        stalls=None if stalls is None else parse_stalls(stalls),
+    )
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -84,12 +85,15 @@ def run(
     json: Json = None,
 ) -> None:
     """Runs a command as every rank of an emulated cluster, with the environment variables that torchrun would set."""
-    scenario = scenario_of(nodes, link, rack_size, trunk, slow, background, procs_per_node, moving_background, stalls)
-    with _built(scenario) as lab:
-        began_s = time.monotonic()
-        with prints_apart(json):
-            codes = lab.run([*command, *context.args], timeout_s=timeout)
-        seconds = time.monotonic() - began_s
+    with plain_errors():
+        scenario = scenario_of(
+            nodes, link, rack_size, trunk, slow, background, procs_per_node, moving_background, stalls
+        )
+        with _built(scenario) as lab:
+            began_s = time.monotonic()
+            with prints_apart(json):
+                codes = lab.run([*command, *context.args], timeout_s=timeout)
+            seconds = time.monotonic() - began_s
     code = exit_code(codes, lab.first_failed)
     put(json, {"exit_code": code, "codes": codes, "first_failed": lab.first_failed, "seconds": round(seconds, 3)})
     raise typer.Exit(code)
@@ -130,8 +134,7 @@ def check(
     json: Json = None,
 ) -> None:
     """Loads all links at once and compares measured with configured rates; exit code 1 if a link is off."""
-    scenario = scenario_of(nodes, link, rack_size, trunk, slow, background=None)
-    with _built(scenario) as lab:
+    with plain_errors(), _built(scenario_of(nodes, link, rack_size, trunk, slow, background=None)) as lab:
         with phase(f"loading all links for {seconds:g} s"):
             rates = lab.check(seconds)
         description = lab.describe()

@@ -32,7 +32,7 @@ def report(files: Files, out: Out = Path("report.html"), json: Json = None) -> N
         elif len(files) > 1:
             raise ValueError(f"{files[0]} has the results of a whole run, which fill a page: give it alone")
         else:
-            write_page(run, out)
+            write_page(run, out, files[0])
             said = verdict(run)
     words(json).print(said, highlight=False)
     words(json).print(f"\nReport: {out}", highlight=False)

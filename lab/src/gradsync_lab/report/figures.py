@@ -5,20 +5,25 @@ figure is a placeholder: `{deepfm gradsync ratio}` is the ratio of the record wh
 that the template calls `deepfm`. `{alexnet ds_sync/ddp@slow-node ms}` also names the baseline and the scenario, and
 `{grid auto/ddp_bf16@lstm,1gbit ratio}` workload and link. The part of the page is between the comments
 `<!-- figures: NAME begin -->` and `<!-- figures: NAME end -->`.
+
+A template whose page is an `.svg` draws a picture. The first line of its text is the title, each line
+`NAME: {deepfm gradsync subject_s}` is a bar with its spread, and all other lines are notes.
 """
 
 from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from .drawing import Drawing
 from .record import Record, Spread, load_records
 
 TEMPLATES, RESULTS = Path("benchmarks/figures"), Path("benchmarks/results")
+F = TypeVar("F")
 PLACEHOLDER = re.compile(r"\{(\w+) ([\w.]+)(?:/([\w.]+))?(?:@([\w,-]+))? (\w+)\}")
 
 
@@ -40,6 +45,12 @@ def _steps(record: Record) -> str:
     return f"{mine / base:.2f}"
 
 
+def _time(spread: Spread | None) -> Spread:
+    if spread is None:
+        raise TypeError("the record has no time")
+    return spread
+
+
 def _is_of(record: Record, cell: Collection[str]) -> bool:
     """Whether a record is of the workload, link and scenario in `cell`; one of a scenario only if it is named."""
     scenario = record.params.get("scenario")
@@ -58,15 +69,20 @@ FIGURES: dict[str, Callable[[Any], str]] = {
     "baseline_mb": lambda record: _megabytes(record.wire_bytes.baseline),
     "steps": _steps,
 }
+# Of the bars of a picture, in seconds.
+TIMES: dict[str, Callable[[Any], Spread]] = {
+    "subject_s": lambda record: _time(record.subject_s),
+    "baseline_s": lambda record: _time(record.baseline_s),
+}
 
 
 @dataclass(frozen=True)
 class Template:
-    """The text of one part of a page, with placeholders for figures.
+    """The text of one part of a page, or of a picture, with placeholders for figures.
 
     Attributes:
         name: the name of the part, that of the template's file.
-        page: the page, from the folder of the repository.
+        page: the page or the picture, from the folder of the repository.
         files: the names of record files, without `.json`, by the names that placeholders use.
         body: the text.
     """
@@ -95,27 +111,31 @@ class Template:
         Raises:
             ValueError: a placeholder names no record, several, or no figure.
         """
-        records = {name: load_records(results / f"{file}.json") for name, file in self.files.items()}
+        records = self._records(results)
+        return PLACEHOLDER.sub(lambda match: self._figure(match, records, FIGURES), self.body)
 
-        def figure(match: re.Match[str]) -> str:
-            file, subject, baseline, cell, figure = match.groups()
-            found = [
-                record
-                for record in records.get(file, ())
-                if record.subject == subject and record.baseline == (baseline or record.baseline)
-                and _is_of(record, cell.split(",") if cell else ()) and "phase" not in record.params
-            ]  # fmt: skip
-            if len(found) != 1 or figure not in FIGURES:
-                raise ValueError(
-                    f"{self.name}: {match[0]} names {len(found)} records; expected one, in one of "
-                    f"{', '.join(self.files)}, and one of the figures {', '.join(FIGURES)}"
-                )
-            try:
-                return FIGURES[figure](found[0])
-            except (AttributeError, KeyError, TypeError) as error:
-                raise ValueError(f"{self.name}: the record that {match[0]} names has no such figure") from error
+    def picture(self, results: Path) -> str:
+        """Returns the text as a picture, an SVG, with bars for the times of the records in the folder `results`.
 
-        return PLACEHOLDER.sub(figure, self.body)
+        Raises:
+            ValueError: a placeholder names no record, several, or no time.
+        """
+        records = self._records(results)
+        title, *lines = self.body.splitlines()
+        drawing, bars, notes = Drawing(title), dict[str, Spread](), []
+        for line in lines:
+            name, _, place = line.partition(": ")
+            if match := PLACEHOLDER.fullmatch(place):
+                bars[name] = self._figure(match, records, TIMES)
+            else:
+                notes.append(line)
+        if not bars:
+            raise ValueError(f"{self.name}: expected a line 'NAME: {{FILE SUBJECT subject_s}}' for each bar")
+        drawing.heading(title)
+        drawing.spreads(bars)
+        for note in notes:
+            drawing.note(note)
+        return drawing.svg()
 
     def put_into(self, page: str, results: Path) -> str:
         """Returns the text of the page with this part written anew.
@@ -130,9 +150,32 @@ class Template:
             raise ValueError(f"{self.page} has no part for {self.name}: expected {begin} and {end}")
         return f"{before}{begin}\n{self.text(results)}\n{end}{after}"
 
+    def _records(self, results: Path) -> dict[str, list[Record]]:
+        return {name: load_records(results / f"{file}.json") for name, file in self.files.items()}
+
+    def _figure(
+        self, match: re.Match[str], records: Mapping[str, list[Record]], figures: Mapping[str, Callable[[Any], F]]
+    ) -> F:
+        file, subject, baseline, cell, figure = match.groups()
+        found = [
+            record
+            for record in records.get(file, ())
+            if record.subject == subject and record.baseline == (baseline or record.baseline)
+            and _is_of(record, cell.split(",") if cell else ()) and "phase" not in record.params
+        ]  # fmt: skip
+        if len(found) != 1 or figure not in figures:
+            raise ValueError(
+                f"{self.name}: {match[0]} names {len(found)} records; expected one, in one of "
+                f"{', '.join(self.files)}, and one of the figures {', '.join(figures)}"
+            )
+        try:
+            return figures[figure](found[0])
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"{self.name}: the record that {match[0]} names has no such figure") from error
+
 
 def written(root: Path) -> dict[Path, str]:
-    """Returns the texts of all pages that have such parts, by their paths in the folder `root` of the repository.
+    """Returns the texts of all pages that have such parts, and of all pictures, by their paths in the folder `root`.
 
     Raises:
         ValueError: a template, a placeholder or a page is wrong.
@@ -140,6 +183,9 @@ def written(root: Path) -> dict[Path, str]:
     pages: dict[Path, str] = {}
     for path in sorted((root / TEMPLATES).glob("*.md")):
         template = Template.read(path)
+        if template.page.suffix == ".svg":
+            pages[template.page] = template.picture(root / RESULTS)
+            continue
         page = pages.get(template.page) or (root / template.page).read_text(encoding="utf-8")
         pages[template.page] = template.put_into(page, root / RESULTS)
     return pages

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,12 +23,14 @@ from .tables import (
     training_columns,
     training_rows,
 )
+from .trace import TRACE
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 TEMPLATES = Path(__file__).parent
 SUBJECT = "gradsync"
+ITSELF = Spread(median=1.0, p5=1.0, p95=1.0)  # the baseline's ratio to itself, without noise
 LOOPBACK = "loopback"  # how `TrainingRun.link` begins when no link's rate was limited
 
 
@@ -60,16 +63,18 @@ def _standing(run: TrainingRun) -> str:
     return f"{text}."
 
 
-def _pace(ratio: Spread, aa: Spread | None) -> str:
+def _pace(ratio: Spread, aa: Spread | None, other: Spread = ITSELF) -> str:
     """Returns "faster than", "slower than" or "within this run's noise of".
 
     Args:
         ratio: step times of a method over the baseline's.
         aa: step times of the baseline over its own in other blocks of steps.
+        other: step times, over the baseline's, of the method to compare with; by default that is the baseline.
     """
-    if ratio.p5 <= 1 <= ratio.p95 or (aa and aa.p5 <= ratio.median <= aa.p95):
+    overlap = ratio.p5 <= other.p95 and other.p5 <= ratio.p95
+    if overlap or (aa and aa.p5 * other.median <= ratio.median <= aa.p95 * other.median):
         return "within this run's noise of"
-    return "faster than" if ratio.median < 1 else "slower than"
+    return "faster than" if ratio.median < other.median else "slower than"
 
 
 def what_if(run: TrainingRun) -> str:
@@ -93,14 +98,13 @@ def what_if(run: TrainingRun) -> str:
 
 def _others(records: dict[str, Record]) -> list[str]:
     """Returns a sentence about the fastest method other than gradsync and the baseline; an empty list without one."""
-    medians = {name: record.ratio.median for name, record in records.items() if record.ratio}
-    mine = medians.pop(SUBJECT)
-    if not medians:
+    ratios = {name: record.ratio for name, record in records.items() if record.ratio}
+    mine = ratios.pop(SUBJECT)
+    if not ratios:
         return []
-    best = min(medians, key=lambda name: medians[name])
-    if medians[best] < mine:
-        return [f"Faster than {SUBJECT} here: {best}, {medians[best]:.3f}."]
-    return [f"The best other method: {best}, {medians[best]:.3f}."]
+    name, ratio = min(ratios.items(), key=lambda pair: pair[1].median)
+    pace, base = _pace(ratio, records[name].aa, mine), records[name].baseline
+    return [f"The fastest other method, {name}, is {pace} {SUBJECT}: {factor(ratio)} of {base}'s step time."]
 
 
 def figures(run: TrainingRun) -> list[tuple[str, str, go.Figure]]:
@@ -128,8 +132,12 @@ def figures(run: TrainingRun) -> list[tuple[str, str, go.Figure]]:
     return result
 
 
-def write_page(run: TrainingRun, path: str | Path) -> None:
+def write_page(run: TrainingRun, path: str | Path, results: str | Path | None = None) -> None:
     """Writes the HTML page about the run to `path`.
+
+    Args:
+        results: the file that has the run as JSON. The page names it, and the trace beside it if there is one, as seen
+            from the page's folder.
 
     Raises:
         ImportError: plotly or Jinja2 is missing; the message says what to install.
@@ -145,7 +153,22 @@ def write_page(run: TrainingRun, path: str | Path) -> None:
         columns=training_columns(run),
         rows=training_rows(run),
         aa=next((factor(record.aa) for record in run.records if record.aa), None),
+        **_files(Path(path), results),
     )
+
+
+def _files(page: Path, results: str | Path | None) -> dict[str, str | None]:
+    """Returns where, seen from the page's folder, are the run's results and the trace beside them; None: not known."""
+    if results is None:
+        return {"results": None, "trace": None}
+    trace = Path(results).with_name(TRACE)
+    found = {"results": Path(results), "trace": trace if trace.exists() else None}
+    return {name: None if file is None else _seen_from(page.parent, file) for name, file in found.items()}
+
+
+def _seen_from(folder: Path, file: Path) -> str:
+    # Bytes of a name that are no text would not fit into a page.
+    return os.path.relpath(file, folder).encode(errors="backslashreplace").decode()
 
 
 def verdict_of_records(records: Sequence[Record]) -> str:

@@ -9,6 +9,8 @@ from typing import Any
 
 from .record import TimelineTask, TrainingRun
 
+TRACE = "trace.json"  # the usual name of the file, beside the run's results
+
 
 def lanes(tasks: Sequence[TimelineTask]) -> list[tuple[str, list[TimelineTask]]]:
     """Divides tasks into lanes without overlaps, and returns (label, tasks) in the order of the streams' first tasks.

@@ -52,17 +52,21 @@ COOLEST = 1e-3  # last temperature of the annealing, as a share of the first cos
 class Grouping:
     """A schedule of averaging, judged on a cluster: its step time, and how far it lets ranks' parameters differ.
 
-    The schedule says which nodes average their parameters in which round. `spread` is the ranks' mean squared distance
-    to their mean, in variances of the noise of one rank's training step; `left`, the largest share of a difference
-    between ranks that remains after all rounds of the schedule.
+    Attributes:
+        name: the schedule's name, for records.
+        schedule: which nodes average their parameters in which round.
+        step_s: mean seconds of a step in the long run, computation and exchange.
+        spread: the ranks' mean squared distance to their mean, in variances of the noise of one rank's training step.
+        left: the largest share of a difference between ranks that remains after all rounds of the schedule.
+        crossing: the most groups that cross one rack's uplink in a round.
     """
 
     name: str
     schedule: GroupSchedule
-    step_s: float  # mean seconds of a step in the long run, computation and exchange
-    spread: float  # how far ranks drift apart: `GroupSchedule.spread` of the schedule `of_ranks`, per rank
-    left: float  # share of a disagreement that a cycle leaves: `GroupSchedule.left` of the same
-    crossing: int  # most groups that cross one rack's uplink in a round
+    step_s: float
+    spread: float
+    left: float
+    crossing: int
 
 
 def groupings(

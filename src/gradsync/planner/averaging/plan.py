@@ -48,7 +48,7 @@ class AveragingPlanner:
     together. In a round with averages the ranks of a node are averaged, too, and each rank exchanges a part of that
     average between nodes; in a local step, on all nodes, every rank is alone.
 
-    Args:
+    Attributes:
         cluster: links of the nodes; None: rates between all nodes are measured when attached, with a few MiB each.
         schedule: the schedule, of nodes or of ranks, to be used; None: the planner chooses one.
         largest: most nodes of a group, except a group of all; None: the square root of all, a whole rack, or all but

@@ -49,6 +49,13 @@ class CompressingPlanner:
     List in `exact` any table that gets sparse gradients without an `nn.Embedding(sparse=True)`: the plan that follows
     the first step would have no place for its residual.
 
+    Attributes:
+        way: a compressor or scheme, or a function from the number of ranks to one.
+        exact: names or shell patterns of parameters that are not compressed.
+        matrices_only: whether tensors of one dimension, as biases and norms, are not compressed.
+        fewest_elements: tensors with fewer elements are not compressed.
+        bucket_bytes: the bytes that fill a dense bucket, the first one 1 MiB; tensors are not cut.
+
     Raises:
         ValueError: when made, for settings out of their range; when asked for a plan, for an `exact` that no parameter
             matches, or a compressor whose numbers cannot be summed over so many ranks.
@@ -59,13 +66,11 @@ class CompressingPlanner:
         >>> handle = gradsync.attach(model, plan=planner)  # doctest: +SKIP
     """
 
-    way: (
-        SchemeOrCompressor | Callable[[int], SchemeOrCompressor]
-    )  # a compressor or scheme, or a function from the number of ranks to one
-    exact: tuple[str, ...] = ()  # names or shell patterns of parameters that are not compressed
-    matrices_only: bool = False  # tensors of one dimension, as biases and norms, are not compressed
-    fewest_elements: NonNegativeInt = 0  # smaller tensors are not compressed
-    bucket_bytes: PositiveInt = BUCKET_BYTES  # fill a dense bucket, the first one 1 MiB; tensors are not cut
+    way: SchemeOrCompressor | Callable[[int], SchemeOrCompressor]
+    exact: tuple[str, ...] = ()
+    matrices_only: bool = False
+    fewest_elements: NonNegativeInt = 0
+    bucket_bytes: PositiveInt = BUCKET_BYTES
 
     def __post_init__(self) -> None:
         if not callable(self.way):

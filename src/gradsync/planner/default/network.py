@@ -39,7 +39,12 @@ def planned_schemes(placement: Placement) -> tuple[Scheme[Any], ...]:
 
 @dataclass(frozen=True)
 class Network:
-    """The network that planners plan for: costs of kernels and links, and the node of each rank."""
+    """The network that planners plan for: costs of kernels and links, and the node of each rank.
+
+    Attributes:
+        cost: the costs of kernels and links.
+        placement: the node of each rank.
+    """
 
     cost: CostModel
     placement: Placement

@@ -37,6 +37,7 @@ class Searched:
         ways: schemes, each with the gradients that may take it.
         formulation: the problem that the search solved.
         found: the solution, before it was simplified and improved to `plan`.
+        plan: the plan.
         hiding: whether the search halved latencies, as one transfer's latency is hidden by another transfer.
     """
 

@@ -17,10 +17,18 @@ class Slowdown:
     """Factors by which backward, transfers and kernels of the exchange take longer while another of the three runs.
 
     `a_by_b` is the factor by which a takes longer while b runs; 1: no longer than alone.
+
+    Attributes:
+        backward_by_transfer: the factor of backward, while a transfer is in flight.
+        backward_by_kernel: the factor of backward, while the communication thread computes.
+        transfer_by_backward: the factor of a transfer, while backward runs.
+        kernel_by_backward: the factor of a computation of the communication thread, while backward runs.
+        transfer_by_kernel: the factor of a transfer, while the communication thread computes.
+        kernel_by_transfer: the factor of a computation of the communication thread, while a transfer is in flight.
     """
 
-    backward_by_transfer: float = 1.0  # of backward, while a transfer is in flight
-    backward_by_kernel: float = 1.0  # of backward, while the communication thread computes
+    backward_by_transfer: float = 1.0
+    backward_by_kernel: float = 1.0
     transfer_by_backward: float = 1.0
     kernel_by_backward: float = 1.0
     transfer_by_kernel: float = 1.0
@@ -63,12 +71,12 @@ class Job:
     """
 
     profiles: tuple[ParameterProfile, ...]
-    ready_s: Mapping[str, float]  # by parameter, from the begin of backward
+    ready_s: Mapping[str, float]
     backward_s: float
     network: Network
     slowdown: Slowdown = NO_SLOWDOWN
-    beside_s: float = 0.0  # seconds of a step without backward and exchange: forward, optimiser, data
-    errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by parameter, by `errors.name_of`
+    beside_s: float = 0.0
+    errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     present: Plan | None = None
 
     def __post_init__(self) -> None:

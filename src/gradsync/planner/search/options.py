@@ -37,12 +37,15 @@ LINKS = (Resource.INTRA.name.lower(), Resource.INTER.name.lower())  # streams in
 class Way:
     """A scheme that a plan may use, and the gradients that may take it.
 
-    These are `members`, which share a bucket of their own; without `members`, any dense gradients or those in `among`.
+    Attributes:
+        scheme: the scheme.
+        members: names of gradients that share a bucket of their own; None: the scheme is for dense gradients.
+        among: without `members`: names of gradients that may take the scheme; None: all dense ones.
     """
 
     scheme: Scheme[Any]
-    members: tuple[str, ...] | None = None  # names of parameters; None: the scheme is for dense gradients
-    among: frozenset[str] | None = None  # without `members`: names of gradients that may take it; None: all dense ones
+    members: tuple[str, ...] | None = None
+    among: frozenset[str] | None = None
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,12 @@ BF16 = HalfPrecision(values="bfloat16")
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another scheme for one bucket, and the predicted seconds of the step if only this bucket's scheme changes."""
+    """Another scheme for one bucket, and the step that is predicted with it.
+
+    Attributes:
+        scheme: the other scheme.
+        step_s: the predicted seconds of the step with it, if the other buckets stay as they are.
+    """
 
     scheme: Scheme[Any]
     step_s: float
@@ -37,16 +42,22 @@ class Alternative:
 
 @dataclass(frozen=True)
 class BucketReasons:
-    """The reasons why one bucket of a plan has its scheme: the best other schemes, and why none that loses data.
+    """The reasons why one bucket of a plan has its scheme.
 
-    `why_exact` is None if the chosen scheme itself loses data (is lossy).
+    Attributes:
+        id: the bucket's id in the plan.
+        names: its parameters, in order.
+        nbytes: its bytes when dense.
+        scheme: the chosen scheme.
+        alternatives: the best other schemes, best first.
+        why_exact: why no scheme that loses data was chosen, in words; None if the chosen one loses data.
     """
 
     id: str
     names: tuple[str, ...]
     nbytes: int
     scheme: Scheme[Any]
-    alternatives: tuple[Alternative, ...]  # the `ALTERNATIVES` best ones, best first
+    alternatives: tuple[Alternative, ...]
     why_exact: str | None
 
 
@@ -63,9 +74,9 @@ class Explanation:
     """
 
     step_s: float
-    backward_s: float  # predicted seconds of backward, slowed down by the exchange
-    beside_s: float  # the rest of a step: forward, optimiser, data
-    rivals: Mapping[str, float]  # predicted seconds, by name
+    backward_s: float
+    beside_s: float
+    rivals: Mapping[str, float]
     buckets: tuple[BucketReasons, ...]
 
     @property

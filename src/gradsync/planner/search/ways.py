@@ -53,29 +53,37 @@ _SAME_AS: dict[type[Scheme[Any]], tuple[str, ...]] = {
 class Constraints:
     """The limits on what a job's gradients may lose; all stay exact unless `lossy` names schemes or compressors.
 
-    `most_error` bounds each parameter's relative error in one step: the norm of the error over the gradient's norm,
-    looked up in `errors`, a field of this class. Schemes without an entry are then not allowed. The bound holds with
-    and without error feedback, which sends the error later. With error feedback, `most_delay`, if given, is used
-    instead: it bounds the steps' worth of gradient that a residual holds, see `delay_of`. `most_delay_frozen` is the
-    same bound for schemes that freeze optimiser state of what was not sent: momentum does not decay there, so a
-    residual may hold more; None: as for all. `CoarseGrained`, which sends whole chunks of gradients, is not allowed for
-    tensors smaller than one chunk.
+    `CoarseGrained`, which sends whole chunks of gradients, is not allowed for tensors smaller than one chunk.
 
-    `leaves` restricts how compressed gradients may travel: by which routes (sequences of collectives and coding tasks,
-    the leaves of ByteComp's decision tree). A scheme that does the tasks of a route is allowed as the route is. None
-    allows all schemes, and routes that compress once: `errors` holds errors of one compression, and a second one, of
-    sums, adds to them.
+    Attributes:
+        lossy: the schemes and compressors that may lose data; (): all gradients stay exact.
+        always: True: no exact schemes for gradients that may take a lossy one.
+        exact: names or shell patterns of parameters that stay exact.
+        matrices_only: whether tensors of one dimension, as biases and norms, stay exact.
+        fewest_elements: tensors with fewer elements stay exact.
+        most_error: the largest relative error of a parameter in one step: the norm of the error over the gradient's
+            norm. It holds with and without error feedback, which sends the error later. None: any.
+        most_delay: used instead where there is error feedback: the most steps' worth of gradient that a residual holds,
+            see `delay_of`. None: `most_error` holds.
+        most_delay_frozen: the same bound for schemes that freeze optimiser state of what was not sent: momentum does
+            not decay there, so a residual may hold more. None: as for all.
+        errors: the relative errors, by parameter, then by the name that `errors.name_of` gives the scheme or
+            compressor; with a bound, those without an entry are not allowed.
+        leaves: how compressed gradients may travel: by which routes (sequences of collectives and coding tasks, the
+            leaves of ByteComp's decision tree). A scheme that does the tasks of a route is allowed as the route is.
+            None: all schemes, and routes that compress once; `errors` holds errors of one compression, and a second
+            one, of sums, adds to them.
     """
 
     lossy: tuple[SchemeOrCompressor, ...] = ()
-    always: bool = False  # True: no exact ways for gradients that may take a lossy one
-    exact: tuple[str, ...] = ()  # names or shell patterns of parameters that stay exact
-    matrices_only: bool = False  # tensors of one dimension, as biases and norms, stay exact
-    fewest_elements: NonNegativeInt = 0  # smaller tensors stay exact
+    always: bool = False
+    exact: tuple[str, ...] = ()
+    matrices_only: bool = False
+    fewest_elements: NonNegativeInt = 0
     most_error: NonNegativeFinite | None = None
     most_delay: NonNegativeFinite | None = None
     most_delay_frozen: NonNegativeFinite | None = None
-    errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by parameter, by `errors.name_of`
+    errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     leaves: LeafConstraints | None = None
 
     def __post_init__(self) -> None:

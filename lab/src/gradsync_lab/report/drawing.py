@@ -8,6 +8,8 @@ from xml.sax.saxutils import escape
 
 from gradsync.costs.timeline import Task
 
+from .record import Spread
+
 WIDTH = 420.0
 MARGIN = 12.0
 INK, PALE = "#333333", "#d9d9d9"
@@ -93,6 +95,28 @@ class Drawing:
             self.text(left + wide * 0.4, self.y + height + 13, name, size=10, anchor="middle")
         self.line([(MARGIN, self.y + height), (WIDTH - MARGIN, self.y + height)], INK)
         self.y += height + 22
+
+    def spreads(self, spreads: Mapping[str, Spread]) -> None:
+        """Draws for each name a bar of the median, in milliseconds, and a line from the 5th to the 95th percentile.
+
+        Args:
+            spreads: seconds by name. Names that are alike up to their comma have bars of one colour.
+        """
+        left, right = 170.0, WIDTH - 68.0
+        scale = (right - left) / max(spread.p95 for spread in spreads.values())
+        kinds = list(dict.fromkeys(name.partition(",")[0] for name in spreads))
+        for name, spread in spreads.items():
+            colour = COLOURS[(kinds.index(name.partition(",")[0]) + 1) % len(COLOURS)]
+            low, high, middle = left + spread.p5 * scale, left + spread.p95 * scale, self.y + 11
+            self.text(left - 6, self.y + 15, name, size=11, anchor="end")
+            self.rectangle(left, self.y + 3, spread.median * scale, 16, colour)
+            self.line([(low, middle), (high, middle)], INK)
+            for end in (low, high):
+                self.line([(end, middle - 4), (end, middle + 4)], INK)
+            self.text(WIDTH - MARGIN, self.y + 15, f"{1e3 * spread.median:.0f} ms", size=11, anchor="end")
+            self.y += 22
+        self.line([(left, self.y - 22 * len(spreads)), (left, self.y)], INK)
+        self.y += 4
 
     def timeline(self, tasks: Sequence[Task], streams: Mapping[str, str], seconds: float) -> None:
         """Draws a row for each stream; the width is `seconds`. Colours go by the number before a task's colon."""
