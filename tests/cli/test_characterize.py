@@ -128,4 +128,4 @@ def test_rank_0_alone_needs_the_folders_that_it_writes_to(option: str, monkeypat
         assert done.exit_code == 2
         told[rank] = " ".join(done.output.replace("\N{BOX DRAWINGS LIGHT VERTICAL}", " ").split())
     assert "nowhere/file.html cannot be written: there is no folder nowhere" in told["0"]
-    assert "there is no script nothing.py" in told["1"] and "nowhere" not in told["1"]
+    assert "there is no script 'nothing.py'" in told["1"] and "nowhere" not in told["1"]

@@ -50,13 +50,13 @@ def characterize(
     """Show how sparse gradients are, how much ranks overlap, how their sum fills up, and how skewed it is."""
     if sum((bool(script), workload is not None, recorded is not None)) != 1:
         raise typer.BadParameter("give one of --workload NAME, --recorded FOLDER, or -- SCRIPT ARGUMENTS")
-    if plot is not None and plot.suffix != ".html":
-        raise typer.BadParameter(f"--plot must name an .html file, got {plot}")
     with plain_errors():
         here = ranks_of_environment(joins=False) if script else Ranks(0, 1)
         if here.rank == 0:  # the other ranks' machines need not have the folders
             writable(json)
             writable(plot)
+        if plot is not None and plot.suffix != ".html":
+            raise typer.BadParameter(f"--plot must name an .html file, got {plot}")
         if workload is not None:
             footprints_of_ranks = extension(WORKLOADS, "characterize", f"the workload {workload}")
             footprints = footprints_of_ranks(
