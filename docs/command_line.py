@@ -32,13 +32,13 @@ here (`lab`, `soak`); the message says what was expected, or what to do |
 | another | that of your own script, or in `lab run` of the rank that failed first ([lab](../how-to/lab.md)) |
 
 `--json` means the same wherever it stands. `--json FILE` writes the command's result to a file; `--json -` prints it to
-stdout and nothing else, while tables and words go to stderr. The status is the same as without it. What `faults`,
-`fuzz` and `soak` give is their verdict with its counts; the cases themselves are in the file of `--record`, if there is
-one. `bench train --grid defaults` takes a file only, from which it goes on, and with `--dry-run` only `-`. A script's
-own subprocesses still write to stdout.
+stdout and nothing else, while tables and words go to stderr. The status is the same as without it. The
+result of `faults`, `fuzz` and `soak` is their verdict with its counts; the cases themselves are in the file of
+`--record`, if there is one. `bench train --grid defaults` takes a file only, from which it goes on, and with
+`--dry-run` only `-`. A script's own subprocesses still write to stdout.
 
-What takes more than some seconds shows its phase and the time on stderr where that is a terminal, and elsewhere one
-line when a phase begins.
+A command that takes more than some seconds shows its phase and the time on stderr where that is a terminal, and
+elsewhere one line when a phase begins.
 """
 
 

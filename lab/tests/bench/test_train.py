@@ -92,6 +92,19 @@ def test_ratios_are_taken_block_by_block_and_the_baseline_is_held_against_itself
     assert record.within(0.46) and not record.within(0.45)
 
 
+@pytest.mark.parametrize("in_shards", [True, False])
+def test_records_of_models_in_shards_have_the_peak_memory_of_both_sides(run_with: Any, in_shards: bool) -> None:
+    def figures(*memory_bytes: int) -> dict[str, Any]:
+        names = ("hsdp", "sharded_gradsync", f"hsdp:{AGAIN}")
+        given = [each if in_shards else None for each in memory_bytes]
+        return {name: {**blocks_of(1.0), "memory_bytes": most} for name, most in zip(names, given, strict=True)}
+
+    spec = TrainSpec(methods=("hsdp", "sharded_gradsync"), repeats=1)
+    params = run_with(spec, [figures(10, 12, 10), figures(11, 15, 11)]).records[0].params
+    found = params.get("memory_bytes"), params.get("baseline_memory_bytes")
+    assert found == ((15, 11) if in_shards else (None, None)), "on the rank that needs most"
+
+
 SWEEP = {name: blocks_of(2.0, 2.0) for name in SWEEPS["ddp"]} | {"ddp_1mb_views": blocks_of(1.0, 1.0)}
 PICKED = {"ddp": "ddp_1mb_views"}
 
