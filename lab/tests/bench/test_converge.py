@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +16,7 @@ from gradsync_lab.bench import converge
 from gradsync_lab.bench.converge import BASELINE, ConvergeSpec, run_converge, trained
 from gradsync_lab.report.compress import loss_rows
 from gradsync_lab.workloads import Workload, load
+from tests.waiting import runs, wait_until
 
 RANKS, STEPS = 2, 4
 
@@ -122,3 +129,42 @@ def test_an_interrupted_run_keeps_the_methods_that_are_finished(monkeypatch: pyt
 
     with pytest.raises(KeyboardInterrupt):
         run_converge(spec, at_once)
+
+
+# Each run takes far longer than a test, and leaves a file, named by its process, in the folder of the first argument.
+LONG_RUNS = """
+import os, pathlib, sys, time
+from gradsync_lab.bench.converge import processes
+
+def run(number):
+    (pathlib.Path(sys.argv[1]) / f"{os.getpid()}.{number}").touch()
+    time.sleep(1000)
+
+if __name__ == "__main__":
+    with processes(2) as executor:
+        for future in [executor.submit(run, number) for number in range(8)]:
+            future.result()
+"""
+
+
+@pytest.mark.parametrize(
+    ("by", "whole_group"),
+    [(signal.SIGINT, True), (signal.SIGINT, False), (signal.SIGTERM, False), (signal.SIGKILL, False)],
+    ids=["a terminal's Ctrl-C", "SIGINT", "SIGTERM", "SIGKILL"],
+)
+def test_an_ended_run_does_not_wait_for_its_processes_and_leaves_none(
+    tmp_path: Path, by: signal.Signals, whole_group: bool
+) -> None:
+    (program := tmp_path / "program.py").write_text(LONG_RUNS, encoding="utf-8")
+    (started := tmp_path / "started").mkdir()
+    run = subprocess.Popen([sys.executable, program, started], start_new_session=True)
+    try:
+        wait_until(lambda: len(list(started.iterdir())) == 2)
+        (os.killpg if whole_group else os.kill)(run.pid, by)
+        assert run.wait(60) == -by
+        wait_until(lambda: not any(runs(int(file.stem)) for file in started.iterdir()))
+        assert len(list(started.iterdir())) == 2  # and no waiting run was begun
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
+        run.wait()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import pytest
 from gradsync_lab.bench import launch, rank
 from gradsync_lab.bench.launch import START_OVER, Loopback, RankCrashedError, cluster, once_more_after_crash, run_ranks
 from gradsync_lab.cluster import Lab, LabUnavailableError, Scenario
+from tests.waiting import runs, wait_until
 
 REPORTS = """
 import json, os, sys
@@ -196,22 +195,6 @@ def test_a_rank_whose_run_is_gone_already_ends(monkeypatch: pytest.MonkeyPatch) 
     rank.end_with(os.getppid())
     with pytest.raises(SystemExit, match="which started this rank, is gone"):
         rank.end_with(os.getppid() + 1)
-
-
-def wait_until(condition: Callable[[], bool], patience_s: float = 90.0) -> None:
-    deadline = time.monotonic() + patience_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
-
-
-def runs(pid: int) -> bool:
-    """Whether the process exists and is no zombie, as zombies may not be collected here."""
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text(encoding="ascii")
-    except OSError:
-        return False
-    return status.rpartition(")")[2].split()[0] not in {"Z", "X"}
 
 
 def test_a_run_without_a_lab_says_that_it_was_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:

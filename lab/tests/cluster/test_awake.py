@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 
 from gradsync_lab.cluster import awake as module
 from gradsync_lab.cluster.awake import awake
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="Linux's priorities")
 
@@ -65,13 +65,6 @@ def processors_of(pid: int) -> list[int]:
         return sorted(os.sched_getaffinity(pid))
     except ProcessLookupError:  # it ended meanwhile
         return []
-
-
-def wait_until(condition: Callable[[], bool], patience_s: float = 60.0) -> None:
-    deadline = time.monotonic() + patience_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_every_processor_has_a_process_that_runs_when_nothing_else_does(machine: Callable[..., None]) -> None:

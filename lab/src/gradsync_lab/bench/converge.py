@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import os
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -49,6 +51,7 @@ from .asynchronous import ASP, Asynchronous
 from .averaging import ABLATIONS_IN_WORDS, averaging_method
 from .averaging import NAMES_IN_WORDS as AVERAGES_IN_WORDS
 from .provenance import code, machine
+from .rank import end_with
 from .replicas import Replicas
 
 Measures = Mapping[tuple[str, str, int], Mapping[str, float]]  # (workload, method, seed) -> measures
@@ -164,13 +167,26 @@ def _finished(measures: Measures, spec: ConvergeSpec, workload: str, name: str) 
 
 @contextmanager
 def processes(jobs: int) -> Iterator[Executor]:
-    """Starts a pool of `jobs` spawned processes, which, unlike forked ones, are unaffected by torch's threads here."""
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as executor:
+    """Starts a pool of `jobs` spawned processes, which, unlike forked ones, are unaffected by torch's threads here.
+
+    When the `with` block is left by an exception, an interrupt for example, the processes are ended amid their runs.
+    """
+    others = set(multiprocessing.active_children())
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, context, initializer=_end_with, initargs=(os.getpid(),)) as executor:
         try:
             yield executor
         except BaseException:
             executor.shutdown(wait=False, cancel_futures=True)
+            for process in set(multiprocessing.active_children()) - others:
+                process.terminate()
             raise
+
+
+def _end_with(parent: int) -> None:
+    """Makes a process of the pool end with the process `parent`, which alone answers interrupts from the terminal."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with(parent)
 
 
 def _record(
