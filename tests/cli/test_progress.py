@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from typer.testing import CliRunner
 
 from gradsync.characterization.footprint import Footprint, Shape
 from gradsync.characterization.recording import save_recording
-from gradsync.cli import app
+from gradsync.cli import app, progress
 from gradsync.cli.console import LiteralConsole, beside
 from gradsync.cli.progress import phase
 from tests.hostile import STEERING
@@ -56,6 +57,16 @@ def test_elsewhere_a_phase_is_one_line_without_codes(monkeypatch: pytest.MonkeyP
         for call in (shown.say, lambda now: shown.advance(1, now), lambda now: shown.reach(3, now)):
             call("more")
     assert seen.getvalue() == "a phase of many words " * 10 + "\n"
+
+
+def test_elsewhere_a_long_phase_has_a_line_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, clock = io.StringIO(), [0.0]
+    monkeypatch.setattr(beside, "_file", seen)
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    with phase("jobs", 5) as shown:
+        for clock[0], job in ((1, "one"), (61, "two"), (62, "three"), (122, "four"), (183, "five")):
+            shown.advance(1, job)
+    assert seen.getvalue().splitlines() == ["jobs", "jobs: 2 of 5, two", "jobs: 4 of 5, four"]
 
 
 def test_a_dumb_terminal_gets_the_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -421,6 +421,19 @@ def replaced_module() -> str:
     return grown(lambda model: model.__setitem__(2, nn.Linear(2, 2)))
 
 
+def module_in_the_memory_of_one() -> str:
+    def change(model: nn.Sequential) -> None:
+        freed = id(model[2])
+        delattr(model, "2")
+        made = [nn.Linear(2, 2)]
+        while id(made[-1]) != freed:
+            assert len(made) < 1000
+            made.append(nn.Linear(2, 2))
+        model.add_module("2", made[-1])
+
+    return grown(change)
+
+
 def added_module_behind_ddp() -> str:
     return grown(lambda model: model.append(nn.Linear(2, 2)), behind_ddp=True)
 
@@ -476,6 +489,7 @@ def gradient_taken_away() -> str:
         (added_module_on_one_rank, "the parameter '3.weight' came to the model after gradsync was attached"),
         (added_parameter, "the parameter '1.slope' came to the model after gradsync was attached"),
         (replaced_module, "the parameter '2.weight' came to the model after gradsync was attached"),
+        (module_in_the_memory_of_one, "the parameter '2.weight' came to the model after gradsync was attached"),
         (added_module_behind_ddp, "the parameter '3.weight' came to the model after gradsync was attached"),
         (other_element_type, "was torch.float32 when gradsync was attached"),
         (gradient_taken_away, "was taken away by another hook before it was exchanged"),

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradsync
 from gradsync import Plan
 from gradsync.devices import streams
-from gradsync.frontends.agreement import FSDP, PART_IN_SHARDS
+from gradsync.frontends.agreement import FSDP, PART_IN_SHARDS, why_not_replicas
 from gradsync.schemes import AllReduce
 from gradsync.tensors.bucket import TensorSpec, trainable_parameters
 from tests.frontends.models import Checkpointed, HiddenTable, Perceptron, Tables
@@ -204,6 +204,43 @@ def attach_wrongly(kind: str) -> str:
 )
 def test_a_wrong_attach_says_what_is_wrong_on_all_ranks(world: World, kind: str, expected: str) -> None:
     assert world(2).run(attach_wrongly, kind) == [expected] * 2
+
+
+def attach_parts(attribute: str, value: Any) -> list[str]:
+    """Attaches a model with a marked parameter: alone, among ranks that the caller names, excluded, and behind DDP."""
+    model = Perceptron()
+    setattr(model.scale, attribute, value)
+    begins = dist.get_rank() * torch.ones_like(model.scale)
+    with torch.no_grad():
+        model.scale.copy_(begins)
+    text = message(lambda: gradsync.attach(model, timeout=10))
+    gradsync.attach(model, exclude=["scale"], timeout=10).detach()
+    assert torch.equal(model.scale, begins), "nothing was overwritten"
+    gradsync.attach(model, process_group=dist.group.WORLD, timeout=10).detach()
+    gradsync.attach(DistributedDataParallel(model), timeout=10).detach()
+    return text
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "whose"),
+    [
+        ("tensor_model_parallel", True, "Megatron-LM's tensor parallelism"),
+        ("allreduce", False, "Megatron-LM's expert parallelism"),
+        ("ds_id", 0, "DeepSpeed's ZeRO-3"),
+    ],
+)
+def test_parts_of_other_libraries_are_not_taken_for_replicas(
+    world: World, attribute: str, value: Any, whose: str
+) -> None:
+    for text in world(2).run(attach_parts, attribute, value):
+        assert text.startswith(f"ValueError: 'scale' is marked (by its attribute {attribute}) as a part under {whose}")
+
+
+@pytest.mark.parametrize(("attribute", "value"), [("tensor_model_parallel", False), ("allreduce", True)])
+def test_marks_of_whole_parameters_are_let_pass(attribute: str, value: bool) -> None:
+    model = Perceptron()
+    setattr(model.scale, attribute, value)
+    assert why_not_replicas(model, []) == ""
 
 
 def attach_wrongly_on_rank_1() -> str:

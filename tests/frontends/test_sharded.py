@@ -229,6 +229,7 @@ def differences(name: str) -> list[float]:
     return found
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", CASES)
 def test_an_exact_plan_trains_as_hsdp_does(world: World, name: str) -> None:
     if CASES[name].keeps_unused:
@@ -356,6 +357,7 @@ def memory_after_forward() -> tuple[list[int], list[int]]:
     return held[0], held[1]
 
 
+@pytest.mark.core
 def test_memory_after_reshard_is_as_before(world: World) -> None:
     for expected, found in world(4).run(memory_after_forward):
         assert found == expected
@@ -394,6 +396,7 @@ def feedback_conserves() -> float:
     return worst
 
 
+@pytest.mark.core
 def test_error_feedback_keeps_what_it_does_not_send(world: World) -> None:
     assert max(world(4).run(feedback_conserves)) < 1e-6
 
@@ -408,6 +411,7 @@ def stay_equal(scheme: Scheme[Any]) -> tuple[bool, bool]:
     return replicas_are_equal(after, mesh), bool((after != before).any() and after.isfinite().all())
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     "scheme",
     [FEEDBACK, PowerSGD(1, min_compression=1.0), COARSE, HalfPrecision(values="bfloat16"), EIGHT_BITS],
@@ -445,6 +449,7 @@ def resumed() -> tuple[bool, str, str]:
     return bool(torch.equal(train(other, steps=3, seed=1), expected)), errors[0], errors[1]
 
 
+@pytest.mark.core
 def test_training_goes_on_from_saved_state(world: World) -> None:
     for rank, (is_equal, moved, other_world) in enumerate(world(4).run(resumed)):
         assert is_equal
@@ -846,11 +851,12 @@ REFUSALS = {
     "embedding": "'weight' gets sparse gradients",
     "factor": "'first': a custom gradient divide factor is set",
     "sums": "set_force_sum_reduction_for_comms(True) is not supported yet",
-    "hook": "'first': it has an all-reduce hook already",
+    "hook": "'first': it has an all-reduce hook of its own",
     "after accumulation": "'first.weight' has a hook by register_post_accumulate_grad_hook",
 }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("kind", REFUSALS)
 def test_what_is_wrong_is_said_on_all_ranks(world: World, kind: str) -> None:
     assert [REFUSALS[kind] in text or text for text in world(4).run(wrong, kind)] == [True] * 4

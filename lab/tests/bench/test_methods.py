@@ -108,7 +108,7 @@ def test_method_averages_parameters(name: str, world: Callable[[int], Ranks]) ->
     assert all(world(2).run(averaged, name)), "both are one group"
 
 
-IN_SHARDS = [name for name, way in METHODS.items() if way.reduces_in is not None]
+IN_SHARDS = [name for name, way in METHODS.items() if way.sharding is not None]
 WHOLE = [name for name in METHODS if name not in IN_SHARDS]
 
 
@@ -136,9 +136,9 @@ def in_shards(name: str) -> float:
     """Returns the largest relative difference from DDP's gradients, on two nodes of two shards each."""
     expected = gradients(DistributedDataParallel(reference := Tiny(sparse=False)), reference)
     inner, way = Tiny(sparse=False), method(name)
-    assert way.reduces_in is not None and not way.sparse
+    assert way.sharding is not None and not way.sparse
     with patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "2"}):
-        put_into_shards(inner, way.reduces_in)
+        put_into_shards(inner, way.sharding)
     wrapped, attachment = way.wrap(inner, SGD(inner.parameters(), lr=0.1), timedelta(seconds=20))
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
@@ -152,7 +152,16 @@ def in_shards(name: str) -> float:
 
 
 @pytest.mark.parametrize(
-    "name", [*IN_SHARDS, "sharded_gradsync", "sharded_int8", "sharded_auto", "bf16_sharded_gradsync"]
+    "name",
+    [
+        *IN_SHARDS,
+        "sharded_gradsync",
+        "sharded_int8",
+        "sharded_auto",
+        "bf16_sharded_gradsync",
+        "fsdp_reduce_bf16",
+        "fsdp_reduce_int8",
+    ],
 )
 def test_method_synchronises_models_in_shards(name: str, world: Callable[[int], Ranks]) -> None:
     for off in world(4).run(in_shards, name):
@@ -172,6 +181,13 @@ def test_a_search_for_models_in_shards_leaves_out_what_these_cannot_have() -> No
 def test_other_methods_than_gradsync_s_are_not_for_shards(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} does not exchange gradients by gradsync"):
         method(f"sharded_{name}")
+
+
+def test_a_reduce_scatter_takes_compressors_without_error_feedback() -> None:
+    with pytest.raises(ValueError, match=r"fsdp_reduce_topk0\.01: a reduce-scatter keeps no residual; use bf16, "):
+        method("fsdp_reduce_topk0.01")
+    with pytest.raises(ValueError, match="unknown compressor 'nonsense'"):
+        method("fsdp_reduce_nonsense")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
-"""Progress on stderr: a spinner or a bar where that is a terminal, else one line when a phase begins."""
+"""Progress on stderr: a spinner or a bar where that is a terminal, else a line when a phase begins and one a minute."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -9,13 +10,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from .console import beside
 
+BETWEEN_LINES_S = 60.0
+
 
 class Phase:
-    """The progress of a phase, as `phase` yields it; where nothing is shown, its methods do nothing."""
+    """The progress of a phase, as `phase` yields it."""
 
     def __init__(self, progress: Progress, title: str, total: float | None, now: str) -> None:
         self._progress = progress
         self._task = progress.add_task(title, total=total, now=now)
+        self._told_at = time.monotonic()
         progress.refresh()
 
     def say(self, now: str) -> None:
@@ -25,17 +29,29 @@ class Phase:
     def advance(self, by: float, now: str) -> None:
         """Advances the bar, and shows what goes on now."""
         self._progress.update(self._task, advance=by, now=now, refresh=True)
+        self._tell_without_bar(now)
 
     def reach(self, done: float, now: str) -> None:
         """Sets the bar to `done` of its total, and shows what goes on now."""
         self._progress.update(self._task, completed=done, now=now, refresh=True)
+        self._tell_without_bar(now)
+
+    def _tell_without_bar(self, now: str) -> None:
+        """Prints how far a long phase is, as a line at most every `BETWEEN_LINES_S` seconds, if stderr has no bar."""
+        (task,) = self._progress.tasks
+        due = time.monotonic() - self._told_at >= BETWEEN_LINES_S
+        if not due or not self._progress.disable or task.finished or task.total is None:
+            return
+        self._told_at = time.monotonic()
+        done = f"{task.completed:g} of {task.total:g}"
+        beside.print(f"{task.description}: {done}, {now}", highlight=False, soft_wrap=True)
 
 
 @contextmanager
 def phase(
     title: str, total: float | None = None, now: str = "", *, captures_stderr: bool = True, at_rest: bool = False
 ) -> Iterator[Phase]:
-    """Shows on stderr, inside the block, what a command does: on a terminal a spinner with the time, else one line.
+    """Shows on stderr, inside the block, what a command does: on a terminal a spinner with the time, else lines.
 
     Nothing is ever written to stdout, and no codes that steer a terminal where stderr is none.
 

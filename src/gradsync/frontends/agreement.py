@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import zip_longest
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,12 @@ PART_IN_SHARDS = (
     "FSDP models are not supported yet in this place: a part of the model is in shards; apply fully_shard() to the "
     "whole model at the end, and give that to gradsync.attach, with a plan of gradients"
 )
+# Attributes by which other libraries mark parameters that ranks have parts of: the value that says so, and the library.
+PARTS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "tensor_model_parallel": (lambda marked: marked is True, "Megatron-LM's tensor parallelism"),
+    "allreduce": (lambda marked: marked is False, "Megatron-LM's expert parallelism"),
+    "ds_id": (lambda marked: marked is not None, "DeepSpeed's ZeRO-3"),
+}
 
 _attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _attached_parameters = WeakIdKeyDictionary()  # keys only; two engines that write one gradient would race
@@ -287,6 +293,21 @@ def parameters_of(model: nn.Module, exclude: Sequence[str]) -> dict[str, nn.Para
     if len(devices) > 1:
         raise ValueError(f"the parameters sit on several devices, {', '.join(sorted(devices))}; one is supported")
     return parameters
+
+
+def why_not_replicas(model: nn.Module, exclude: Sequence[str]) -> str:
+    """Returns an error text if a parameter is marked as a rank's own part of a larger one; else "".
+
+    Parts may have equal names and shapes on all ranks, as replicas have, and would be overwritten by the first rank's.
+    """
+    for name, parameter in trainable_parameters(unwrapped(model)).items():
+        for attribute, (says_so, whose) in PARTS.items():
+            if says_so(getattr(parameter, attribute, None)) and not matches(name, exclude):
+                return (
+                    f"{name!r} is marked (by its attribute {attribute}) as a part under {whose}, so other ranks have "
+                    "other parts: give attach() the ranks with the same parts as its process_group, or exclude it"
+                )
+    return ""
 
 
 def require_unattached(model: nn.Module) -> None:

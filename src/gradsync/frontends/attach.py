@@ -29,7 +29,7 @@ from ..plans.plan import Plan, What
 from ..plans.profile import Profile
 from ..tensors.arrivals import Sections
 from ..tensors.bucket import matches
-from .agreement import agreed_engine, buffers_of, exclusions, forget
+from .agreement import agreed_engine, buffers_of, exclusions, forget, why_not_replicas
 from .arguments import DEFAULT_TIMEOUT_S, Arguments, planner_of, require_module
 from .attach_sharded import sharded_switch
 from .autograd import AutogradHooks
@@ -419,8 +419,9 @@ def attach(
         RuntimeError: without a process group, if attached already, inside a backward, for FSDP's first version, or if
             another rank failed to attach.
         ValueError: for another argument of a wrong type or out of its range, a plan that does not fit the model or the
-            optimiser, complex parameters, or models or plans that differ between ranks; on every rank, naming digests
-            of both and the first difference.
+            optimiser, complex parameters, parameters that Megatron-LM or DeepSpeed marked as parts (without a
+            `process_group`), or models or plans that differ between ranks; on every rank, naming digests of both and
+            the first difference.
 
     Example:
         >>> handle = gradsync.attach(model)  # doctest: +SKIP
@@ -445,6 +446,8 @@ def attach(
     root = root_in_shards(model)
     model = model if root is None else root
     exclude = exclusions(model, given.exclude, has_buffers=given.broadcast_buffers)
+    if root is None and process_group is None and not has_reducer(model):
+        given = replace(given, refusal=given.refusal or why_not_replicas(model, exclude))
     attached = Attached(
         model,
         given.optimizer,

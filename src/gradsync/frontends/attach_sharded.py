@@ -39,6 +39,7 @@ from .fsdp_internals import (
     ParameterGroup,
     ShardedParameter,
     groups_of,
+    is_amid_step,
     is_tested_torch,
     names_of,
     reshard,
@@ -246,6 +247,11 @@ def _examined(
         raise RuntimeError("attach() was called during backward; call it before the forward of a step")
     require_unattached(model)
     require_values(model, exclude)
+    if is_amid_step(model):
+        raise RuntimeError(
+            "a forward or backward of the model has begun and not ended (it raised?), and FSDP may reduce nothing any "
+            "more: call model.reset_iter_state() first"
+        )
     reshard(model)
     groups = groups_of(model)
     if not groups:
@@ -299,10 +305,10 @@ def _require_parameters(
                 "it to the whole model at the end, or let exclude name this one"
             )
         if parameter.is_complex():
-            raise ValueError(f"{name!r} is complex ({parameter.dtype}), which is not supported; exclude it")
+            raise ValueError(f"{name!r} is complex ({parameter.dtype}), which is not supported; freeze it")
         local = type(named[name][1].parameter._local_tensor)
         if local.__name__ not in ("Tensor", "Parameter"):
-            raise ValueError(f"the shard of {name!r} is a {local.__name__}, which is not supported yet; exclude it")
+            raise ValueError(f"the shard of {name!r} is a {local.__name__}, which is not supported yet; freeze it")
         if parameter._post_accumulate_grad_hooks:
             raise ValueError(AFTER_ACCUMULATION.format(name=name))
 

@@ -72,6 +72,12 @@ class ShardedParameter:
         return self._param.sharded_param
 
     @property
+    def forms(self) -> list[Any]:
+        """The tensors that a module may have as this parameter: the shard, the whole, and a shard kept after a forward."""
+        names = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
+        return [getattr(self._param, name, None) for name in names]
+
+    @property
     def local(self) -> Tensor:
         """This rank's shard, in the parameter's memory, shape and dtype; on many ranks with fewer or no rows."""
         local: Tensor = self.parameter._local_tensor  # private: to_local() would be part of a graph
@@ -143,6 +149,7 @@ class ParameterGroup:
         self.parameters = [ShardedParameter(each) for each in group.fsdp_params]
         self.mesh = _mesh_of(group.mesh_info)
         self._before: tuple[Any, Any] | None = None  # mesh infos, once the all-reduce was taken out
+        self._hook: Callable[[Tensor], None] | None = None
 
     def refusal(self) -> str:
         """Returns why gradsync cannot exchange this group's gradients, or ""."""
@@ -154,16 +161,28 @@ class ParameterGroup:
             return (
                 "CPU offload moves gradients to the host before gradsync could exchange them: leave offload_policy out"
             )
-        if group.gradient_divide_factor is not None:
-            return "a custom gradient divide factor is set (set_gradient_divide_factor); only means are supported yet"
-        if group.force_sum_reduction_for_comms:
-            return "set_force_sum_reduction_for_comms(True) is not supported yet: leave it out"
-        if group._all_reduce_hook is not None:
-            return "it has an all-reduce hook already (set_all_reduce_hook), which is gradsync's place: remove that"
+        if why := self.why_not_reduced():
+            return why
+        if group._partial_reduce_output is not None:
+            return (
+                "gradients of an earlier backward wait for one that exchanges them (set_requires_all_reduce(False)): "
+                "attach before these backwards, or behind that one"
+            )
         if getattr(info, "is_spmd_mesh", False) or any(p.is_tensor_parallel for p in self.parameters):
             return "it is on a mesh with further dimensions (tensor parallel), which is not supported yet"
         if self.mesh.replicate_group is not None and post is not None and post is not info:
             return "reshard_after_forward=<int> is not supported yet on a mesh with replicas: give True or False"
+        return ""
+
+    def why_not_reduced(self) -> str:
+        """Returns which setting, also one made since `attach`, gives gradsync's hook other values than means, or ""."""
+        group = self._found
+        if group.gradient_divide_factor is not None:
+            return "a custom gradient divide factor is set (set_gradient_divide_factor); only means are supported yet"
+        if group.force_sum_reduction_for_comms:
+            return "set_force_sum_reduction_for_comms(True) is not supported yet: leave it out"
+        if group._all_reduce_hook is not self._hook:
+            return "it has an all-reduce hook of its own (set_all_reduce_hook), which is gradsync's place: leave it out"
         return ""
 
     @property
@@ -200,12 +219,18 @@ class ParameterGroup:
         keeps_unused = getattr(self._found, "reduce_scatter_unused_params", False)  # which torch 2.11 lacks
         return [p for p in self.parameters if p.has_gradient() or (keeps_unused and p.is_reduced_without())]
 
-    def connect(self, before: Callable[[], None], reduced: Callable[[Tensor], None], after: Callable[[], None]) -> None:
+    def connect(
+        self,
+        before: Callable[[], None],
+        reduced: Callable[[Tensor], None],
+        after: Callable[[], None],
+        reset: Callable[[], None],
+    ) -> None:
         """Calls `before()` and `after()` around `post_backward`, and `reduced(flat)` with reduced gradients in it.
 
         All run on autograd's thread. When `after()` is called, `.grad` has what FSDP has made of `flat`. The hook does
         not say which parameters' gradients it got, and these are taken away before it: so `post_backward` is replaced
-        on the object.
+        on the object. `reset()` is called when the user throws away what earlier backwards gave (`reset_iter_state`).
         """
         found = self._found
         torchs = type(found).post_backward
@@ -219,8 +244,16 @@ class ParameterGroup:
                 finally:
                     after()
 
+        def reset_iter_state() -> None:
+            alive = group()
+            if alive is not None:
+                reset()
+                type(alive)._reset_iter_state(alive)
+
         group = self._group
         found.post_backward = torch.compiler.disable(post_backward)
+        if hasattr(found, "_reset_iter_state"):  # which torch 2.11 lacks
+            found._reset_iter_state = reset_iter_state
         self._set_hook(reduced)
 
     @property
@@ -240,7 +273,8 @@ class ParameterGroup:
         found = self._group()
         if found is None:
             return
-        vars(found).pop("post_backward", None)
+        for replaced in ("post_backward", "_reset_iter_state"):
+            vars(found).pop(replaced, None)
         self._set_hook(None)
         if self._before is not None:
             before, present = self._before
@@ -249,6 +283,10 @@ class ParameterGroup:
             if hasattr(before, "reduce_scatter_process_group"):
                 before.reduce_scatter_process_group = present.reduce_scatter_process_group
             found.mesh_info, self._before = before, None
+
+    def is_of(self, others: Iterable[ParameterGroup]) -> bool:
+        """Whether the module's group of parameters is one of these."""
+        return any(other._group() is self._group() for other in others)
 
     def take_out_all_reduce(self) -> None:
         """Makes torch reduce within a replica only: it averages over replicas if `mesh_info` says that there are any.
@@ -272,7 +310,7 @@ class ParameterGroup:
             found.post_forward_mesh_info = present
 
     def _set_hook(self, hook: Callable[[Tensor], None] | None) -> None:
-        self._found._all_reduce_hook = hook  # what set_all_reduce_hook sets, which takes no None
+        self._found._all_reduce_hook = self._hook = hook  # what set_all_reduce_hook sets, which takes no None
 
     @property
     def _mesh_info(self) -> Any:
@@ -318,6 +356,33 @@ def _groups_in(state: Any) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [group for group in (state._fsdp_param_group,) if group is not None]
+
+
+def is_amid_step(model: nn.Module) -> bool:
+    """Whether a forward or backward of the model has begun and not ended, as one that raised leaves it."""
+    states: list[Any] = [m._get_fsdp_state() for m in model.modules() if is_root_in_shards(m)]  # type: ignore[operator]
+    return any(s._training_state.name != "IDLE" or s._state_ctx.post_backward_final_callback_queued for s in states)
+
+
+def at_end_of_reduction(model: nn.Module, call: Callable[[], None]) -> Callable[[], None]:
+    """Calls `call()` each time when FSDP has reduced all gradients of a backward; returns a function that ends this.
+
+    Autograd makes FSDP do so at the end of backward. Pipeline schedules do so themselves, behind several backwards.
+    """
+    state: Any = model._get_fsdp_state()  # type: ignore[operator]
+    alive = weakref.ref(state)
+
+    def final_callback() -> None:
+        if (found := alive()) is not None:
+            type(found)._root_post_backward_final_callback(found)
+            call()
+
+    def undo() -> None:
+        if (found := alive()) is not None:
+            vars(found).pop("_root_post_backward_final_callback", None)
+
+    state._root_post_backward_final_callback = torch.compiler.disable(final_callback)
+    return undo
 
 
 def reshard(model: nn.Module) -> None:

@@ -118,7 +118,7 @@ def _replace(group: ParameterGroup, replicate_group: dist.ProcessGroup, seen: li
 
     if group.mesh.replicate_group is not None:
         group.take_out_all_reduce()
-    group.connect(before, average, lambda: None)
+    group.connect(before, average, lambda: None, lambda: None)
 
 
 def _model(device: torch.device) -> nn.Sequential:

@@ -21,6 +21,24 @@ REPLACED = (
 )
 
 
+class Structure:
+    """The modules of a model, and how many parameters each has, as they were when this object was made."""
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = list(model.modules())
+        self._tables: list[Sized] = [m._parameters for m in modules]
+        self._tables += [m._modules for m in modules if not m._modules]
+        self._lengths = list(map(len, self._tables))
+        self._parents = [(weakref.ref(m), _children(m)) for m in modules if m._modules]
+        self._freed: list[Any] = []  # modules that were freed: others may have their ids now
+        self._modules = [weakref.ref(m, self._freed.append) for m in modules]
+
+    def has_changed(self) -> bool:
+        """Whether a module was added or removed since, or has more or fewer parameters; quick while nothing has."""
+        same = not self._freed and list(map(len, self._tables)) == self._lengths
+        return not (same and all(_children(m()) == ids for m, ids in self._parents))
+
+
 class Additions:
     """Finds parameters that were added to a model after `attach`, whose gradients gradsync would not synchronise."""
 
@@ -30,7 +48,7 @@ class Additions:
         named = model.named_parameters()
         self._frozen = [(n, weakref.ref(p)) for n, p in named if not (p.requires_grad or matches(n, exclude))]
         self.generation = 0  # changes when modules are added or removed
-        self._remember(model)
+        self._structure = Structure(model)
 
     def check(self, model: nn.Module) -> str:
         """Returns an error text if a parameter was added to the model or unfrozen since `attach`; else "".
@@ -44,7 +62,7 @@ class Additions:
                     f"the parameter {name!r} was frozen when gradsync was attached, and nobody synchronises it; "
                     "detach() first, then attach again, or let exclude name it"
                 )
-        if list(map(len, self._tables)) == self._lengths and all(_children(m()) == ids for m, ids in self._parents):
+        if not self._structure.has_changed():
             return ""
         if name := self.added(model):
             return (
@@ -52,7 +70,7 @@ class Additions:
                 "it; detach() first, then attach again, or let exclude name it"
             )
         self.generation += 1
-        self._remember(model)
+        self._structure = Structure(model)
         return ""
 
     def added(self, model: nn.Module) -> str:
@@ -61,14 +79,6 @@ class Additions:
             if parameter.requires_grad and parameter not in self._known and not matches(name, self._exclude):
                 return name
         return ""
-
-    def _remember(self, model: nn.Module) -> None:
-        """Records the model's modules, without references that would keep them alive."""
-        modules = list(model.modules())
-        self._tables: list[Sized] = [m._parameters for m in modules]
-        self._tables += [m._modules for m in modules if not m._modules]
-        self._lengths = list(map(len, self._tables))
-        self._parents = [(weakref.ref(m), _children(m)) for m in modules if m._modules]
 
 
 class Changes:

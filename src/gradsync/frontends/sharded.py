@@ -9,6 +9,7 @@ is one copy of the gradients, and gradients of an earlier step that a user holds
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -27,7 +28,8 @@ from ..optim.momentum import MomentumCheck
 from ..plans.plan import Plan
 from ..state import Shard
 from ..tensors.bucket import Layout, TensorSpec, matches, model_digest
-from .fsdp_internals import Mesh, ParameterGroup, ShardedParameter, groups_of, names_of
+from .fsdp_internals import Mesh, ParameterGroup, ShardedParameter, at_end_of_reduction, groups_of, names_of
+from .model_changes import Structure
 from .shard_ranks import ShardRanks
 from .torch_hooks import (
     REENTRANT,
@@ -52,10 +54,29 @@ STATE_LATER = (
     "the planner has revised a plan without compression into one that keeps residuals, which is not supported for a "
     "model in shards: let its first plan keep some, or leave compression out"
 )
+FURTHER = (
+    "fully_shard() was applied to a further module after attach(), {name!r}: attach when all modules have it, or "
+    "detach() first, then attach again"
+)
+ADDED = (
+    "the parameter {name!r} came to the model after gradsync was attached, and nobody averages its gradient: apply "
+    "fully_shard() to its module, detach() first, then attach again, or let exclude name it"
+)
+TWICE = (
+    "{group!r} got gradients twice in one backward (of {name!r}), as its forward ran twice before it and unused "
+    "parameters get zeros, which is not supported yet: leave out set_reduce_scatter_unused_params(True), or put both "
+    "calls into one forward of an FSDP module around it"
+)
+SUMS_ARE_LOST = (
+    "gradsync was detached while sums of gradients waited for a backward that exchanges them "
+    "(set_requires_all_reduce(False)); they are lost"
+)
 AFTER_ACCUMULATION = (
     "{name!r} has a hook by register_post_accumulate_grad_hook, which FSDP calls before gradients are averaged between "
     "replicas (an optimiser in backward?): remove it, and let the optimiser step when backward has ended"
 )
+
+logger = logging.getLogger(__name__)
 
 
 class ShardedGradients:
@@ -85,6 +106,7 @@ class ShardedGradients:
     ) -> None:
         self._model = weakref.ref(model)
         self._groups, self._shards, self._engine, self._guarded = groups, dict(shards), engine, guarded
+        self._exclude = exclude
         self._names = {id(parameter): name for name, parameter in self._shards.items()}
         named = names_of(model, groups)
         self._frozen = {id(p) for n, (_, p) in named.items() if not (p.parameter.requires_grad or matches(n, exclude))}
@@ -94,7 +116,7 @@ class ShardedGradients:
         self._reduced: list[ShardedParameter] = []  # whose gradients the next call of a hook brings
         self._partial: dict[str, Tensor] = {}  # sums of backwards that were not to be exchanged yet
         self._aside: list[tuple[Any, Tensor | None]] = []  # parameters that FSDP gives a new `.grad`, and the old one
-        self._stages: set[int] = set()  # groups that had their turn in this backward
+        self._given: set[str] = set()  # whose gradients came in this backward
         self._task = -1  # autograd's id of the backward under way
         self._streams = streams_of(engine.device)
         self._ranks = ranks
@@ -105,6 +127,7 @@ class ShardedGradients:
         self._has_local = False  # whether a backward without synchronisation came after the synchronised one
         self._rounds = OptimizerRounds()
         self._plan: Plan | None = None
+        self._structure = Structure(model)
         self._ids: set[int] = set()
         self._momentum = MomentumCheck({})
         self._look_at_parameters()
@@ -113,7 +136,9 @@ class ShardedGradients:
         for number, group in enumerate(groups):
             before = Hook(self, lambda owner, number=number: owner._on_post_backward(number))
             reduced = Hook(self, lambda owner, flat, number=number: owner._on_reduced(number, flat))
-            group.connect(before, reduced, Hook(self, ShardedGradients._after_post_backward))
+            reset = Hook(self, lambda owner, number=number: owner._on_reset(number))
+            group.connect(before, reduced, Hook(self, ShardedGradients._after_post_backward), reset)
+        self._stop_waiting = at_end_of_reduction(model, Hook(self, ShardedGradients._after_reduction))
         self._handles = [
             nn.Module.register_forward_pre_hook(model, uncompiled(ModelHook)(self, ShardedGradients._before_forward)),
             before_optimizer_steps(self, ShardedGradients._before_optimizer_step, optimizer),
@@ -126,8 +151,11 @@ class ShardedGradients:
             handle.remove()
         for group in self._groups:
             group.disconnect()
+        self._stop_waiting()
         self._handles.clear()
-        self._partial.clear()
+        if self._partial:
+            logger.warning(SUMS_ARE_LOST)
+            self._partial.clear()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -238,12 +266,17 @@ class ShardedGradients:
     def _before_forward(self, model: nn.Module) -> None:
         if not torch.is_grad_enabled() or is_backward() or is_inside_forward(model):
             return
+        self._engine.peers.require_working()  # FSDP may reduce nothing any more, so that no backward would say it
+        if self._structure.has_changed():
+            self._follow_modules(model)
         self._engine.forward_begins()
         if (listener := active()) is not None:
             listener.forward_began(self._engine)
 
     def _on_post_backward(self, number: int) -> None:
         group = self._groups[number]
+        if why := group.why_not_reduced():
+            self._engine.peers.stop(f"{group.name!r}: {why}")
         self._reduced = group.reduced()
         self._has_local |= not group.reduces
         ours = [each.parameter for each in self._reduced if id(each) in self._names]
@@ -268,14 +301,10 @@ class ShardedGradients:
             return
         if not self._engine.in_step or torch._C._current_graph_task_id() != self._task:
             self._begin()
-        if number in self._stages:
-            self._engine.peers.stop(
-                f"{group.name!r} got gradients twice in one backward, as its forward ran twice before it and unused "
-                "parameters get zeros, which is not supported yet: leave out "
-                "set_reduce_scatter_unused_params(True), or put both calls into one forward of an FSDP module around it"
-            )
-        self._stages.add(number)
         for name, values in slices:
+            if name in self._given:
+                self._engine.peers.stop(TWICE.format(group=group.name, name=name))
+            self._given.add(name)
             if (kept := self._partial.pop(name, None)) is not None:
                 values.add_(kept)
             self._engine.load(name, self._lasting(name, values) if self._by_rows(name) else values)
@@ -317,11 +346,8 @@ class ShardedGradients:
     def _begin(self) -> None:
         if is_nested_backward():
             self._engine.peers.stop(REENTRANT)
-        model = self._model()
-        if self._plan is None and model is not None and len(groups_of(model)) != len(self._groups):
-            self._engine.peers.stop(
-                "fully_shard() was applied to a further module after attach(): attach when all modules have it"
-            )
+        if self._plan is None and (model := self._model()) is not None:
+            self._follow_modules(model)
         self._look_at_parameters()
         self._task = torch._C._current_graph_task_id()
         self._read_told()
@@ -331,8 +357,30 @@ class ShardedGradients:
             self._plan = self._engine.plan
             if why := why_not_plan(self._plan) or self._why_not_now():
                 self._engine.peers.stop(why)
-        self._stages.clear()
-        at_end_of_backward(self._end, self._engine)  # behind FSDP's own callback, which reduces what is left
+        self._given.clear()
+        if is_backward():
+            at_end_of_backward(self._end, self._engine)  # behind FSDP's own callback, which reduces what is left
+
+    def _after_reduction(self) -> None:
+        """Ends a step that began outside of a backward, as pipeline schedules reduce gradients."""
+        if self._engine.in_step and not is_backward():
+            self._end()
+
+    def _on_reset(self, number: int) -> None:
+        """Forgets sums that wait to be exchanged, as FSDP does, when the user begins anew after an error."""
+        for name in [name for name in self._partial if self._group_of[name] is self._groups[number]]:
+            del self._partial[name]
+
+    def _follow_modules(self, model: nn.Module) -> None:
+        """Raises where the model got modules with parameters that are not averaged since `attach`."""
+        for group in groups_of(model):
+            if not group.is_of(self._groups):
+                self._engine.peers.stop(FURTHER.format(name=group.name))
+        known = {id(form) for group in self._groups for each in group.parameters for form in each.forms}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and id(parameter) not in known and not matches(name, self._exclude):
+                self._engine.peers.stop(ADDED.format(name=name))
+        self._structure = Structure(model)
 
     def _why_not_now(self) -> str:
         """Returns why a plan that has come into force cannot be followed at this time, or ""."""

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from gradsync.comm import torch_group
 from gradsync.compressors import names as compressors
 from gradsync.frontends.attach import Attachment, attach
+from gradsync.frontends.reduce_scatter import TAKEN as REDUCE_SCATTER_TAKES
 from gradsync.planner import SPARSE_SCHEMES as PLANNED_SCHEMES
 from gradsync.planner import CompressingPlanner
 from gradsync.planner.default.named import DENSE_SCHEMES, SCHEMES_IN_WORDS, is_lossy, lossy_planner, planned
@@ -37,8 +38,11 @@ from . import averaging
 from .automatic import AUTOMATIC, ENDINGS_IN_WORDS, Automatic, automatic, in_shards
 from .parameter_server import USUAL_STALENESS, parameter_servers
 from .rivals import POST_LOCAL_SGD, USUAL_PERIOD, Rival, post_local_sgd
+from .shards import Sharding
 
-IN_SHARDS = {"sharded_": torch.float32, "bf16_sharded_": torch.bfloat16}  # prefixes of names: dtype that shards sum in
+# Prefixes of names: how the model is put into shards between whose replicas gradsync exchanges gradients.
+IN_SHARDS = {"sharded_": Sharding(), "bf16_sharded_": Sharding(torch.bfloat16)}
+COMPRESSED_FSDP = "fsdp_reduce_"  # prefix of a compressor's name
 
 ONE_BUCKET_MB = 1 << 20  # larger than any model here: DDP then puts everything into one bucket
 
@@ -60,7 +64,7 @@ class Method:
     wrap: Callable[[nn.Module, Optimizer, timedelta], tuple[nn.Module, Attachment | Rival | None]]
     lossy: str | None = None
     averages: bool = False  # averages parameters after the optimiser's steps, instead of gradients
-    reduces_in: torch.dtype | None = None  # element type of sums, for a model in shards; None: no shards
+    sharding: Sharding | None = None  # of a model in shards
     in_step: bool = True  # synchronous: each step is as slow as the slowest rank's
 
 
@@ -141,7 +145,7 @@ def _gradsync(
 
 
 def _as_it_is(model: nn.Module, optimizer: Optimizer, timeout: timedelta) -> tuple[nn.Module, None]:
-    """Leaves a model in shards to torch's HSDP."""
+    """Leaves a model in shards to torch's FSDP."""
     return model, None
 
 
@@ -236,8 +240,10 @@ METHODS: dict[str, Method] = {
         Method("ddp_sparse_bf16", True, False, partial(_ddp, hook=bf16_hook)),
         *(Method(f"ddp_powersgd{rank}", False, False, _powersgd(rank)) for rank in (1, 2, 4)),
         Method("gradsync_dense", False, True, _gradsync),
-        Method("hsdp", False, True, _as_it_is, reduces_in=torch.float32),
-        Method("hsdp_bf16", False, False, _as_it_is, reduces_in=torch.bfloat16),
+        Method("hsdp", False, True, _as_it_is, sharding=Sharding()),
+        Method("hsdp_bf16", False, False, _as_it_is, sharding=Sharding(torch.bfloat16)),
+        Method("fsdp", False, True, _as_it_is, sharding=Sharding(replicated=False)),
+        Method("fsdp_bf16", False, False, _as_it_is, sharding=Sharding(torch.bfloat16, replicated=False)),
         *(planning(name, each) for name, each in AUTOMATIC.items()),
         *(Method(n, True, True, partial(_gradsync, plan=partial(planned, s))) for n, s in SPARSE_SCHEMES.items()),
         *map(lossy, (*DENSE_SCHEMES, *coarse.USUAL)),
@@ -259,7 +265,8 @@ RIVALS_IN_WORDS = (
     f"post_local_sgd, post_local_sgdK with parameters averaged in one step of K ({USUAL_PERIOD} by default); "
     "hierarchical, sums in each of two racks first, hierarchicalN in racks of N nodes; "
     "sharded_NAME, gradsync's method NAME between replicas of a model that hsdp puts into shards inside nodes, and "
-    "bf16_sharded_NAME of one that hsdp_bf16 does"
+    "bf16_sharded_NAME of one that hsdp_bf16 does; "
+    f"{COMPRESSED_FSDP}NAME, shards over all ranks with gradsync's reduce-scatter by the compressor NAME"
 )
 
 
@@ -275,22 +282,29 @@ def _rival(name: str) -> Method | None:
 
 
 def _in_shards(name: str, momentum: float) -> Method | None:
-    """Returns the method `sharded_NAME` or `bf16_sharded_NAME`, gradsync's NAME between replicas; None for others.
+    """Returns method `sharded_NAME` or `bf16_sharded_NAME`, gradsync's NAME between replicas, or `fsdp_reduce_NAME`.
+
+    It returns None for other names.
 
     Raises:
-        ValueError: NAME does not exchange dense gradients by gradsync.
+        ValueError: NAME does not exchange dense gradients by gradsync, or is no compressor for a reduce-scatter.
     """
+    if name.startswith(COMPRESSED_FSDP):
+        compressor = compressors.named(name.removeprefix(COMPRESSED_FSDP)).bare
+        if not isinstance(compressor, REDUCE_SCATTER_TAKES):
+            raise ValueError(f"{name}: a reduce-scatter keeps no residual; use bf16, fp16, int8, int4, fp8 or fp8_e5m2")
+        return Method(name, False, False, _as_it_is, sharding=Sharding(replicated=False, compressor=compressor))
     prefix = next((prefix for prefix in IN_SHARDS if name.startswith(prefix)), None)
     if prefix is None:
         return None
-    inner, reduces_in = method(name.removeprefix(prefix), momentum), IN_SHARDS[prefix]
+    inner, sharding = method(name.removeprefix(prefix), momentum), IN_SHARDS[prefix]
     if inner.averages or getattr(inner.wrap, "func", inner.wrap) not in (_gradsync, _automatic):
         raise ValueError(f"{name}: {inner.name} does not exchange gradients by gradsync, as a model in shards needs")
     wrap = inner.wrap
     if isinstance(wrap, partial) and wrap.func is _automatic:
         wrap = partial(_automatic, partial(in_shards, *wrap.args))
-    exact = inner.exact and reduces_in is torch.float32
-    return replace(inner, name=name, wrap=wrap, sparse=False, exact=exact, reduces_in=reduces_in)
+    exact = inner.exact and sharding.reduces_in is torch.float32
+    return replace(inner, name=name, wrap=wrap, sparse=False, exact=exact, sharding=sharding)
 
 
 def method(name: str, momentum: float = 0.0) -> Method:
@@ -301,7 +315,7 @@ def method(name: str, momentum: float = 0.0) -> Method:
 
     Raises:
         ValueError: the name is unknown, and the message lists the names; or it has a number that its compressor does
-            not take.
+            not take; or the method that it names for a model in shards cannot have one.
     """
     if name in METHODS and not momentum:
         return METHODS[name]

@@ -118,8 +118,8 @@ def attempt(who: Contestant) -> Iterator[None]:
 def enter(workload: AnyWorkload, name: str, way: Method, spec: TrainSpec) -> Contestant:
     """Makes a fresh copy of the workload's model, wraps it by a method, and returns the contestant."""
     model = workload.model(sparse=way.sparse, seed=spec.seed)
-    if way.reduces_in is not None:
-        put_into_shards(model, way.reduces_in)
+    if way.sharding is not None:
+        put_into_shards(model, way.sharding)
     batches = workload.batches(dist.get_rank(), dist.get_world_size(), spec.seed)
     optimizer = workload.optimizer(model)
     who = Contestant(
@@ -130,7 +130,7 @@ def enter(workload: AnyWorkload, name: str, way: Method, spec: TrainSpec) -> Con
         batches,
         PATIENCE_FOR_STEP * spec.method_timeout_s,
         in_step=way.in_step,
-        in_shards=way.reduces_in is not None,
+        in_shards=way.sharding is not None,
     )
     with attempt(who):
         if way.lossy is not None and (momentum := fit_optimizer(way.lossy, optimizer)):
