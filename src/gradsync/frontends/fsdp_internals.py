@@ -73,7 +73,7 @@ class ShardedParameter:
 
     @property
     def forms(self) -> list[Any]:
-        """All that a module may have as this parameter: the shard, the whole, and a shard that is kept after a forward."""
+        """All that a module may have as this parameter: the shard, the whole, and a shard kept after a forward."""
         names = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
         return [getattr(self._param, name, None) for name in names]
 
