@@ -17,7 +17,9 @@ from gradsync.compressors import (
     Contraction,
     ErrorFeedback,
     Exact,
+    MomentumCorrection,
     Summand,
+    Threshold,
     TopK,
     Unbiased,
 )
@@ -312,6 +314,30 @@ class Stranger(Compressor):
         raise AssertionError
 
     decompress = nbytes = compress
+
+
+@pytest.mark.parametrize(
+    "compressor",
+    [
+        *(member.compressor for member in MEMBERS.values()),
+        MomentumCorrection(TopK(0.05), clip=1.0),
+        ErrorFeedback(Threshold(0.0, most_ratio=0.1)),
+        ErrorFeedback(Threshold(0.5, most_ratio=1)),
+    ],
+    ids=str,
+)
+def test_a_compressor_follows_a_loss_scale_if_it_says_so(compressor: Compressor) -> None:
+    spec, factor = spec_of(torch.float32), 8.0
+    states = [compressor.init(spec)] * 2
+    follows = []
+    for step in range(3):
+        x = gradient(spec.numel, torch.float32, step)
+        x += 0.01 * x.sign()  # float16 keeps fewer bits of smaller numbers
+        both = [compressed(compressor, each, state) for each, state in zip((x, factor * x), states, strict=True)]
+        states = [state for _, state in both]
+        plain, scaled = (compressor.decompress(payload) for payload, _ in both)
+        follows.append(torch.equal(scaled, factor * plain))
+    assert all(follows) == compressor.traits.follows_scale
 
 
 def test_error_feedback_is_of_one_compressor() -> None:

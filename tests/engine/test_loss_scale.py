@@ -11,7 +11,7 @@ from gradsync.devices.streams import NoStreams
 from gradsync.engine.engine import Engine
 from gradsync.engine.loss_scale import LossScale
 from gradsync.plans.plan import Plan
-from gradsync.schemes import AllReduce, CompressedAllGather
+from gradsync.schemes import AllReduce, CompressedAllGather, MajorityVote
 from gradsync.tensors.bucket import TensorSpec
 
 
@@ -96,3 +96,28 @@ ONCE, TWICE = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 0.0], [2.0, 4.0, 6.0, 8.0, 10.
 )
 def test_residuals_follow_the_scale_through_changes_of_plans(plans: list[str], left: list[float]) -> None:
     assert run_local(2, lambda group: residuals(group, plans)) == [left] * 2
+
+
+def offered_votes(group: LocalGroup, *, enabled: bool) -> str:
+    """Proposes a plan of votes beside a scaler; returns the error, or the name of the scheme that runs."""
+    parameters = {"w": torch.zeros(8)}
+    exact, votes = (
+        Plan.make({"w": TensorSpec.of(parameters["w"])}, group.size, [(["w"], scheme)])
+        for scheme in (AllReduce(), MajorityVote())
+    )
+    engine = Engine(parameters, group, exact, timeout_s=20)
+    engine.follow_loss_scale(torch.amp.GradScaler("cpu", enabled=enabled))
+    try:
+        engine.replan(votes)
+    except ValueError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return engine.plan.buckets[0].scheme.name
+
+
+@pytest.mark.parametrize(
+    ("enabled", "said"), [(True, "result does not follow the loss scale"), (False, "majority_vote")]
+)
+def test_later_plans_whose_results_do_not_follow_the_scale_are_refused(enabled: bool, said: str) -> None:
+    assert all(said in each for each in run_local(2, lambda group: offered_votes(group, enabled=enabled)))

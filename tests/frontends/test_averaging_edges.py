@@ -21,9 +21,10 @@ from torch.utils.checkpoint import checkpoint
 
 import gradsync
 from gradsync import Plan
+from gradsync.comm import GroupError, LocalGroup
 from gradsync.comm.shuffle import GroupSchedule, exact, grid, together
 from gradsync.compressors import Cast
-from gradsync.frontends import averaging
+from gradsync.frontends import averaging, mean_model
 from gradsync.planner import AveragingPlanner
 from gradsync.plans.plan import What
 from gradsync.schemes import AllReduce, Shuffled
@@ -318,6 +319,81 @@ def evaluation_sees_averages(inference: bool) -> None:
 @pytest.mark.parametrize("inference", [False, True])
 def test_evaluation_sees_averages_whatever_it_calls(world: World, inference: bool) -> None:
     world(2).run(evaluation_sees_averages, inference)
+
+
+class WithPart(nn.Module):
+    """A model with a part that is called by itself, too; only its head's averages may come late in training."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part, self.head = part, nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x))
+
+    def features(self, x: Tensor) -> Tensor:
+        return self.part(x, x, x)[0] if isinstance(self.part, nn.MultiheadAttention) else self.part(x)
+
+
+class Tied(nn.Module):
+    """A part without tensors of its own that reads those of its own parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.inner[0].weight
+        return self.inner(x) if self.training else x @ weight @ weight.T
+
+
+PARTS: dict[str, Callable[[], nn.Module]] = {
+    "attention": lambda: nn.MultiheadAttention(6, 2, batch_first=True),
+    "transformer": lambda: nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True),
+    "tied": Tied,
+}
+
+
+def parts_evaluated_at_once(kind: str, early: bool) -> None:
+    torch.manual_seed(0)
+    model, optimizer, handle = make(WithPart(PARTS[kind]()), early=early)
+    x = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(5))
+    for step in range(4):
+        train(model, optimizer, step, (2, 3, 6))
+        model.train(training := kind != "tied" and step % 2 == 1)
+        with torch.set_grad_enabled(training):
+            features = model.features(x).clone()
+            handle.wait()
+            assert torch.equal(features, model.features(x)), step
+        model.train()
+    handle.detach()
+
+
+@both_ways
+@pytest.mark.parametrize("kind", PARTS)
+def test_a_part_that_is_evaluated_right_after_a_step_sees_averages(world: World, kind: str, early: bool) -> None:
+    world(2).run(parts_evaluated_at_once, kind, early)
+
+
+def checkpoints_in_training() -> None:
+    """Blocks of a re-entrant checkpoint run without gradients, and yet wait for their own averages only."""
+    torch.manual_seed(0)
+    model, optimizer, handle = make(Checkpointed(reentrant=True))
+    late: list[int] = []
+    model.blocks[0][1].register_forward_hook(lambda *_: late.append(len(frontend._sent)))
+    frontend = handle._averaging
+    for step in range(3):
+        optimizer.zero_grad()
+        late.clear()
+        x = torch.full((2, 6), step + dist.get_rank() + 1.0, requires_grad=True)
+        model(x).square().mean().backward()
+        assert step < 2 or late[0], "averages of the other block and the head are still under way"
+        optimizer.step()
+    handle.detach()
+
+
+def test_a_reentrant_checkpoint_waits_for_its_own_averages_only(world: World) -> None:
+    world(2).run(checkpoints_in_training)
 
 
 def modules_that_prepare_their_weights() -> None:
@@ -828,6 +904,61 @@ def refuse_for_gradients(saved: list[bytes]) -> None:
     with pytest.raises((ValueError, RuntimeError), match="whose models were apart, and now gradients are averaged"):
         handle.load_state_dict(state)
     handle.detach()
+
+
+def refuse_another_ranks(saved: list[bytes]) -> None:
+    """Gives all ranks the state of rank 0, as a script does in which one rank writes, and all read."""
+    model, _, handle = make(schedule=exact(dist.get_world_size(), 2))
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises((ValueError, RuntimeError), match="this checkpoint is rank 0's, of 3 whose models were apart"):
+        handle.load_state_dict(torch.load(io.BytesIO(saved[0]), weights_only=True))
+    assert all(map(torch.equal, before, model.parameters()))
+    handle.load_state_dict(torch.load(io.BytesIO(saved[dist.get_rank()]), weights_only=True))
+    handle.detach()
+
+
+def test_one_ranks_checkpoint_is_refused_on_the_others_if_models_were_apart(world: World) -> None:
+    ranks = world(3)
+    ranks.run(refuse_another_ranks, ranks.run(save_in_a_cycle))
+
+
+def tiny_second_moments() -> tuple[Tensor, Tensor]:
+    """Averages momenta in 16 bits whose second moments are subnormal there; returns these and the weights."""
+    model = nn.Linear(4, 1, bias=False)
+    optimizer = Adam(model.parameters(), lr=1e-3)
+    handle = gradsync.attach(model, optimizer, AveragingPlanner(schedule=together(4), momentum_every=1), timeout=10)
+    for step in range(3):
+        optimizer.zero_grad()
+        x = torch.zeros(1, 4)
+        x[0, 0] = 1
+        if step == 0 and dist.get_rank() == 0:
+            x[0, 1] = 4.4e-19
+        model(x).sum().backward()
+        optimizer.step()
+        handle.wait()
+    seen = optimizer.state[model.weight]["exp_avg_sq"].clone(), model.weight.detach().clone()
+    handle.detach()
+    return seen
+
+
+def test_rounding_makes_no_second_moment_negative(world: World) -> None:
+    for moments, weights in world(4).run(tiny_second_moments):
+        assert (moments >= 0).all() and weights.isfinite().all()
+
+
+class LosesRanks(LocalGroup):
+    """A group whose first sum fails."""
+
+    def all_reduce(self, x: Tensor) -> Any:
+        raise GroupError("rank 1 was lost", [1])
+
+
+def test_values_stay_as_they_were_where_a_consensus_fails() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    group = LosesRanks.world(2)[0]
+    with pytest.raises(GroupError, match="rank 1 was lost"), torch.no_grad():
+        mean_model._average(group, [weight], 1.0)
+    assert torch.equal(weight, torch.ones(3))
 
 
 def test_one_ranks_checkpoint_is_refused_with_other_numbers_of_ranks(world: World) -> None:

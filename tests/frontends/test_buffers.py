@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradsync
 from gradsync.planner import AveragingPlanner
+from gradsync.tuning.auto import AutoPlanner
 from tests.frontends.twins import Twin, assert_same_on_all_ranks, compare_with_ddp
 from tests.world import Ranks
 
@@ -321,3 +322,53 @@ def attach_with(kind: str) -> str:
 def test_what_cannot_be_broadcast_is_refused_with_the_remedy(world: World, kind: str, text: str) -> None:
     for said in world(2).run(attach_with, kind):
         assert said.startswith("the buffer 'b' is") and text in said and "exclude=['b']" in said, said
+
+
+NOT_AVERAGED: dict[str, Callable[[], Tensor]] = {
+    "share memory": lambda: torch.ones(1, 4).expand(3, 4),
+    "share memory (expand)": lambda: torch.ones(1, dtype=torch.int64).expand(3),
+    "is sparse (torch.sparse_coo)": lambda: torch.eye(3).to_sparse(),
+    "is sparse (torch.sparse_csr)": lambda: compressed(0, torch.sparse_csr),
+    "is of torch.float8_e4m3fn": lambda: torch.ones(3).to(torch.float8_e4m3fn),
+    "is of torch.float8_e5m2": lambda: torch.ones(0).to(torch.float8_e5m2),
+}
+
+
+def averaged_with(kind: str) -> list[str]:
+    """Returns what plans of parameters say of the buffer at attach; trains with it excluded."""
+    said, planner = [], AveragingPlanner(most_local_steps=1)
+    for plan in (planner, AutoPlanner(averaging=planner)):
+        model = nn.Linear(3, 1)
+        model.register_buffer("b", NOT_AVERAGED[kind]())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ValueError) as raised:
+            gradsync.attach(model, optimizer, plan, timeout=10)
+        said.append(str(raised.value))
+        handle = gradsync.attach(model, optimizer, plan, timeout=10, exclude=["b"])
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        handle.consensus()
+        handle.detach()
+    return said
+
+
+@pytest.mark.parametrize("kind", NOT_AVERAGED)
+def test_what_cannot_be_averaged_is_refused_with_the_remedy(world: World, kind: str) -> None:
+    for said in world(2).run(averaged_with, kind):
+        for text in said:
+            assert text.startswith("the buffer 'b' ") and kind in text and "exclude=['b']" in text, text
+
+
+def complex_ones_stay() -> None:
+    model = nn.Linear(3, 1)
+    model.register_buffer("b", torch.ones(1, dtype=torch.complex64).expand(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = gradsync.attach(model, optimizer, AveragingPlanner(most_local_steps=1), timeout=10)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    handle.consensus()
+    handle.detach()
+
+
+def test_complex_buffers_pass_where_others_are_averaged(world: World) -> None:
+    world(2).run(complex_ones_stay)

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import SGD
+from torch.optim import SGD, AdamW, Optimizer, Rprop
 
 import gradsync
+from gradsync.comm import Group, run_local
 from gradsync.comm.shuffle import GroupSchedule, Round, grid, together
 from gradsync.compressors import ErrorFeedback, TopK
 from gradsync.devices.streams import HostMoment
 from gradsync.engine.engine import Engine
+from gradsync.frontends.mean_model import take_mean_state
 from gradsync.planner import AveragingPlanner
 from gradsync.planner.search.job import Job
 from gradsync.planner.search.ways import Constraints
 from gradsync.plans.plan import What
 from gradsync.tuning.auto import AutoPlanner
-from tests.frontends.models import Perceptron
+from tests.frontends.models import Branches, Perceptron
 from tests.quick import quickly
 from tests.world import Ranks
 
@@ -102,6 +105,100 @@ def test_the_faster_way_stays(world: World, size: int, slower: float, what: str)
     for chosen_what, alike, apart in world(size).run(chosen, slower):
         assert chosen_what == what and alike
         assert apart < 1e-2, "learning rates are small: models stay near that of training together"
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "momentum": lambda model: SGD(model.parameters(), lr=0.05, momentum=0.9),
+    "AdamW": lambda model: AdamW(model.parameters(), lr=0.01, amsgrad=True),
+    "Rprop": lambda model: Rprop(model.parameters(), lr=0.01),
+}
+
+
+class Routed(nn.Module):
+    """A model of whose two branches each forward takes one or none, and of a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = Branches(), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor, taken: tuple[int, ...]) -> Tensor:
+        return self.inner(x, taken) * self.scale
+
+
+def state_of(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor]:
+    return {
+        f"{name}'s {key}": torch.as_tensor(kept)
+        for name, p in model.named_parameters()
+        for key, kept in sorted(optimizer.state[p].items())
+    }
+
+
+@quickly()
+def gradients_go_on(kind: str) -> None:
+    """Trains on after a trial that parameters have lost, in which rank 0 alone has used a branch."""
+    torch.manual_seed(0)
+    rank = dist.get_rank()
+    model = Routed()
+    optimizer = OPTIMIZERS[kind](model)
+    averaging = AveragingPlanner(schedule=SCHEDULES[2])
+    with pytest.MonkeyPatch.context() as patch:
+        handle = gradsync.attach(model, optimizer, AutoPlanner(averaging=averaging, steps=3, warmup=2), timeout=20)
+        clock = Clock(lambda: handle, 2.0)
+        patch.setattr(Engine, "moment", lambda engine: clock.moment())
+        seen: list[What] = []
+        while not handle.settled or What.PARAMETER not in seen or handle.plan.what is What.PARAMETER:
+            optimizer.zero_grad()
+            seen.append(handle.plan.what)
+            taken = (1,) if seen[-1] is What.GRADIENT or rank else (0, 1)
+            model(batch(len(seen), rank), taken).square().mean().backward()
+            optimizer.step()
+            assert len(seen) < 200
+        for step in range(5):
+            optimizer.zero_grad()
+            model(batch(step, rank), (0, 1)).square().mean().backward()
+            optimizer.step()
+        state = state_of(optimizer, model)
+        assert "inner.branches.0.weight" in " ".join(state) and "inner.branches.2.weight" not in " ".join(state)
+        for name, kept in {**dict(model.named_parameters()), **state}.items():
+            dist.broadcast(first := kept.detach().clone(), 0)
+            assert torch.equal(first, kept), name
+            assert not name.endswith("_sq") or bool((kept >= 0).all()), name
+        handle.detach()
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_gradients_that_go_on_keep_ranks_equal_whatever_the_optimiser_remembers(world: World, kind: str) -> None:
+    world(2).run(gradients_go_on, kind)
+
+
+def state_on(rank: int, optimizer: Optimizer, parameters: dict[str, nn.Parameter]) -> None:
+    """Gives parameters the state that an optimiser has on this rank."""
+    for name in ("full", "scalar", "late"):
+        if name != "late" or rank == 1:
+            p = parameters[name]
+            kept = {"exp_avg": torch.full_like(p, rank + 1.0), "exp_avg_sq": torch.full_like(p, rank + 1.0).square()}
+            optimizer.state[p] = {"step": torch.tensor(10.0 - rank), **dict(list(kept.items())[:: 1 - 2 * rank])}
+    optimizer.state[parameters["int"]] = {"step": 5 + rank, "weight": 2.0 - rank, "none": None}
+    optimizer.state[parameters["list"]] = {"step": 5 + rank, "history": [rank]}
+    optimizer.state[parameters["other"]] = {"sum": torch.zeros(2 + rank)}
+
+
+def test_state_is_averaged_and_counters_are_of_the_rank_with_most_steps() -> None:
+    def averaged(group: Group) -> tuple[list[str], list[dict[str, Any]]]:
+        names = ("scalar", "other", "list", "late", "int", "full")
+        parameters = {n: nn.Parameter(torch.zeros(() if n == "scalar" else (2, 3))) for n in names}
+        optimizer = AdamW(parameters.values(), lr=0.1)
+        state_on(group.rank, optimizer, parameters)
+        apart = take_mean_state(group, optimizer, parameters, 10.0)
+        assert not any(p.any() for p in parameters.values()), "weights stay"
+        return apart, [optimizer.state[parameters[n]] for n in ("full", "scalar", "late", "int", "list")]
+
+    for rank, (apart, (full, scalar, late, number, listed)) in enumerate(run_local(2, averaged)):
+        assert apart == ["list", "other"] and listed == {"step": 5 + rank, "history": [rank]}
+        for kept, steps, first, second in ((full, 10, 1.5, 2.5), (scalar, 10, 1.5, 2.5), (late, 9, 1.0, 2.0)):
+            assert float(kept["step"]) == steps
+            assert bool((kept["exp_avg"] == first).all()) and bool((kept["exp_avg_sq"] == second).all())
+        assert number == {"step": 6, "weight": 1.0, "none": None}
 
 
 @quickly()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -98,6 +99,41 @@ def test_what_is_not_finite_on_one_rank_in_chunks_that_are_not_sent_leaves_no_tr
     assert all(bad - sent for bad, sent in first), "fewer places than bad chunks"
     if isinstance(scheme, CoarseGrained) and scheme.choice == "late":
         assert any(not bad & sent for bad, sent in first), "of which none was sent"
+
+
+def moved_in_steps(kind: str) -> list[int]:
+    """Returns how many elements of a weight move in a step: of two optimisers, or of a local one after a shared one."""
+    model = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(2))
+    plan = plan_for(model, CoarseGrained(ratio=0.25, chunk=16, freeze=True))
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in model]
+    behind = DistributedDataParallel(model) if kind == "behind DDP" else model
+    handle = gradsync.attach(behind, optimizers[0] if kind == "given" else None, plan=plan, timeout=10)
+
+    def step(local: bool) -> list[int]:
+        before = [part.weight.detach().clone() for part in model]
+        with (behind.no_sync() if behind is not model else handle.no_sync()) if local else nullcontext():
+            for part in model:
+                part.weight.grad = None
+            sum(part(torch.ones(2, 16)).square().sum() for part in model).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        return [int((old != part.weight).sum()) for old, part in zip(before, model, strict=True)]
+
+    step(local=False)
+    moved = step(local=kind != "given")
+    handle.detach()
+    return moved
+
+
+def test_a_second_optimiser_also_leaves_alone_what_did_not_arrive(world: World) -> None:
+    for moved in world(2).run(moved_in_steps, "given"):
+        assert sum(moved) <= 128 + 16, "a quarter, in whole chunks"
+
+
+@pytest.mark.parametrize("kind", ["local", "behind DDP"])
+def test_a_local_step_moves_all_that_has_a_gradient(world: World, kind: str) -> None:
+    for moved in world(2).run(moved_in_steps, kind):
+        assert moved == [256, 256]
 
 
 def all_that_comes_in(scheme: CoarseGrained) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +15,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradsync
 from gradsync import Plan
-from gradsync.compressors import ErrorFeedback, TopK, dgc
-from gradsync.schemes import AllReduce, CoarseGrained, CompressedAllGather, CompressedTwoWay, HalfPrecision, Scheme
+from gradsync.compressors import ErrorFeedback, Threshold, TopK, dgc
+from gradsync.planner import CompressingPlanner, Constraints
+from gradsync.schemes import (
+    AllReduce,
+    CoarseGrained,
+    CompressedAllGather,
+    CompressedTwoWay,
+    HalfPrecision,
+    MajorityVote,
+    Scheme,
+    SchemeOrCompressor,
+)
 from gradsync.tensors.bucket import TensorSpec
+from gradsync.tensors.density import ParameterProfile
+from gradsync.tuning.auto import AutoPlanner
 from tests.world import Ranks
 
 World = Callable[[int], Ranks]
@@ -201,3 +213,54 @@ def a_scaler_on_one_rank_only() -> None:
 
 def test_a_scaler_on_one_rank_only_is_refused(world: World) -> None:
     world(2).run(a_scaler_on_one_rank_only)
+
+
+ABSOLUTE = ErrorFeedback(Threshold(0.01))
+UNSCALED: dict[str, SchemeOrCompressor] = {
+    "vote": MajorityVote(),
+    "clipped": dgc(0.2, clip=1.0, ranks=2),
+    "threshold": CompressedTwoWay(ABSOLUTE),
+}
+REFUSED = "beside a GradScaler, but its result does not follow the loss scale"
+
+
+def without_its_scale(name: str, behind_ddp: bool) -> None:
+    """Attaches what does not follow a scaler, beside an enabled one (which all ranks refuse) and a disabled one."""
+    plan = CompressingPlanner(UNSCALED[name])
+    model: nn.Module = Twice()
+    if behind_ddp:
+        model = DistributedDataParallel(model)
+    with pytest.raises(ValueError, match=REFUSED):
+        gradsync.attach(model, plan=plan, timeout=10, grad_scaler=torch.amp.GradScaler("cpu"))
+    handle = gradsync.attach(model, plan=plan, timeout=10, grad_scaler=torch.amp.GradScaler("cpu", enabled=False))
+    model(torch.ones(2, 16)).sum().backward()
+    handle.detach()
+
+
+@pytest.mark.parametrize("behind_ddp", [False, True])
+@pytest.mark.parametrize("name", UNSCALED)
+def test_what_does_not_follow_the_scale_is_refused(name: str, behind_ddp: bool, world: World) -> None:
+    world(2).run(without_its_scale, name, behind_ddp)
+
+
+def a_planner_may_not_begin_to_vote() -> None:
+    exact, votes = CompressingPlanner(HalfPrecision()), CompressingPlanner(MajorityVote())
+    asked: Iterator[CompressingPlanner] = iter((exact, votes))
+
+    def plan(profiles: Sequence[ParameterProfile], size: int) -> Plan:
+        return next(asked)(profiles, size)
+
+    model = Twice()
+    handle = gradsync.attach(model, plan=plan, timeout=10, grad_scaler=torch.amp.GradScaler("cpu"))
+    with pytest.raises(ValueError, match=REFUSED):
+        model(torch.ones(2, 16)).sum().backward()
+    handle.detach()
+    for lossy in (MajorityVote(), ABSOLUTE):
+        auto = AutoPlanner(Constraints((TopK(0.1), lossy)))
+        with pytest.raises(ValueError, match=f"Constraints.lossy: .* {REFUSED}"):
+            gradsync.attach(model, plan=auto, timeout=10, grad_scaler=torch.amp.GradScaler("cpu"))
+    gradsync.attach(model, timeout=10).detach()
+
+
+def test_a_planner_may_not_begin_to_vote(world: World) -> None:
+    world(2).run(a_planner_may_not_begin_to_vote)

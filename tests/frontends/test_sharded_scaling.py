@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import gradsync
-from gradsync.schemes import AllReduce, CompressedAllGather, CompressedTwoWay, HalfPrecision, Scheme
+from gradsync.schemes import AllReduce, CompressedAllGather, CompressedTwoWay, HalfPrecision, MajorityVote, Scheme
 from tests.frontends.test_sharded import COARSE, TIMEOUT_S, by_one_bucket, message
 from tests.frontends.test_sharded_state import FEEDBACK, Mesh, Net, left_in_all, read, write
 from tests.world import Ranks
@@ -155,6 +155,18 @@ def beside_an_excluded_parameter() -> str:
 def test_a_scaler_is_refused_where_replicas_may_see_other_overflows(world: World) -> None:
     for said in world(4).run(beside_an_excluded_parameter):
         assert "grad_scaler is not supported beside 'scale'" in said
+
+
+def voting_in_shards() -> str:
+    """Attaches a plan of votes beside a scaler; returns the error."""
+    said = message(lambda: Training(MajorityVote()))
+    Training(AllReduce()).handle.detach()
+    return said
+
+
+def test_votes_are_refused_beside_a_scaler(world: World) -> None:
+    for said in world(4).run(voting_in_shards):
+        assert "result does not follow the loss scale" in said
 
 
 def saved_with_a_scale(folder: str) -> dict[str, Tensor]:

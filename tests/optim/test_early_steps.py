@@ -91,11 +91,31 @@ def test_groups_come_back_even_if_taken_out_twice() -> None:
     early.step(parameters[:1])
     early.take_out()
     early.take_out()
-    assert [len(group) for group in groups_of(optimizer)] == [1, 1]
+    with_gradients = [[id(p) for p in g["params"] if p.grad is not None] for g in optimizer.param_groups]
+    assert with_gradients == [[id(parameters[1])], [id(parameters[2])]]
     early.put_back()
     early.put_back()
     assert groups_of(optimizer) == before
     assert parameters[0] in early, "until the end of the optimiser's own step"
+
+
+def test_one_optimiser_may_have_the_parameters_of_two_models() -> None:
+    """Each model's hooks run before and after the step, in the same order."""
+    (parameters, optimizer), (others, whole) = three(), three()
+    models, before = [EarlySteps(optimizer), EarlySteps(optimizer)], groups_of(optimizer)
+    for step in range(3):
+        bring_gradients(parameters, step)
+        bring_gradients(others, step)
+        for early, own in zip(models, (parameters[:1], parameters[2:]), strict=True):
+            early.step(own)
+        for early in models:
+            early.take_out()
+        optimizer.step()
+        for early in models:
+            early.end()
+        whole.step()
+        assert groups_of(optimizer) == before
+    assert all(torch.equal(p, q) for p, q in zip(parameters, others, strict=True))
 
 
 def test_a_part_that_raises_leaves_the_groups() -> None:

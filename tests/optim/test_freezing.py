@@ -204,6 +204,32 @@ def test_gradients_that_a_closure_computes_are_refused() -> None:
     freezing.before(optimizer, has_closure=True)
 
 
+@in_both_ways
+def test_one_optimiser_may_have_the_parameters_of_two_models(is_watched: bool) -> None:
+    """Each model's hooks run before and after the step, in the same order."""
+    weights = [nn.Parameter(torch.ones(3, 4)) for _ in range(2)]
+    optimizer = Adam(weights, lr=0.1)
+    arrived = Arrivals([Arrival(BUCKET, SECTIONS, frozen=True)])
+    models = [Freezing({"weight": weight}, lambda: arrived) for weight in weights]
+    for step in range(3):
+        for weight in weights:
+            weight.grad = torch.ones(3, 4)
+        for freezing in models:
+            freezing.before(optimizer, is_watched=is_watched)
+        optimizer.step()
+        for freezing in models:
+            freezing.after(optimizer)
+        assert list(map(id, optimizer.param_groups[0]["params"])) == list(map(id, weights))
+        for weight in weights:
+            assert torch.equal(weight < 1 - 0.05 * step, MOVES.view(3, 4))
+
+
+@in_both_ways
+def test_state_of_rprop_begins_with_the_learning_rate_where_nothing_arrived(is_watched: bool) -> None:
+    _, state, _ = trained(partial(Rprop, lr=0.1), [SECTIONS], is_watched=is_watched)
+    assert torch.equal(state["step_size"][~MOVES.view(3, 4)], torch.full((int((~MOVES).sum()),), 0.1))
+
+
 def test_an_optimiser_whose_step_has_raised_gets_its_parameters_back() -> None:
     weight = nn.Parameter(torch.ones(3, 4))
     weight.grad = torch.ones(3, 4)

@@ -10,19 +10,32 @@ import torch
 from torch import Tensor
 
 from gradsync.comm import LocalGroup, drive, run_local
-from gradsync.compressors import CountSketch, ErrorFeedback, SharedBlockInt, TopK, Warmup
+from gradsync.compressors import (
+    CountSketch,
+    ErrorFeedback,
+    MomentumCorrection,
+    SharedBlockInt,
+    Signum,
+    Threshold,
+    TopK,
+    Warmup,
+    dgc,
+)
 from gradsync.schemes import (
     AllReduce,
     BalancedElements,
     CoarseGrained,
     CompressedAllGather,
+    CompressedTwoWay,
     HalfPrecision,
     Hierarchical,
+    MajorityVote,
     PowerSGD,
     ReduceScatter,
     Route,
     Scheme,
     Shuffled,
+    Sparsified,
     Traits,
     ways,
 )
@@ -130,6 +143,31 @@ def test_error_feedback_of_a_warm_up_with_sketches_is_refused() -> None:
     sketches = CountSketch(0.5, 0.1)
     with pytest.raises(ValueError, match="does not decode to the sum of its decoded payloads"):
         ErrorFeedback(Warmup((sketches, sketches), (0, 5)))
+
+
+ABSOLUTE = ErrorFeedback(Warmup((TopK(0.1), Threshold(0.5)), (0, 5)))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "follows"),
+    [
+        (MajorityVote(), False),
+        (MajorityVote(Signum(), "two_way"), False),
+        *((way, False) for way in ways(ABSOLUTE)),
+        *((way, False) for way in ways(dgc(0.1, clip=1.0, ranks=2))),
+        (CompressedTwoWay(ErrorFeedback(TopK(0.1)), sums=ABSOLUTE), False),
+        (Hierarchical(ReduceScatter(), CompressedAllGather(ABSOLUTE), 2), False),
+        (HalfPrecision(CompressedAllGather(ABSOLUTE)), False),
+        (Route(("compress@compute", "all_gather", "decompress@compute"), ABSOLUTE), False),
+        *((way, True) for way in ways(MomentumCorrection(TopK(0.1)))),
+        (Sparsified(ErrorFeedback(Threshold(0.0))), True),
+        (Hierarchical(ReduceScatter(), PowerSGD(), 2), True),
+        (Route(("all_reduce",)), True),
+    ],
+    ids=str,
+)
+def test_a_scheme_follows_a_loss_scale_if_all_its_parts_do(scheme: Scheme[Any], follows: bool) -> None:
+    assert scheme.traits.follows_scale is follows
 
 
 def test_all_ways_of_a_compressor_lose_and_carry_flags() -> None:

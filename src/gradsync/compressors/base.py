@@ -190,6 +190,8 @@ class CompressorTraits:
         most_summands: how many payloads can be added before the numbers overflow; None: any number.
         made_for_ranks: how many ranks compress together, if the settings say so; None: any number.
         waits_for_device: on an accelerator the host reads numbers of payloads, such as their lengths, to decode them.
+        follows_scale: whether a multiple of a tensor decodes to the same multiple. It does not if signs alone are sent,
+            or a setting is in units of the gradient; such a compressor is refused under a loss scale.
     """
 
     payload: type[Payload] = Message
@@ -198,6 +200,7 @@ class CompressorTraits:
     most_summands: int | None = None
     made_for_ranks: int | None = None
     waits_for_device: bool = False
+    follows_scale: bool = True
 
 
 USUAL_TRAITS, SPARSE_TRAITS = CompressorTraits(), CompressorTraits(SparseMessage)

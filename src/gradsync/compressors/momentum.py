@@ -79,7 +79,9 @@ class MomentumCorrection(Feedback[P]):
     @cached_property
     def traits(self) -> CompressorTraits:
         inner = self.compressor.traits
-        return replace(inner, made_for_ranks=inner.made_for_ranks if self.clip is None else self.ranks)
+        if self.clip is None:
+            return inner
+        return replace(inner, made_for_ranks=self.ranks, follows_scale=False)
 
     @property
     def of_sums(self) -> Compressor[P]:

@@ -19,7 +19,17 @@ from ..inputs.settings import Decay, NonNegativeInt
 from ..kernels import SignScale, accumulation_dtype
 from ..tensors import allocator as memory
 from ..tensors.bucket import FlatSpec
-from .base import Compressor, CompressorState, Message, by_spec, check_payload, check_tensor, fields, fields_nbytes
+from .base import (
+    Compressor,
+    CompressorState,
+    CompressorTraits,
+    Message,
+    by_spec,
+    check_payload,
+    check_tensor,
+    fields,
+    fields_nbytes,
+)
 from .expressions import register
 from .law import Biased, Contraction, Law
 
@@ -159,6 +169,8 @@ class Sign(Signs):
     Zero and NaN become +1, infinity +1 or -1 by its sign: receivers cannot see that there was NaN or infinity.
     Wire: 1 bit an element.
     """
+
+    traits = CompressorTraits(follows_scale=False)
 
     @property
     def kept(self) -> tuple[SignScale, int]:

@@ -129,6 +129,10 @@ class Threshold(Thresholded):
     value: Annotated[float, Interval(ge=0, lt=math.inf)]
     most_ratio: Ratio = 0.1
 
+    @property
+    def traits(self) -> CompressorTraits:
+        return replace(super().traits, follows_scale=self.value == 0)
+
     def most(self, numel: int) -> int:
         return share_of(self.most_ratio, numel)
 

@@ -73,6 +73,7 @@ class Warmup(Compressor[P]):
             feeds_back=all(each.feeds_back for each in of_stages),
             most_summands=min(limits, default=None),
             made_for_ranks=ranks[0] if ranks else None,
+            follows_scale=all(each.follows_scale for each in of_stages),
         )
 
     def num_agreed(self, spec: FlatSpec) -> int:

@@ -136,9 +136,20 @@ class Engine:
     def follow_loss_scale(self, scaler: torch.amp.GradScaler) -> None:
         """Lets residuals follow the loss scale of this scaler: whenever it changes, they change by the same factor.
 
-        Residuals are gradients that compression has left to be sent, so they are in units of the loss scale.
+        Residuals are gradients that compression has left to be sent, so they are in units of the loss scale. From now
+        on plans whose results do not follow it are refused, unless the scaler is disabled.
+
+        Raises:
+            ValueError: if the present plan is such a one.
         """
         self.state.loss_scale = LossScale(scaler, self._streams)
+        if scaler.is_enabled():
+            self._controller.follow_loss_scale()
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether gradients are multiplied by a loss scale, which the results of all schemes must follow."""
+        return self._controller.is_scaled
 
     # The step, in the order in which a frontend calls.
 

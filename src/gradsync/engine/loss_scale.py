@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..devices.streams import HostCopy, Streams
+from ..schemes import SchemeOrCompressor
 
 
 class LossScale:
@@ -42,3 +43,14 @@ class LossScale:
         """The scaler's tensor; None before the first use of the scaler, and where it is disabled."""
         found: Tensor | None = getattr(self._scaler, "_scale", None)
         return found
+
+
+def why_not_scaled(way: SchemeOrCompressor) -> str:
+    """Returns why a scheme or compressor cannot be used under a loss scale, or ""."""
+    if way.traits.follows_scale:
+        return ""
+    return (
+        f"{way!r} was given beside a GradScaler, but its result does not follow the loss scale, by which the scaler "
+        "will divide (signs do not, nor what a clip or threshold in units of the gradient leaves): use another scheme "
+        "or compressor, or no scaler, as in bfloat16"
+    )

@@ -27,6 +27,7 @@ from ..plans.profile import Profile
 from ..tensors.density import ParameterProfile
 from .bucket_run import BucketRuns
 from .drift import LOOK_STEPS, Drift
+from .loss_scale import why_not_scaled
 from .observation import Observer
 from .trial import Trial, slowest
 
@@ -136,6 +137,10 @@ class PlanController:
         call: runs a collective operation between two steps, see `Peers.call`.
         device: where gradients are.
         timeout_s: seconds to wait for the other ranks.
+
+    Attributes:
+        plan: the plan of the next step.
+        is_scaled: whether gradients are multiplied by a loss scale, which the results of all plans must follow.
     """
 
     def __init__(
@@ -164,6 +169,7 @@ class PlanController:
         self._measurement: Iterator[None] | None = None  # of the network, under way
         self._trial: Trial[Plan] | None = None
         self._known_to_plan: list[ParameterProfile] = []  # when the plan was made
+        self.is_scaled = False
         self.plan = plan if isinstance(plan, Plan) else self._planned()[0]
         self._check(self.plan)
         if self._proposer is not None:
@@ -237,6 +243,15 @@ class PlanController:
             return False
         self._steps_to_ask -= 1
         return self._steps_to_ask == 0
+
+    def follow_loss_scale(self) -> None:
+        """Refuses, from now on, plans whose results do not follow the loss scale by which gradients are multiplied.
+
+        Raises:
+            ValueError: if the present plan is such a one.
+        """
+        self.is_scaled = True
+        self._check(self.plan)
 
     def close(self, engine: Any) -> None:
         """Tells the planner that this engine makes no further step."""
@@ -417,6 +432,9 @@ class PlanController:
         plan.check(specs, self._group.size, self._device.type)
         if self._planner is not None and plan.what is not What.GRADIENT:
             raise ValueError("the planner made a plan of parameters; give such a plan itself to attach()")
+        for bucket in plan.buckets if self.is_scaled else ():
+            if why := why_not_scaled(bucket.scheme):
+                raise ValueError(f"bucket {bucket.id!r}: {why}")
 
     def _switch_to(self, plan: Plan) -> None:
         """Makes `plan` the plan of the next step, unless it equals the present one."""

@@ -78,6 +78,7 @@ def agreed_engine(
     communicator: Communicator = "own",
     parameters: Mapping[str, nn.Parameter] | None = None,
     guarded: Mapping[str, Tensor] | None = None,
+    grad_scaler: torch.amp.GradScaler | None = None,
 ) -> Iterator[tuple[Engine, dict[str, nn.Parameter]]]:
     """Yields a new engine, which exchanges tensors, and the parameters that it synchronises, by name. Collective.
 
@@ -101,6 +102,7 @@ def agreed_engine(
         parameters: tensors in place of the model's own, by name, which the caller has examined (those of a model in
             shards); None: the parameters that `parameters_of` finds.
         guarded: the tensors that ranks compare during training, by name; None: the engine's.
+        grad_scaler: the scaler of the loss, which the engine follows; None: there is none.
 
     Raises:
         RuntimeError, ValueError, GroupError: as `gradsync.attach`.
@@ -123,6 +125,8 @@ def agreed_engine(
         )
         if optimizer is not None:
             MomentumCheck(found).check(engines[0].plan, optimizer)
+        if grad_scaler is not None:
+            engines[0].follow_loss_scale(grad_scaler)
         return engines[0]
 
     def close() -> None:

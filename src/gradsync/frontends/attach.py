@@ -387,8 +387,9 @@ def attach(
             is told to ignore (`_set_params_and_buffers_to_ignore_for_model`).
         broadcast_buffers: broadcast rank 0's buffers now and before each training forward, as DDP does. False: each
             rank keeps its own from the start.
-        grad_scaler: the scaler of the loss, if there is one: residuals of compressors are rescaled with it. Overflows
-            need no help: if any rank has one, all skip the step.
+        grad_scaler: the scaler of the loss, if there is one: residuals of compressors are rescaled with it, and
+            schemes and compressors are refused whose result does not follow its scale. Overflows need no help: if any
+            rank has one, all skip the step.
         init_sync: False: parameters and buffers are not broadcast, as they are alike on all ranks already.
         static_graph: each backward adds to each parameter's gradient as often as the first synchronised one did, as
             with DDP's argument of this name. Gradients may then become ready in nested backwards, as of re-entrant
@@ -418,10 +419,10 @@ def attach(
         TypeError: for a model or process group that is none.
         RuntimeError: without a process group, if attached already, inside a backward, for FSDP's first version, or if
             another rank failed to attach.
-        ValueError: for another argument of a wrong type or out of its range, a plan that does not fit the model or the
-            optimiser, complex parameters, parameters that Megatron-LM or DeepSpeed marked as parts (without a
-            `process_group`), or models or plans that differ between ranks; on every rank, naming digests of both and
-            the first difference.
+        ValueError: for another argument of a wrong type or out of its range, a plan that does not fit the model, the
+            optimiser or the scaler, complex parameters, parameters that Megatron-LM or DeepSpeed marked as parts
+            (without a `process_group`), or models or plans that differ between ranks; on every rank, naming digests of
+            both and the first difference.
 
     Example:
         >>> handle = gradsync.attach(model)  # doctest: +SKIP
@@ -479,7 +480,7 @@ def _gradient_switch(attached: Attached, plan: Plan | Planner, given: Arguments)
     if not has_reducer(model):
         refusal = given.why_not(finds_unused=given.find_unused_parameters and not given.static_graph)
     if averaging is not None:
-        refusal = refusal or why_not_parameters(model, optimizer, given.grad_scaler)
+        refusal = refusal or why_not_parameters(model, optimizer, given.grad_scaler, attached.exclude)
     if has_reducer(model):
         return _behind_reducer(model, plan, replace(given, refusal=refusal))
     with agreed_engine(
@@ -493,6 +494,7 @@ def _gradient_switch(attached: Attached, plan: Plan | Planner, given: Arguments)
         DROP_IN if isinstance(model, DistributedDataParallel) else refusal,
         verification=attached.verification,
         communicator=attached.communicator,
+        grad_scaler=given.grad_scaler,
     ) as (engine, parameters):
         hooks = _hooked(attached, engine, parameters, given)
         hooks.uneven = uneven = UnevenInputs(model, hooks, engine, attached.process_group)
@@ -506,8 +508,6 @@ def _gradient_switch(attached: Attached, plan: Plan | Planner, given: Arguments)
 def _hooked(attached: Attached, engine: Engine, parameters: dict[str, nn.Parameter], given: Arguments) -> AutogradHooks:
     """Installs our hooks on the model, whose values become rank 0's, and returns the object that holds them."""
     model, exclude = attached.model, attached.exclude
-    if given.grad_scaler is not None:
-        engine.follow_loss_scale(given.grad_scaler)
     if given.init_sync:
         initial = [p for name, p in model.named_parameters() if not matches(name, exclude)]
         level(engine, [*initial, *buffers_of(model, exclude).values()])
@@ -515,7 +515,6 @@ def _hooked(attached: Attached, engine: Engine, parameters: dict[str, nn.Paramet
         model,
         parameters,
         engine,
-        optimizer=given.optimizer,
         broadcast_buffers=given.broadcast_buffers,
         exclude=exclude,
         static_graph=given.static_graph,

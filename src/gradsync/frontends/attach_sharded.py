@@ -369,13 +369,12 @@ def _installed(
             communicator=_communicator(device_of(model)),
             parameters=stand_ins(sharding.shards, sharding.groups),
             guarded=guarded,
+            grad_scaler=given.grad_scaler,  # its scale is the same on all ranks: torch tells shards of an overflow
         ) as (engine, _),
         ExitStack() as undo,
     ):
         if why := why_not_plan(engine.plan):
             raise ValueError(why)
-        if given.grad_scaler is not None:  # whose scale is the same on all ranks: torch tells shards of an overflow
-            engine.follow_loss_scale(given.grad_scaler)
         if given.init_sync:
             _level(model, attached.exclude, sharding, engine)
         for group in sharding.groups:
@@ -390,7 +389,6 @@ def _installed(
             engine,
             guarded,
             ranks,
-            optimizer=optimizer,
             exclude=attached.exclude,
         )
         undo.callback(hooks.remove)

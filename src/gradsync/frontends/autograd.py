@@ -26,6 +26,7 @@ from ..engine.step_listener import active
 from ..optim.freezing import Freezing
 from ..optim.momentum import MomentumCheck
 from ..plans.plan import Plan
+from ..tensors.arrivals import Arrivals
 from ..tensors.bucket import Layout, matches
 from ..tensors.gradient_views import GradientViews
 from .buffers import Buffers
@@ -65,7 +66,6 @@ class AutogradHooks:
         model: the model.
         parameters: the parameters to synchronise, by name.
         engine: exchanges their gradients.
-        optimizer: the optimiser whose steps are followed; None: those of any optimiser that steps these parameters.
         broadcast_buffers: whether buffers are broadcast before each training forward.
         exclude: names or shell patterns of parameters and buffers that are not synchronised.
         static_graph: whether each backward uses the same parameters, equally often, as with DDP.
@@ -78,7 +78,6 @@ class AutogradHooks:
         parameters: Mapping[str, nn.Parameter],
         engine: Engine,
         *,
-        optimizer: Optimizer | None = None,
         broadcast_buffers: bool = True,
         exclude: Sequence[str] = (),
         static_graph: bool = False,
@@ -106,7 +105,7 @@ class AutogradHooks:
         self._used: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._rounds = OptimizerRounds()  # since attach; ranks whose numbers differ must not average gradients
         self._momentum = MomentumCheck(self._parameters)
-        self._freezing = Freezing(self._parameters, lambda: engine.arrivals)
+        self._freezing = Freezing(self._parameters, self._arrivals)
         # Versions of gradients that must not change before the step, if some rank was late.
         self._versions: dict[str, int] | None = None
         self._task = -1  # autograd's id of the backward under way
@@ -130,8 +129,8 @@ class AutogradHooks:
         if static_graph:
             after_forward = model_hook(self, AutogradHooks._after_forward)
             self._handles.append(nn.Module.register_forward_hook(model, after_forward))
-        self._handles.append(before_optimizer_steps(self, AutogradHooks._before_optimizer_step, optimizer))
-        self._handles.append(after_optimizer_steps(self, AutogradHooks._after_optimizer_step, optimizer))
+        self._handles.append(before_optimizer_steps(self, AutogradHooks._before_optimizer_step))
+        self._handles.append(after_optimizer_steps(self, AutogradHooks._after_optimizer_step))
 
     def remove(self) -> None:
         """Removes the hooks from model, parameters and optimisers; gradients stay where they are."""
@@ -405,6 +404,10 @@ class AutogradHooks:
         if not step.has_closure:  # whose backward is yet to come
             self._count_round(step)
         self._follow_moved_parameters()
+
+    def _arrivals(self) -> Arrivals:
+        """Returns what arrived of the gradients of the coming step; all of them, where this rank steps by its own."""
+        return Arrivals() if self._accumulated else self._engine.arrivals
 
     def _count_round(self, step: OptimizerStep) -> None:
         self._rounds.stepped(step, has_local_gradients=bool(self._accumulated))

@@ -4,10 +4,10 @@ Each rank steps by its own gradients; then parameters are exchanged as the plan 
 each exchange (DS-Sync). So the ranks' models differ a little: `consensus` sets them to their mean, for evaluation,
 checkpoints, and the end of training.
 
-The exchange goes on while later code runs: a module waits for its own parameters when its forward begins. With a plan
-of early parameters each bucket is stepped and sent within backward, as soon as it has gradients. A plan may also name
-floating-point buffers, which are averaged, too (variances of normalisation are pooled), and an optimiser's state of a
-parameter, such as its momentum, by `plan.state_name`.
+The exchange goes on while later code runs: a module waits for its own parameters when its forward begins, and for all
+averages if gradients are disabled. With a plan of early parameters each bucket is stepped and sent within backward, as
+soon as it has gradients. A plan may also name floating-point buffers, which are averaged, too (variances of
+normalisation are pooled), and an optimiser's state of a parameter, such as its momentum, by `plan.state_name`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..comm import GroupError, broadcast_tensors
+from ..comm import Group, GroupError, broadcast_tensors
 from ..engine.engine import Engine
 from ..engine.engine_state import LOADING
 from ..optim.early_steps import EarlyExchange, EarlySteps, begin_state
@@ -41,6 +41,7 @@ from .torch_hooks import (
     at_end_of_backward,
     before_optimizer_steps,
     is_backward,
+    is_checkpointed,
     is_nested_backward,
     uncompiled,
 )
@@ -49,6 +50,7 @@ logger = logging.getLogger(__name__)
 
 CONSENSUS = "consensus"
 APART = "apart"  # key of a checkpoint: the number of ranks whose models differ
+SECOND_MOMENT = "exp_avg_sq"  # the state of Adam and its kin that must not be negative
 CLOSURE = (
     "optimizer.step(closure) computes gradients itself; by a plan of early parameters they were stepped in backward: "
     "call step() without a closure, or let the plan say what='parameter'"
@@ -82,7 +84,7 @@ def check_saved(
     """
     problem: Exception | None = None
     try:
-        _check_saved(engine.group.size, state, references, strict=strict)
+        _check_saved(engine.group, state, references, strict=strict)
     except Exception as error:  # told to all, then raised
         problem = error
     engine.peers.agree(LOADING, problem)
@@ -90,7 +92,8 @@ def check_saved(
     return state
 
 
-def _check_saved(size: int, state: object, references: Mapping[str, TensorSpec] | None, *, strict: bool) -> None:
+def _check_saved(group: Group, state: object, references: Mapping[str, TensorSpec] | None, *, strict: bool) -> None:
+    size, rank = group.size, group.rank
     if not isinstance(state, Mapping):
         raise TypeError(f"expected the dict that state_dict() gave, got {type(state).__name__}")
     before = state.get(APART, 0)
@@ -102,6 +105,11 @@ def _check_saved(size: int, state: object, references: Mapping[str, TensorSpec] 
             f"this checkpoint is one rank's, of {before} whose models were apart, and now {now}: save inside "
             "gradsync.consensus(model), which fits any number of ranks; load_state_dict(..., strict=False) goes on "
             "from the models that are here"
+        )
+    if strict and before and state.get("rank") != rank:
+        raise ValueError(
+            f"this checkpoint is rank {state.get('rank')}'s, of {before} whose models were apart, and here is rank "
+            f"{rank}: load each rank's own, model and optimiser too, or save inside gradsync.consensus(model), for all"
         )
     saved = state.get("references", {})
     if not isinstance(saved, Mapping):
@@ -176,8 +184,8 @@ class Averaging:
         self._is_open = False  # whether a round has begun of which not all tensors are sent
         self._fired: set[str] = set()  # tensors whose module has begun a forward
         self._waits: bool | None = None  # whether `optimizer.step()` waits for averages; None before the first forward
-        owners = _owners(model, {id(t): n for n, t in (self._parameters | buffers).items()})
-        self._moving = {name for m, names in owners if isinstance(m, nn.RNNBase) for name in names}
+        readers = _readers(model, {id(t): n for n, t in (self._parameters | buffers).items()})
+        self._moving = {name for m, names in readers if isinstance(m, nn.RNNBase) for name in names}
         hook, model_hook = uncompiled(Hook), uncompiled(ModelHook)
         landing = hook(self, Averaging._before_states)
         # Before other code's hooks, which may prepare weights for a forward, as spectral_norm's do.
@@ -188,7 +196,7 @@ class Averaging:
             optimizer.register_load_state_dict_pre_hook(landing),
             *(m.register_state_dict_pre_hook(landing) for m in model.modules()),
             *(m.register_load_state_dict_pre_hook(landing) for m in model.modules()),
-            *(m.register_forward_pre_hook(hook(self, _ForModule(names)), prepend=True) for m, names in owners),
+            *(m.register_forward_pre_hook(hook(self, _ForModule(names)), prepend=True) for m, names in readers),
             model.register_forward_pre_hook(model_hook(self, Averaging._before_forward), prepend=True),
         ]
         self.watch: Callable[[Tensor, Tensor], None] | None = None  # gets each parameter, and its average before a copy
@@ -334,7 +342,9 @@ class Averaging:
         if self._is_open and is_backward():  # checkpointing repeats a forward of parameters not stepped yet
             return
         self._fired.update(names)
-        if self._sent:
+        if not torch.is_grad_enabled() and self._is_under_way and not is_checkpointed():
+            self.wait()  # evaluation of a part of the model, which may read what belongs to others
+        elif self._sent:
             self._deliver(names)
 
     def _before_states(self, *_: Any) -> None:
@@ -593,6 +603,8 @@ class Averaging:
         if optimizer is not None and self._state(name) is None:
             begin_state(optimizer, parameter)
         if (kept := self._state(name)) is not None:
+            if self._states[name][1] == SECOND_MOMENT:  # rounding may take a mean below
+                mean = mean.clamp(min=0)
             kept.copy_(mean)
 
     def _taken_references(self) -> dict[str, Tensor]:
@@ -638,7 +650,7 @@ class _ForGradient:
 
 
 class _ForModule:
-    """A callback for one module's forward: makes `Averaging` deliver the averages of the module's tensors."""
+    """A callback for one module's forward: makes `Averaging` deliver the averages of the tensors that it reads."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self._names = names
@@ -655,15 +667,24 @@ def _has_come(gradient: Tensor | None) -> bool:
     return gradient is not None and (gradient.layout is not torch.strided or bool(gradient.any()))
 
 
-def _owners(model: nn.Module, names: Mapping[int, str]) -> list[tuple[nn.Module, tuple[str, ...]]]:
-    """Returns each module with the names of its own tensors (of `names`, by id); a tied tensor has several owners."""
+def _readers(model: nn.Module, names: Mapping[int, str]) -> list[tuple[nn.Module, tuple[str, ...]]]:
+    """Returns each module that has, or whose parts have, tensors of `names` (by id), with the names of its own ones.
+
+    A tied tensor belongs to several modules. `nn.MultiheadAttention` reads its parts' tensors itself: they count as its
+    own. A root without tensors of its own is left out.
+    """
     found = []
     for module in model.modules():
-        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        own = tuple(names[id(tensor)] for tensor in tensors if id(tensor) in names)
-        if own:
-            found.append((module, own))
+        parts = [module, *module.children()] if isinstance(module, nn.MultiheadAttention) else [module]
+        own = dict.fromkeys(names[id(t)] for part in parts for t in _tensors(part, recurse=False) if id(t) in names)
+        if own or (module is not model and any(id(tensor) in names for tensor in _tensors(module))):
+            found.append((module, tuple(own)))
     return found
+
+
+def _tensors(module: nn.Module, *, recurse: bool = True) -> list[Tensor]:
+    """Returns the parameters and buffers of a module, of any shape; with `recurse` those of its parts, too."""
+    return [*module.parameters(recurse), *module.buffers(recurse)]
 
 
 def _means_of_variances(model: nn.Module, buffers: Mapping[str, Tensor]) -> dict[str, str]:

@@ -151,6 +151,23 @@ def why_not_broadcast(name: str, buffer: Tensor) -> str:
     return f"the buffer {name!r} {kind} {REMEDY.format(name=name)}" if kind else ""
 
 
+def why_not_averaged(name: str, buffer: Tensor) -> str:
+    """Returns why a buffer (any shape and dtype) cannot be averaged over ranks and what to do; "" if it can be.
+
+    Complex buffers, which are left alone, pass.
+    """
+    if (why := why_not_broadcast(name, buffer)) or buffer.is_complex():
+        return why
+    kind = ""
+    if buffer.layout is not torch.strided:
+        kind = f"is sparse ({buffer.layout}), which a plan of parameters cannot average: register it dense, or"
+    elif buffer.is_floating_point() and buffer.itemsize < 2:
+        kind = f"is of {buffer.dtype}, which a plan of parameters cannot average: register it in 16 bits or more, or"
+    elif buffer.numel() and (0, True) in zip(buffer.stride(), (size > 1 for size in buffer.shape), strict=True):
+        kind = "has elements that share memory (expand), which cannot be averaged one by one: clone() it, or"
+    return f"the buffer {name!r} {kind} {REMEDY.format(name=name)}" if kind else ""
+
+
 def describe_buffers(buffers: Mapping[str, Tensor]) -> list[str]:
     """Returns one line per buffer, `name: shape dtype`, and for a sparse one its number of stored elements.
 

@@ -47,7 +47,7 @@ class Parameters(Protocol):
         """Waits until no exchange is under way."""
 
     def end(self) -> None:
-        """Sets all ranks' parameters to their mean, and goes back to averaging of gradients."""
+        """Sets parameters and optimiser state to their means over the ranks; goes back to averaging of gradients."""
 
     def keep(self) -> None:
         """Gives up averaging of gradients for good: parameters are averaged from now on."""

@@ -175,6 +175,7 @@ class _Exchange:
             verification=given.verification,
             in_backward=is_backward(),
             communicator=given.communicator,
+            grad_scaler=given.grad_scaler,
         ) as (engine, parameters):
             self._follow(model, engine, parameters, given, exclude)
 
@@ -188,8 +189,6 @@ class _Exchange:
     ) -> None:
         """Installs the hooks that call the engine, which is closed where the model goes."""
         inner, self.engine = unwrapped(model), engine
-        if given.grad_scaler is not None:
-            engine.follow_loss_scale(given.grad_scaler)
         self._model = weakref.ref(model)
         self._process_group = model.process_group
         self._detached = False
@@ -206,8 +205,8 @@ class _Exchange:
         self._momentum = MomentumCheck(parameters)
         self._freezing = Freezing(parameters, lambda: engine.arrivals)
         self._handles = [
-            before_optimizer_steps(self, _Exchange._before_optimizer_step, given.optimizer),
-            after_optimizer_steps(self, _Exchange._after_optimizer_step, given.optimizer),
+            before_optimizer_steps(self, _Exchange._before_optimizer_step),
+            after_optimizer_steps(self, _Exchange._after_optimizer_step),
         ]
         # DDP holds its state, so a deleted model takes thread and communicator along.
         for end in (engine.close, self._usage.remove, *(handle.remove for handle in self._handles)):
@@ -279,7 +278,8 @@ class _Exchange:
     def _before_optimizer_step(self, step: OptimizerStep) -> None:
         try:
             self._momentum.check(self.engine.plan, step.optimizer)
-            self._freezing.before(step.optimizer, has_closure=step.has_closure, is_watched=step.is_watched)
+            if not self._is_local(step):  # which changes elements by gradients of this rank alone
+                self._freezing.before(step.optimizer, has_closure=step.has_closure, is_watched=step.is_watched)
         except ValueError as error:
             self.engine.peers.fail(error)  # settings may differ by rank: the other ranks would wait for this one
             raise
@@ -294,9 +294,12 @@ class _Exchange:
         """Tells the engine of an optimiser step without a synchronised backward before it."""
         if step.is_inner:
             return
-        if self._used.get(step.optimizer, 0) == self._synchronizations:
-            self.engine.stepped_alone = True
+        self.engine.stepped_alone |= self._is_local(step)
         self._used[step.optimizer] = self._synchronizations
+
+    def _is_local(self, step: OptimizerStep) -> bool:
+        """Whether there was no synchronised backward since the optimiser's last step."""
+        return not step.is_inner and self._used.get(step.optimizer, 0) == self._synchronizations
 
     def _require_no_additions(self) -> None:
         model = self.model

@@ -101,7 +101,6 @@ class ShardedGradients:
         guarded: dict[str, Tensor],
         ranks: ShardRanks,
         *,
-        optimizer: Optimizer | None = None,
         exclude: Sequence[str] = (),
     ) -> None:
         self._model = weakref.ref(model)
@@ -141,8 +140,8 @@ class ShardedGradients:
         self._stop_waiting = at_end_of_reduction(model, Hook(self, ShardedGradients._after_reduction))
         self._handles = [
             nn.Module.register_forward_pre_hook(model, uncompiled(ModelHook)(self, ShardedGradients._before_forward)),
-            before_optimizer_steps(self, ShardedGradients._before_optimizer_step, optimizer),
-            after_optimizer_steps(self, ShardedGradients._after_optimizer_step, optimizer),
+            before_optimizer_steps(self, ShardedGradients._before_optimizer_step),
+            after_optimizer_steps(self, ShardedGradients._after_optimizer_step),
         ]
 
     def remove(self) -> None:

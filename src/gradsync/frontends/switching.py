@@ -42,7 +42,9 @@ from .agreement import (
 from .arguments import Communicator
 from .autograd import AutogradHooks
 from .averaging import SCALED, Averaging, tensors_beside_parameters
+from .buffers import why_not_averaged
 from .choosing import GradientsOrParameters
+from .mean_model import take_mean_state
 from .regrouping import Regrouping
 from .sharded import ShardedGradients
 from .torch_hooks import Hook
@@ -52,6 +54,11 @@ logger = logging.getLogger(__name__)
 TORCHSCRIPT = (
     "a plan of parameters needs hooks on the model's modules, which TorchScript does not have: average gradients "
     "(no plan, or one of gradients), or attach to the model before it is scripted or traced"
+)
+STATE_APART = (
+    "after a trial of averaging parameters, the optimiser's state of %r (of %d parameters in all) is each rank's own, "
+    "as %s keeps it in a form without a mean: averaged gradients will not keep the ranks' parameters equal; leave "
+    "averaging out of AutoPlanner"
 )
 SURVIVES_NOT = (
     "survives=True needs gloo, as other backends end a job that lost a rank themselves: use gloo, or leave it out"
@@ -196,7 +203,8 @@ class ParametersOnTrial:
         if engine.profile is not None and not self._planner.compute_s:
             parts = engine.profile.parts
             self._planner = replace(self._planner, compute_s=parts.backward.median_s + parts.beside.median_s)
-        made, cluster, refusal = _planned(self._planner, attached, "")
+        refusal = why_not_parameters(attached.model, attached.optimizer, None, attached.exclude)  # of new buffers
+        made, cluster, refusal = _planned(self._planner, attached, refusal)
         if refusal:
             logger.info("parameters are not averaged: %s", refusal)
         cycle = 0
@@ -234,6 +242,7 @@ class ParametersOnTrial:
         averaging, paused = self._switch.present.averaging, self._switch.paused
         assert averaging is not None and paused is not None
         averaging.consensus()
+        self._take_mean_state(paused.engine)
         self._switch.present.close()
         self._switch.present, self._switch.paused = paused, None
         self._hooks.go_on()
@@ -243,6 +252,17 @@ class ParametersOnTrial:
         self._switch.paused.close()
         self._switch.paused = None
         survive(self._switch, self._planner, self._attached)
+
+    def _take_mean_state(self, gradients: Engine) -> None:
+        """Makes the optimiser's state alike on all ranks for `gradients`, which averages gradients from now on."""
+        optimizer, timeout_s = self._attached.optimizer, self._attached.timeout_s
+        assert optimizer is not None
+        parameters = {name: p for name, p in gradients.parameters.items() if isinstance(p, nn.Parameter)}
+        apart = self._switch.present.engine.peers.call(
+            "state of the optimiser", lambda group: take_mean_state(group, optimizer, parameters, timeout_s)
+        )
+        if apart:
+            logger.warning(STATE_APART, apart[0], len(apart), type(optimizer).__name__)
 
 
 class Surviving:
@@ -348,8 +368,16 @@ def survive(switch: FrontendSwitch, planner: AveragingPlanner, attached: Attache
         switch.surviving = Surviving(switch, planner, attached)
 
 
-def why_not_parameters(model: nn.Module, optimizer: Optimizer | None, grad_scaler: torch.amp.GradScaler | None) -> str:
-    """Returns why gradsync cannot average this model's parameters after its optimiser's steps, or "" if it can."""
+def why_not_parameters(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    grad_scaler: torch.amp.GradScaler | None,
+    exclude: Sequence[str] = (),
+) -> str:
+    """Returns why gradsync cannot average this model's parameters after its optimiser's steps, or "" if it can.
+
+    `exclude`: names or shell patterns of parameters and buffers that are left alone.
+    """
     if optimizer is None:
         return "a plan of parameters averages them after the optimiser's step: attach(..., optimizer=...) must name it"
     if isinstance(model, DistributedDataParallel):
@@ -358,7 +386,8 @@ def why_not_parameters(model: nn.Module, optimizer: Optimizer | None, grad_scale
         return TORCHSCRIPT
     if grad_scaler is not None:
         return SCALED
-    return ""
+    found = (why_not_averaged(name, buffer) for name, buffer in buffers_of(model, exclude).items())
+    return next(filter(None, found), "")
 
 
 def averaging_frontend(
@@ -383,7 +412,7 @@ def averaging_frontend(
         RuntimeError, ValueError, GroupError: on all ranks, as `gradsync.attach`.
     """
     model, optimizer, exclude = attached.model, attached.optimizer, attached.exclude
-    refusal = attached.refusal or why_not_parameters(model, optimizer, grad_scaler)
+    refusal = attached.refusal or why_not_parameters(model, optimizer, grad_scaler, exclude)
     made: Plan | None
     by = "" if regroups is None else f" by {regroups[0]}"
     if isinstance(plan, AveragingPlanner):

@@ -297,6 +297,13 @@ def is_nested_backward() -> bool:
     return checkpoint in codes or codes.count(run) > 1
 
 
+def is_checkpointed() -> bool:
+    """Whether this thread is in a re-entrant checkpoint's forward, which disables gradients although it trains."""
+    from torch.utils.checkpoint import CheckpointFunction
+
+    return is_called_by(CheckpointFunction.forward.__code__)
+
+
 @contextmanager
 def outside_of_transforms() -> Iterator[bool]:
     """Suspends transforms of `torch.func` (vmap, grad, ...) in its `with` block; yields whether any was active."""

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from ..plans.plan import Plan
 from ..tensors.stamp import Stamp, Writes
 from .freezing import OF_ELEMENTS
+from .stand_ins import StandIns, left_out
 
 CHANGED = (
     "{what} was changed between backward and optimizer.step() ({such}?), which is too late for a plan of early "
@@ -65,8 +66,7 @@ class EarlySteps:
         self._used: dict[nn.Parameter, Stamp] = {}  # marks of gradients that were used since `end`
         self._writes = Writes()  # to those gradients
         self._settings: list[dict[str, object]] = []  # of the groups, when the first gradient was used
-        # Parameter groups, and the parameters that they had.
-        self._taken_from: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
+        self._stand_ins: StandIns | None = None
         self._step = _plain_step(optimizer)
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
@@ -125,18 +125,16 @@ class EarlySteps:
         Call it before the optimiser's own step, which then steps only the others.
         """
         self.put_back()
-        self._taken_from = [(group, group["params"]) for group in self._optimizer.param_groups]
-        for group, params in self._taken_from:
-            group["params"] = [p for p in params if p not in self._used]
+        self._stand_ins = StandIns(self._optimizer, [(p, left_out(p)) for p in self._used])
 
     def put_back(self) -> None:
         """Undoes `take_out`: the optimiser's parameter groups get all their parameters back.
 
         A second call does nothing. Call it also where the optimiser's own step has raised.
         """
-        for group, params in self._taken_from:
-            group["params"] = params
-        self._taken_from = []
+        if self._stand_ins is not None:
+            self._stand_ins.put_back()
+            self._stand_ins = None
 
     def end(self) -> None:
         """Restores the parameter groups after the optimiser's own step, and forgets which parameters were stepped."""

@@ -15,6 +15,7 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 
 from ..tensors.arrivals import Arrivals, Sections, gathered, put
 from ..tensors.gradients import dense_of
+from .stand_ins import StandIns, left_out
 
 # These optimisers treat every element by itself, whatever shape a parameter has. Subclasses may do otherwise.
 OF_ELEMENTS = frozenset({ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop})
@@ -103,20 +104,17 @@ class _SubstituteStep(_Step):
         partial = list(partial)
         # A tensor without dimensions has no parts: it stays out of the step.
         self._parts = [_ArrivedPart(optimizer, whole, sections) for whole, sections in partial if whole.dim()]
-        self._groups = [(group, group["params"]) for group in optimizer.param_groups]
-        instead: dict[int, list[Tensor]] = {id(whole): [] for whole, _ in partial}
-        instead |= {id(part.whole): [part.parameter] for part in self._parts}
-        for group, params in self._groups:
-            group["params"] = [each for p in params for each in instead.get(id(p), [p])]
+        out = [(whole, left_out(whole)) for whole, _ in partial if not whole.dim()]
+        self._stand_ins = StandIns(optimizer, [*((part.whole, part.parameter) for part in self._parts), *out])
 
     def end(self) -> None:
+        self._stand_ins.put_back()
         for part in self._parts:
             part.put_back(self._optimizer)
         self.give_up()
 
     def give_up(self) -> None:
-        for group, params in self._groups:
-            group["params"] = params
+        self._stand_ins.put_back()
         for part in self._parts:
             self._optimizer.state.pop(part.parameter, None)
 
@@ -144,7 +142,7 @@ class _ArrivedPart:
                 state[name] = values
                 continue
             if not _alike(state.get(name), self.whole):  # state that this step made
-                state[name] = torch.zeros_like(self.whole, dtype=values.dtype)
+                state[name] = _first_state(name, self.whole, optimizer).to(values.dtype)
             put(values, self._sections, state[name])
 
 
@@ -163,7 +161,10 @@ class _RestoringStep(_Step):
         for parameter, still, weights, state in self._kept:
             put(weights, still, parameter)
             for name, values in self._of_elements(parameter).items():
-                put(state[name] if name in state else torch.zeros_like(gathered(values, still)), still, values)
+                before = state.get(name)
+                if before is None:  # state that this step made
+                    before = gathered(_first_state(name, parameter, self._optimizer).to(values.dtype), still)
+                put(before, still, values)
                 if self._optimizer.state[parameter][name] is not values:  # momentum of sparse gradients is sparse
                     self._optimizer.state[parameter][name] = values.to_sparse(1)
 
@@ -179,6 +180,14 @@ def _between(sections: Sections, numel: int) -> list[tuple[int, int]]:
     """Returns the non-empty ranges [start, stop) within [0, numel) between the given sections, which are ranges too."""
     starts, stops = [0, *(stop for _, stop in sections)], [*(start for start, _ in sections), numel]
     return [(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
+
+
+def _first_state(name: str, parameter: Tensor, optimizer: Optimizer) -> Tensor:
+    """Returns a parameter's state of this name before its first step: zeros, but in `Rprop` and `ASGD`."""
+    if name == "step_size":
+        group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+        return torch.full_like(parameter, float(group["lr"]))
+    return parameter.detach().clone() if name == "ax" else torch.zeros_like(parameter)
 
 
 def _alike(values: object, parameter: Tensor) -> bool:

@@ -50,6 +50,9 @@ class Traits:
             only an exact scheme has this trait.
         waits_for_device: on an accelerator the thread that issues operations waits for its stream, because the host
             reads numbers that follow from data, such as sizes of messages, or computes what is offloaded.
+        follows_scale: whether multiples of all ranks' gradients give the same multiple of the result. Votes do not, nor
+            does a result that depends on a setting in units of the gradient; plans of such schemes are refused under a
+            loss scale.
     """
 
     layout: Layout
@@ -63,6 +66,7 @@ class Traits:
     freezes: bool = False
     scales_first: bool = False
     waits_for_device: bool = False
+    follows_scale: bool = True
 
     def __post_init__(self) -> None:
         if self.carries_flags is None:

@@ -87,6 +87,7 @@ class Hierarchical(Scheme[Any]):
             depends_on_shapes=across.depends_on_shapes,
             freezes=across.freezes,
             waits_for_device=inside.waits_for_device or across.waits_for_device,
+            follows_scale=inside.follows_scale and across.follows_scale,
         )
 
     @property

@@ -40,11 +40,19 @@ class Compressed(Scheme[Tensor]):
 
     @cached_property
     def traits(self) -> Traits:
-        return Traits(Layout.FLAT, lossy=True, carries_flags=True, waits_for_device=self._waits)
+        parts = [part.traits for part in self._parts]
+        return Traits(
+            Layout.FLAT,
+            lossy=True,
+            carries_flags=True,
+            waits_for_device=any(part.waits_for_device for part in parts),
+            follows_scale=all(part.follows_scale for part in parts),
+        )
 
     @property
-    def _waits(self) -> bool:
-        return self.compressor.traits.waits_for_device
+    def _parts(self) -> tuple[SchemeOrCompressor, ...]:
+        """The compressors, and the scheme inside if there is one, from whose traits those of this scheme follow."""
+        return (self.compressor,)
 
     @property
     def title(self) -> str:
@@ -280,8 +288,8 @@ class CompressedTwoWay(Compressed):
             )
 
     @property
-    def _waits(self) -> bool:
-        return self.compressor.traits.waits_for_device or self._sums.traits.waits_for_device
+    def _parts(self) -> tuple[SchemeOrCompressor, ...]:
+        return self.compressor, self._sums
 
     @property
     def _sums(self) -> Compressor[Any]:
@@ -377,8 +385,8 @@ class Sparsified(Compressed):
             raise ValueError(f"Sparsified.inner must be an exact scheme of flat buckets, got {self.inner!r}")
 
     @property
-    def _waits(self) -> bool:
-        return self.compressor.traits.waits_for_device or self.inner.traits.waits_for_device
+    def _parts(self) -> tuple[SchemeOrCompressor, ...]:
+        return self.compressor, self.inner
 
     @property
     def title(self) -> str:

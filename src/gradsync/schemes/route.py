@@ -114,6 +114,7 @@ class Route(Scheme[Tensor]):
             offloads=any(task.choice == OFFLOAD for task in leaf),
             waits_for_device=self.compressor is not None
             and (self.compressor.traits.waits_for_device or any(is_on_host(task, self.compressor) for task in leaf)),
+            follows_scale=self.compressor is None or self.compressor.traits.follows_scale,
         )
 
     @property

@@ -23,6 +23,7 @@ from ..comm import LocalGroup
 from ..comm.links import highest_over
 from ..compressors import RESIDUAL
 from ..engine.engine import Engine
+from ..engine.loss_scale import why_not_scaled
 from ..engine.plan_control import Follows, Planner
 from ..engine.step_listener import active
 from ..inputs.settings import argument
@@ -142,7 +143,11 @@ class AutoPlanner:
 
         Raises:
             RuntimeError: with `must_plan`, where the job cannot be measured.
+            ValueError: under a loss scale, where the constraints allow a scheme or compressor that does not follow it.
         """
+        for lossy in self.constraints.lossy if engine.is_scaled else ():
+            if why := why_not_scaled(lossy):
+                raise ValueError(f"Constraints.lossy: {why}")
         follows, why = _answer(engine)
         if follows is Follows.NO and self.must_plan:
             raise RuntimeError(f"the job cannot be measured: {why}")
