@@ -362,3 +362,86 @@ def undefined(brings: tuple[bool, bool]) -> None:
 @pytest.mark.parametrize("brings", [(False, False), (True, False), (True, True)])
 def test_undefined_gradients_count_as_unused(world: World, brings: tuple[bool, bool]) -> None:
     world(2).run(undefined, brings)
+
+
+class AddsItself(torch.autograd.Function):
+    """A layer that adds to its weight's gradient in place, where there is one, and then returns None for it."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        if weight.grad is None:
+            return gradient @ weight, gradient.t() @ x
+        weight.grad.add_(gradient.t() @ x)
+        return gradient @ weight, None
+
+
+class Fused(nn.Module):
+    """`layers` of width 6 that add to their gradients themselves, and a usual one after them if `ends_usual`."""
+
+    def __init__(self, layers: int = 1, *, ends_usual: bool = True) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(6, 6) for _ in range(layers))
+        self.last = nn.Linear(6, 6) if ends_usual else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = AddsItself.apply(x, weight)
+        return self.last(x)
+
+
+def added_in_place(local: int, synchronised: int, set_to_none: bool, ends_usual: bool) -> None:
+    """Compares with DDP: `local` backwards in `no_sync`, then `synchronised` ones, in each step."""
+
+    def step(twin: Twin, number: int) -> None:
+        twin.optimizer.zero_grad(set_to_none=set_to_none)
+        with twin.no_sync():
+            for _ in range(local):
+                twin.model(torch.randn(8, 6)).square().mean().backward()
+        for _ in range(synchronised):
+            twin.model(torch.randn(8, 6)).square().mean().backward()
+        nn.utils.clip_grad_norm_(twin.module.parameters(), 0.5)
+        twin.optimizer.step()
+
+    compare_with_ddp(lambda: Fused(2, ends_usual=ends_usual), step, find_unused_parameters=True)
+
+
+@pytest.mark.parametrize(
+    ("local", "synchronised", "set_to_none", "ends_usual"),
+    [(0, 1, True, True), (1, 2, True, True), (2, 1, False, False)],
+    ids=["lent", "accumulated", "no usual layer"],
+)
+def test_gradients_that_a_function_adds_itself_are_averaged(
+    world: World, local: int, synchronised: int, set_to_none: bool, ends_usual: bool
+) -> None:
+    world(2).run(added_in_place, local, synchronised, set_to_none, ends_usual)
+
+
+def frozen_before_backward(number_of_frozen: int, set_to_none: bool) -> None:
+    """Compares with DDP: the last layers do not require gradients in backward, though they did in forward."""
+
+    def step(twin: Twin, number: int) -> None:
+        twin.optimizer.zero_grad(set_to_none=set_to_none)
+        loss = forward(twin)
+        frozen = list(twin.module.parameters())[-number_of_frozen:] if number % 2 == 1 else []
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        loss.backward()
+        twin.optimizer.step()
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+
+    compare_with_ddp(small_and_large, step, find_unused_parameters=True)
+
+
+@pytest.mark.parametrize(("number_of_frozen", "set_to_none"), [(2, True), (2, False), (8, True)])
+def test_parameters_may_be_frozen_between_forward_and_backward(
+    world: World, number_of_frozen: int, set_to_none: bool
+) -> None:
+    world(2).run(frozen_before_backward, number_of_frozen, set_to_none)

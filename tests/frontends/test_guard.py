@@ -140,6 +140,30 @@ def test_a_model_that_drifts_apart_is_found_at_the_next_comparison_by_all_ranks(
     assert "more than verify_tolerance=0.001" in text
 
 
+def raised_with_several_backwards(backwards: int, ddp: bool) -> str:
+    """Trains with several synchronised backwards in each step, and a write on rank 1; returns the error."""
+    model, optimizer, _ = attached(ddp=ddp, verify_every=12)
+    for number in range(15):
+        if number == 3 and dist.get_rank() == 1:
+            write(model, optimizer)
+        optimizer.zero_grad()
+        try:
+            for part in range(backwards):
+                generator = torch.Generator().manual_seed(100 * number + 10 * part + dist.get_rank())
+                model(torch.randn(5, 6, generator=generator)).square().mean().backward()
+        except RuntimeError as error:
+            return str(error)
+        optimizer.step()
+    return ""
+
+
+@pytest.mark.parametrize("ddp", [False, True])
+@pytest.mark.parametrize("backwards", [2, 3])
+def test_a_drift_is_found_with_several_backwards_in_a_step(world: World, backwards: int, ddp: bool) -> None:
+    for error in world(2).run(raised_with_several_backwards, backwards, ddp):
+        assert f"drifted apart: '{WEIGHT}' differs" in error
+
+
 @pytest.mark.parametrize("change", ["write", "initialise"])
 def test_a_comparison_that_never_comes_finds_nothing(world: World, change: str) -> None:
     """No error comes without the guard: it alone finds the differences of the tests above."""

@@ -84,8 +84,14 @@ def clip(model: nn.Module) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 0.01)
 
 
-def join_and_clip() -> str:
-    return raising(lambda: a_rank_that_joins_at_the_step(clip))
+def clip_data(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.data.clamp_(-0.01, 0.01)
+
+
+def join_and_clip(change: Callable[[nn.Module], None]) -> str:
+    return raising(lambda: a_rank_that_joins_at_the_step(change))
 
 
 def join_and_leave_alone() -> str:
@@ -96,8 +102,11 @@ def test_a_rank_that_joins_at_the_step_averages_like_the_others(world: World) ->
     assert world(2).run(join_and_leave_alone) == ["well", "well"]
 
 
-def test_clipping_that_a_late_rank_cannot_have_done_raises_on_every_rank(world: World) -> None:
-    texts = world(2).run(join_and_clip)
+@pytest.mark.parametrize("change", [clip, clip_data])
+def test_clipping_that_a_late_rank_cannot_have_done_raises_on_every_rank(
+    world: World, change: Callable[[nn.Module], None]
+) -> None:
+    texts = world(2).run(join_and_clip, change)
     assert "backward reached no parameter of the model" in texts[0] and "'weight'" in texts[0], texts
     assert "clipping" in texts[1], texts
 
@@ -344,6 +353,16 @@ def engines_and_their_memory_go_with_detach() -> None:
     assert memory() is None, "what attach returned keeps no buckets"
 
 
+def an_export_on_one_rank_is_no_forward() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    handle = gradsync.attach(model, timeout=MILD)
+    for step in range(2):
+        model(torch.ones(3, 2)).sum().backward()
+        if step == dist.get_rank() == 0:
+            torch.export.export(model, (torch.ones(3, 2),))
+    handle.detach()
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -356,6 +375,7 @@ def engines_and_their_memory_go_with_detach() -> None:
         a_step_before_the_first_backward_is_no_round,
         a_dropped_ddp_model_takes_its_thread_along,
         engines_and_their_memory_go_with_detach,
+        an_export_on_one_rank_is_no_forward,
     ],
     ids=lambda case: case.__name__,
 )
@@ -458,6 +478,70 @@ def harmless_change(number: int) -> str:
 @pytest.mark.parametrize("number", range(5))
 def test_modules_may_change_where_nothing_new_is_to_be_synchronised(world: World, number: int) -> None:
     assert world(2).run(harmless_change, number) == ["well"] * 2
+
+
+def fill_entry(model: nn.Sequential) -> None:
+    model[0].bias = nn.Parameter(torch.ones(2))
+
+
+def replace_entry(model: nn.Sequential) -> None:
+    model[0].weight = nn.Parameter(torch.ones(2, 2))
+
+
+def load_by_assigning(model: nn.Module) -> None:
+    copies = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.load_state_dict(copies, assign=True)
+
+
+def thaw(model: nn.Sequential) -> None:
+    model[2].requires_grad_(True)
+
+
+def load_and_thaw(model: nn.Sequential) -> None:
+    load_by_assigning(model[2])
+    thaw(model)
+
+
+def new_in_old_places(change: Callable[[nn.Sequential], None], way: str) -> str:
+    """Returns the error of steps after parameters came by entries of tables that were there when gradsync came."""
+    inner = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Tanh(), nn.Linear(2, 2))
+    inner[0 if change is replace_entry else 2].requires_grad_(False)
+    model = DistributedDataParallel(inner, find_unused_parameters=True) if way == "behind DDP" else inner
+    handle = gradsync.attach(model, timeout=MILD)
+    parts = list(inner) if way == "parts" else [model]
+
+    def step() -> None:
+        x = torch.ones(1, 2)
+        for part in parts:
+            x = part(x)
+        optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
+        x.sum().backward()
+        optimizer.step()
+
+    step()
+    change(inner)
+    said = raising(step)
+    handle.detach()
+    return said
+
+
+@pytest.mark.parametrize("way", ["attached", "behind DDP", "parts"])
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (fill_entry, "the parameter '0.bias' came to the model after"),
+        (replace_entry, "was replaced after gradsync was attached ('0.weight'"),
+        (load_by_assigning, "was replaced after gradsync was attached ('0.weight'"),
+        (load_and_thaw, "was replaced after gradsync was attached ('2.weight'"),
+        (thaw, "the parameter '2.weight' was frozen when gradsync was attached"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_parameters_that_come_by_old_entries_are_refused(
+    world: World, change: Callable[[nn.Sequential], None], way: str, text: str
+) -> None:
+    for said in world(2).run(new_in_old_places, change, way):
+        assert text in said
 
 
 def other_element_type() -> str:

@@ -113,6 +113,7 @@ class ParameterGuard:
         self._call = call
         self._timeout_s = timeout_s
         self._steps_left = 0  # to the next comparison
+        self._since_look = 0  # steps since the optimiser's last one: several where it steps by several backwards
         self._digests = torch.empty(0, dtype=torch.int64)
         self._told: Future[Pending[list[Tensor]]] | None = None  # by rank, while a comparison is under way
         self._settled: Tensor | None = None  # digests behind the optimiser's last step before a comparison
@@ -126,6 +127,7 @@ class ParameterGuard:
         if not self._verification.every or not self._parameters:
             return False
         self._steps_left -= 1
+        self._since_look += 1
         if self._steps_left > 0:
             return False
         self._steps_left = self._verification.every
@@ -137,9 +139,13 @@ class ParameterGuard:
         return self._told is not None
 
     def look(self) -> None:
-        """Stores digests of the parameters after an optimiser step, if ranks may compare them in the next step."""
-        if self._verification.every and self._parameters and self._steps_left <= 1:
-            self._settled = digests_of(self._parameters.values())
+        """Stores digests of the parameters after an optimiser step, if ranks may compare them before the next one.
+
+        They may if the backwards until then are as many as those since the last one.
+        """
+        backwards, self._since_look = max(self._since_look, 1), 0
+        may_compare = self._verification.every and self._parameters and self._steps_left <= backwards
+        self._settled = digests_of(self._parameters.values()) if may_compare else None
 
     def begin(self, aside: Aside, *, alone: bool, sees_steps: bool) -> None:
         """Starts the exchange of digests: of the parameters now, and as they were after the last optimiser step.

@@ -29,6 +29,7 @@ from ..plans.plan import Plan
 from ..tensors.arrivals import Arrivals
 from ..tensors.bucket import Layout, matches
 from ..tensors.gradient_views import GradientViews
+from ..tensors.stamp import Stamp
 from .buffers import Buffers
 from .model_changes import Changes
 from .torch_hooks import (
@@ -94,6 +95,7 @@ class AutogradHooks:
         self._reached: set[str] = set()  # parameters that got gradients in backwards since the last forward
         self._undefined: set[str] = set()  # parameters that got undefined gradients since the last synchronisation
         self._changes = Changes(model, parameters.values(), exclude)
+        self._looked = False  # for changes, in a forward since the last step: parts of a model may be called alone
         self._parameters = dict(parameters)
         self._ids = {id(p) for p in self._parameters.values()}
         self._engine = engine
@@ -108,6 +110,7 @@ class AutogradHooks:
         self._freezing = Freezing(self._parameters, self._arrivals)
         # Versions of gradients that must not change before the step, if some rank was late.
         self._versions: dict[str, int] | None = None
+        self._stamps: dict[str, Stamp] = {}  # with digests, if it was known by then that some rank was late
         self._task = -1  # autograd's id of the backward under way
         self._accumulated: set[str] = set()  # parameters used by local backwards since the last synchronised one
         self._arrived: set[str] = set()  # parameters that this backward gave gradients
@@ -122,6 +125,7 @@ class AutogradHooks:
             AccumulationHook(parameter, _GradientHook(self, name)) for name, parameter in self._parameters.items()
         ]
         self._addresses = list(map(Tensor.data_ptr, self._parameters.values()))
+        self._followed = self._changes.generation  # the last one whose moves the hooks have followed
         self._handles: list[RemovableHandle] = []
         model_hook = uncompiled(ModelHook)
         before_forward = model_hook(self, AutogradHooks._before_forward)
@@ -172,7 +176,9 @@ class AutogradHooks:
             return
         if is_inside_forward(model):  # as DDP, whose own forward is called once a step
             return
-        generation = self._changes.generation
+        if torch.compiler.is_exporting():  # by fake parameters, maybe on one rank alone
+            return
+        self._looked = True
         if why := self._changes.check(model) or (self._why_unused() if self._sync else ""):
             if self.uneven is not None:
                 self.uneven.forward_fails()
@@ -181,7 +187,7 @@ class AutogradHooks:
         if self._sync:
             self._reached.clear()
             self._engine.forward_begins()
-        self._follow_moved_parameters(anew=self._changes.generation != generation)
+        self._follow_moved_parameters()
         if (listener := active()) is not None:
             listener.forward_began(self._engine)
         broadcasts = self._sync and (model.training or self._buffers.are_in_training())
@@ -273,14 +279,14 @@ class AutogradHooks:
         else:
             self._buffers.broadcast(self._changes.generation, partial(broadcast_from, source=source))
 
-    def _follow_moved_parameters(self, *, anew: bool = False) -> None:
+    def _follow_moved_parameters(self) -> None:
         """Moves hooks along, and marks views that no longer fit, when parameters' memory was replaced by `Module.to`.
 
-        `anew`: do so in any case, as the model's modules have changed.
+        It does so, too, when the model's modules have changed.
         """
-        addresses = list(map(Tensor.data_ptr, self._parameters.values()))
-        if anew or addresses != self._addresses:
-            self._addresses = addresses
+        addresses, generation = list(map(Tensor.data_ptr, self._parameters.values())), self._changes.generation
+        if generation != self._followed or addresses != self._addresses:
+            self._addresses, self._followed = addresses, generation
             with outside_of_transforms():
                 for accumulation in self._accumulations:
                     accumulation.follow()
@@ -309,6 +315,20 @@ class AutogradHooks:
             return
         self._begin_in_backward()
         self._on_gradient(name, produced)
+
+    def _on_undefined(self, name: str) -> None:
+        """Handles a parameter for which backward produced no gradient, or that was frozen since forward.
+
+        The function may have added to `.grad` itself. If `.grad` is there, the parameter counts as used, as with DDP.
+        """
+        parameter = self._parameters[name]
+        may_have_added = parameter.requires_grad and parameter.grad is not None
+        if self._syncing:
+            self._undefined.add(name)
+            if may_have_added and not self._engine.in_step:
+                self._begin_in_backward()
+        elif may_have_added:
+            self._accumulated.add(name)
 
     def _is_complete(self, name: str, additions: Counter[str]) -> bool:
         """Returns, for a static graph, whether the gradient was added to as often now as in the first backward.
@@ -375,8 +395,11 @@ class AutogradHooks:
     def _before_optimizer_step(self, step: OptimizerStep) -> None:
         """Raises if an optimiser must not step now; joins the ranks' exchange if backward reached no parameter here."""
         optimizer = step.optimizer
+        if not self._looked:
+            self._require_no_additions(step)
         if not step.concerns(self._ids):
             return
+        self._looked = False
         if self.uneven is not None:
             self.uneven.end_step()
         # Gradients newer than the optimiser's last step are synchronised, whatever forwards came after them.
@@ -405,6 +428,12 @@ class AutogradHooks:
             self._count_round(step)
         self._follow_moved_parameters()
 
+    def _require_no_additions(self, step: OptimizerStep) -> None:
+        model = self._model()
+        if model is not None and (why := self._changes.check(model)) and step.concerns_model(model):
+            self._engine.peers.fail(why)
+            raise RuntimeError(why)
+
     def _arrivals(self) -> Arrivals:
         """Returns what arrived of the gradients of the coming step; all of them, where this rank steps by its own."""
         return Arrivals() if self._accumulated else self._engine.arrivals
@@ -427,7 +456,7 @@ class AutogradHooks:
         Where the engine does not know yet, the next step raises.
         """
         grads = ((name, p.grad) for name, p in self._parameters.items())
-        changed = next((n for n, grad in grads if grad is not None and grad._version != versions.get(n)), None)
+        changed = next((n for n, grad in grads if grad is not None and self._is_changed(n, grad, versions)), None)
         if changed is not None:
             self._engine.forbid_late(
                 f"in step {self._engine.step - 1} on some rank backward reached no parameter of the model, so that it "
@@ -435,6 +464,12 @@ class AutogradHooks:
                 f"as that of {changed!r}, which that rank cannot have done: let every rank's loss use the output, for "
                 "example + 0 * output.sum()"
             )
+
+    def _is_changed(self, name: str, gradient: Tensor, versions: Mapping[str, int]) -> bool:
+        if gradient._version != versions.get(name):
+            return True
+        stamp = self._stamps.get(name)  # finds writes through `.data`
+        return stamp is not None and bool(stamp.differs(gradient.detach()))
 
     @property
     def _syncing(self) -> bool:
@@ -484,9 +519,15 @@ class AutogradHooks:
                 self._groups_of[name].append(group)
 
     def _load_leftover(self, name: str) -> None:
-        """Loads a `.grad` untouched by this backward into its bucket, as used if backwards in `no_sync` added to it."""
-        gradient = self._parameters[name].grad
+        """Loads a `.grad` that backward did not report into its bucket.
+
+        It counts as used if backwards in `no_sync` added to it, or if an `autograd.Function` may have done so itself.
+        """
+        parameter = self._parameters[name]
+        gradient = parameter.grad
         used = gradient is not None and name in self._accumulated
+        if gradient is not None and name in self._undefined and parameter.requires_grad:
+            used = used or not self._views.is_empty_loan(name)
         if not used:
             self._views.keep_values(name)
         view = self._views.get(name)
@@ -528,7 +569,9 @@ class AutogradHooks:
                 if parameter.grad is not None and engine.used(name):
                     parameter.grad.mul_(self.factor)
         if engine.late is not False:  # some rank was late, or it is not known yet
-            self._versions = {n: p.grad._version for n, p in self._parameters.items() if p.grad is not None}
+            gradients = {n: p.grad for n, p in self._parameters.items() if p.grad is not None}
+            self._versions = {name: gradient._version for name, gradient in gradients.items()}
+            self._stamps = {n: Stamp.of(grad, moves=True) for n, grad in gradients.items()} if engine.late else {}
 
     def _deliver(self, name: str, parameter: nn.Parameter) -> None:
         """Writes the synchronised gradient into `parameter.grad`, which stays the same if no rank used it."""
@@ -576,7 +619,7 @@ class _GradientHook(Hook):
         gradient, owner = produced[0], self._owner()
         if owner is None:
             return
-        if gradient is not None:
+        if gradient is not None and owner._parameters[self._name].requires_grad:
             owner._on_gradient(self._name, gradient)
-        elif owner._syncing:
-            owner._undefined.add(self._name)
+        else:
+            owner._on_undefined(self._name)

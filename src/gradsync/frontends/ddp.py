@@ -202,6 +202,7 @@ class _Exchange:
         self._factor = 1.0  # scales the mean over all ranks, where only some still have inputs
         self._modules = weakref.WeakSet(model.modules())
         self._additions = Additions(inner, exclude)
+        self._looked = False  # for additions, in a backward since the last step
         self._momentum = MomentumCheck(parameters)
         self._freezing = Freezing(parameters, lambda: engine.arrivals)
         self._handles = [
@@ -246,6 +247,7 @@ class _Exchange:
 
     def _begin(self) -> None:
         self._require_no_additions()
+        self._looked = True
         self._given.clear()
         self._factor = self._factor_of_uneven_inputs()
         has_inputs = is_backward()  # else DDP brings zeros, as this rank has no further inputs and others have
@@ -276,6 +278,8 @@ class _Exchange:
         return len(told) / sum(theirs[0] for theirs in told)
 
     def _before_optimizer_step(self, step: OptimizerStep) -> None:
+        if not self._looked:  # new parameters get no backward of DDP's
+            self._require_no_additions(step)
         try:
             self._momentum.check(self.engine.plan, step.optimizer)
             if not self._is_local(step):  # which changes elements by gradients of this rank alone
@@ -287,6 +291,7 @@ class _Exchange:
     def _after_optimizer_step(self, step: OptimizerStep) -> None:
         self._freezing.after(step.optimizer)
         if step.concerns(self._names):
+            self._looked = False
             self.engine.stepped()
             self._note_step(step)
 
@@ -301,9 +306,12 @@ class _Exchange:
         """Whether there was no synchronised backward since the optimiser's last step."""
         return not step.is_inner and self._used.get(step.optimizer, 0) == self._synchronizations
 
-    def _require_no_additions(self) -> None:
+    def _require_no_additions(self, step: OptimizerStep | None = None) -> None:
+        """Raises if the model got parameters that nobody synchronises; given a step: if it concerns the model."""
         model = self.model
-        if model is not None and (why := self._additions.check(unwrapped(model))):
+        if model is None or not (why := self._additions.check(unwrapped(model))):
+            return
+        if step is None or step.concerns_model(unwrapped(model)):
             self.engine.peers.fail(why)
             raise RuntimeError(why)
 

@@ -66,6 +66,10 @@ class OptimizerStep(NamedTuple):
         """Whether the optimiser has any of these parameters; `parameters` contains their ids (`id(p)`)."""
         return any(id(p) in parameters for group in self.optimizer.param_groups for p in group["params"])
 
+    def concerns_model(self, model: nn.Module) -> bool:
+        """Whether the optimiser has any parameter that the model has now."""
+        return self.concerns(set(map(id, model.parameters())))
+
     @property
     def has_gradients(self) -> bool:
         """Whether any of the optimiser's parameters has a gradient."""

@@ -162,6 +162,16 @@ class GradientViews:
         elif name in self._unrenewed and view is not None:
             view.tensor.copy_(self._unrenewed[name])
 
+    def is_empty_loan(self, name: str) -> bool:
+        """Returns whether the gradient is a place that this step lent to the parameter, and still has zeros alone.
+
+        The host waits for the device.
+        """
+        view = self._by_name.get(name)
+        if view is None or name not in self._borrowed or not view.holds_gradient():
+            return False
+        return not bool(view.tensor.any())
+
     def settle(self, view: GradientView, produced: Tensor | None) -> None:
         """Sets `param.grad` to its bucket view, which has its values already, unless other code holds the old tensor.
 
