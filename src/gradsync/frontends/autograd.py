@@ -126,15 +126,19 @@ class AutogradHooks:
         ]
         self._addresses = list(map(Tensor.data_ptr, self._parameters.values()))
         self._followed = self._changes.generation  # the last one whose moves the hooks have followed
-        self._handles: list[RemovableHandle] = []
+        self._handles = self._registered(model, static_graph=static_graph)
+
+    def _registered(self, model: nn.Module, *, static_graph: bool) -> list[RemovableHandle]:
+        """Registers the hooks of forwards and optimiser steps; returns their handles."""
         model_hook = uncompiled(ModelHook)
         before_forward = model_hook(self, AutogradHooks._before_forward)
-        self._handles.append(nn.Module.register_forward_pre_hook(model, before_forward))  # of TorchScript, too
+        handles = [nn.Module.register_forward_pre_hook(model, before_forward)]  # of TorchScript, too
         if static_graph:
             after_forward = model_hook(self, AutogradHooks._after_forward)
-            self._handles.append(nn.Module.register_forward_hook(model, after_forward))
-        self._handles.append(before_optimizer_steps(self, AutogradHooks._before_optimizer_step))
-        self._handles.append(after_optimizer_steps(self, AutogradHooks._after_optimizer_step))
+            handles.append(nn.Module.register_forward_hook(model, after_forward))
+        handles.append(before_optimizer_steps(self, AutogradHooks._before_optimizer_step))
+        handles.append(after_optimizer_steps(self, AutogradHooks._after_optimizer_step))
+        return handles
 
     def remove(self) -> None:
         """Removes the hooks from model, parameters and optimisers; gradients stay where they are."""
