@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import gradsync
+from gradsync.frontends import sharded
 from gradsync.schemes import AllReduce, CompressedAllGather, Scheme
 from tests.frontends.test_sharded import FEEDBACK, TIMEOUT_S, by_one_bucket, meshes, message, replicas_are_equal
 from tests.world import Ranks
@@ -112,18 +113,14 @@ def test_attach_is_refused_while_sums_wait_to_be_exchanged(world: World) -> None
 
 
 def warning_of_detach() -> list[str]:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     net = two_layers(meshes())
     handle = gradsync.attach(net, timeout=TIMEOUT_S)
     backward(net, 0)
-    logging.getLogger("gradsync").addHandler(handler)
     net.set_requires_all_reduce(False)
     backward(net, 1)
-    handle.detach()
-    logging.getLogger("gradsync").removeHandler(handler)
-    return said
+    with patch.object(sharded.logger, "warning") as warned:
+        handle.detach()
+    return [call.args[0] for call in warned.call_args_list]
 
 
 def test_detach_says_that_sums_are_lost(world: World) -> None:
@@ -146,7 +143,7 @@ def reduced_by_a_schedule(attaches: bool) -> Tensor:
         net.set_is_last_backward(True)
         net.set_reshard_after_backward(True)
         net.set_requires_gradient_sync(True)
-        state = fully_shard.state(net)  # type: ignore[attr-defined]
+        state = net._get_fsdp_state()
         for each in state._state_ctx.all_states:
             if (group := each._fsdp_param_group) is not None:
                 group.post_backward()

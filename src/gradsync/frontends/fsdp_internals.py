@@ -335,7 +335,7 @@ def groups_of(model: nn.Module) -> list[ParameterGroup]:
     for name, module in model.named_modules():
         if not is_root_in_shards(module):
             continue
-        state: Any = module._get_fsdp_state()
+        state = _state_of(module)
         if id(state) in known:
             continue
         known.add(id(state))
@@ -351,6 +351,11 @@ def groups_of(model: nn.Module) -> list[ParameterGroup]:
     return found
 
 
+def _state_of(module: Any) -> Any:
+    """Returns what torch keeps of a module that `fully_shard` or `replicate` was applied to."""
+    return module._get_fsdp_state()
+
+
 def _groups_in(state: Any) -> list[Any]:
     """Returns the groups of parameters of a module: torch 2.11 has one at most, under another name."""
     if hasattr(state, "_fsdp_param_groups"):
@@ -360,7 +365,7 @@ def _groups_in(state: Any) -> list[Any]:
 
 def is_amid_step(model: nn.Module) -> bool:
     """Whether a forward or backward of the model has begun and not ended, as one that raised leaves it."""
-    states: list[Any] = [m._get_fsdp_state() for m in model.modules() if is_root_in_shards(m)]  # type: ignore[operator]
+    states = [_state_of(module) for module in model.modules() if is_root_in_shards(module)]
     return any(s._training_state.name != "IDLE" or s._state_ctx.post_backward_final_callback_queued for s in states)
 
 
@@ -369,7 +374,7 @@ def at_end_of_reduction(model: nn.Module, call: Callable[[], None]) -> Callable[
 
     Autograd makes FSDP do so at the end of backward. Pipeline schedules do so themselves, behind several backwards.
     """
-    state: Any = model._get_fsdp_state()  # type: ignore[operator]
+    state = _state_of(model)
     alive = weakref.ref(state)
 
     def final_callback() -> None:
@@ -389,7 +394,7 @@ def reshard(model: nn.Module) -> None:
     """Lets each module have its shards as parameters, where a forward without backward has left whole ones."""
     for module in model.modules():
         if is_root_in_shards(module):
-            module.reshard()  # type: ignore[operator]
+            module.reshard()  # type: ignore[operator]  # of FSDPModule, which only its name tells of
 
 
 def names_of(model: nn.Module, groups: Iterable[ParameterGroup]) -> dict[str, tuple[ParameterGroup, ShardedParameter]]:

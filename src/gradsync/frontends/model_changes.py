@@ -40,7 +40,7 @@ class Structure:
         self._lengths = list(map(len, self._tables))
         self._parents = [(weakref.ref(m), _children(m)) for m in modules if m._modules]
         self._freed: list[Any] = []  # modules that were freed: others may have their ids now
-        self._modules = [weakref.ref(m, self._freed.append) for m in modules]
+        self._watched = [weakref.ref(m, self._freed.append) for m in modules]  # kept, as dead references call nothing
 
     def has_changed(self) -> bool:
         """Whether a module was added or removed since, or has more or fewer parameters; quick while nothing has."""
