@@ -70,15 +70,15 @@ types: setup
 	$(BIN)/mypy
 
 tests: setup
-	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "core or not (interpreted or streams or lost or shards)" $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "core or not (interpreted or streams or waiting)" $(ARGS)
 
 # What runs on an accelerator, without one: Triton's interpreter, and a model of streams.
 device-tests: setup
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "interpreted or streams" $(ARGS)
 
-# Ranks mostly wait, for others that are lost or for shards: more workers than cores.
+# Ranks mostly wait: for others that are lost, for shards, for slow links. So there are more workers than cores.
 waiting-tests: setup
-	$(BIN)/pytest -n $(WAITING_WORKERS) --dist worksteal -m "(lost or shards) and not core" $(ARGS)
+	$(BIN)/pytest -n $(WAITING_WORKERS) --dist worksteal -m "waiting and not core" $(ARGS)
 
 lab-tests: setup
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal lab/tests $(ARGS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,27 @@ def test_errors_of_the_first_hour_are_in_troubleshooting(words: str) -> None:
     assert words.strip("`") in texts_of_the_packages()
 
 
+@pytest.mark.parametrize(
+    "words", ["must be a torch.nn.Module", "during backward; call", "not a member of process_group", "must name it",
+              "differ between the ranks", "communicator='shared' needs", "there is nothing to attach", "device_ids and",
+              "needs a gradsync.DDPState", "is shared with", "a GradScaler decides", "no optimiser step has",
+              "came to the model", "was frozen when", "training graph has changed", "inside join() each",
+              "while it was averaged with", "were given the same state", "is no file that", "expected that of one job"],
+)  # fmt: skip
+def test_errors_of_common_mistakes_are_in_troubleshooting(words: str) -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    quoted = "".join(re.findall(r"```text\n(.*?)```", page, re.DOTALL))
+    assert words in quoted and words in texts_of_the_packages()
+
+
+def test_commands_of_a_page_write_no_file_twice() -> None:
+    """A later plan would take the place of the one that the text behind the commands loads."""
+    for page in PAGES:
+        for block in re.findall(r"^```\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
+            written = re.findall(r" -o (\S+)", block)
+            assert len(written) == len(set(written)), f"{page.name}: {written}"
+
+
 def test_pages_say_alike_which_interpreters_and_releases_of_torch_were_tried() -> None:
     readme, page = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "CONTRIBUTING.md"))
     table = page.partition("### What ran where")[2]
@@ -131,6 +153,7 @@ def test_the_way_of_a_gradient_names_calls_that_are_there() -> None:
         assert owner == "Scheme" or f"class {owner}" in source, f"{owner} is not in {path}"
 
 
+@cache
 def texts_of_the_packages() -> str:
     """Returns all texts in the sources of library and lab, each once; values in f-strings part a text into several."""
     found: set[str] = set()

@@ -20,7 +20,7 @@ from gradsync.comm.stream_group import GRACE_S
 from gradsync.costs.cluster import Placement
 from tests.world import Ranks
 
-pytestmark = pytest.mark.lost
+pytestmark = pytest.mark.waiting
 
 World = Callable[[int], Ranks]
 

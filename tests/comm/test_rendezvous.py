@@ -23,7 +23,7 @@ from gradsync.planner import AveragingPlanner
 from tests.frontends.models import Perceptron
 from tests.world import Ranks, World
 
-pytestmark = pytest.mark.lost
+pytestmark = pytest.mark.waiting
 
 Worlds = Callable[[int], Ranks]
 TIMEOUT_S = 5.0  # where a rank is missing

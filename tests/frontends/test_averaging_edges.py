@@ -1244,6 +1244,29 @@ def test_compiled_models_train_as_others(world: World) -> None:
     world(2).run(compiled_models_train_alike)
 
 
+def exported_on_one_rank(early: bool, exports: bool) -> Tensor:
+    """Returns the parameters after some steps; if `exports`, rank 0 exports the model and a part between them."""
+    model, optimizer, handle = make(early=early)
+    for step in range(4):
+        train(model, optimizer, step)
+        if exports and step > 0 and dist.get_rank() == 0:
+            for module in (model, model.layers):
+                torch.export.export(module, (torch.ones(5, 6),))
+    handle.wait()
+    handle.detach()
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def exports_change_nothing(early: bool) -> None:
+    alone, beside = (exported_on_one_rank(early, exports) for exports in (False, True))
+    assert torch.equal(alone, beside)
+
+
+@both_ways
+def test_an_export_on_one_rank_between_steps_changes_nothing(world: World, early: bool) -> None:
+    world(2).run(exports_change_nothing, early)
+
+
 def cut_and_by_two_schedules(what: What) -> Tensor:
     """Averages a parameter whose halves lie in two buckets with different schedules."""
     torch.manual_seed(0)
@@ -1309,3 +1332,66 @@ def test_what_one_rank_does_too_late_stops_all_with_its_reason(
 ) -> None:
     for said in world(2).run(one_rank_changes_gradients, change):
         assert "was changed between backward and optimizer.step()" in said
+
+
+def per_sample_gradients(early: bool) -> None:
+    """Calls `vmap(grad(...))` while averages are under way, which arrive all the same."""
+    model, optimizer, handle = make(early=early)
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+        values = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+        def loss(values: dict[str, Tensor], x: Tensor) -> Tensor:
+            return torch.func.functional_call(model, values, (x[None],)).square().mean()
+
+        gradients = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(values, torch.randn(4, 6))
+        assert all(len(gradient) == 4 for gradient in gradients.values())
+        handle.wait()
+        assert_alike(model)
+    handle.detach()
+
+
+def assert_alike(model: nn.Module) -> None:
+    alike = [torch.zeros_like(p) for p in model.parameters()]
+    for ours, theirs in zip(model.parameters(), alike, strict=True):
+        theirs.copy_(ours.detach())
+        dist.broadcast(theirs, 0)
+        assert torch.equal(ours, theirs)
+
+
+@both_ways
+def test_transforms_of_torch_func_get_averages(world: World, early: bool) -> None:
+    world(2).run(per_sample_gradients, early)
+
+
+def interrupted_in_step() -> list[str]:
+    model, optimizer, handle = make()
+    rank, send, said = dist.get_rank(), averaging.Averaging._send, list[str]()
+
+    def interrupted(self: averaging.Averaging, name: str) -> None:
+        send(self, name)
+        if rank == 0 and self.steps == 2:
+            raise KeyboardInterrupt
+
+    def train(step: int) -> None:
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+
+    with patch.object(averaging.Averaging, "_send", interrupted):
+        for step in range(3):
+            try:
+                train(step)
+            except (KeyboardInterrupt, RuntimeError) as error:
+                said.append(f"{type(error).__name__}: {error}")
+    handle.detach()
+    return said
+
+
+def test_an_interruption_of_a_step_stops_all_with_its_reason(world: World) -> None:
+    first, second = world(2).run(interrupted_in_step)
+    assert first[0].startswith("KeyboardInterrupt")
+    for said in (first[1], second[0]):
+        assert "averages of step 1: KeyboardInterrupt" in said

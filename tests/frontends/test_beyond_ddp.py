@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -25,9 +26,17 @@ Backward = Callable[[nn.Module, int], None]
 
 
 def compare_with_mean(
-    make: Callable[[], nn.Module], backward: Backward, *, steps: int = 4, adapt: Callable[..., nn.Module] | None = None
+    make: Callable[[], nn.Module],
+    backward: Backward,
+    *,
+    steps: int = 4,
+    adapt: Callable[..., nn.Module] | None = None,
+    closures: bool = False,
 ) -> None:
-    """Runs `backward(model, number)` on an attached model and on a local copy whose gradients are averaged by hand."""
+    """Runs `backward(model, number)` on an attached model and on a local copy whose gradients are averaged by hand.
+
+    `closures`: lets the optimiser of the attached model call it.
+    """
     torch.manual_seed(0)
     local = make()
     torch.manual_seed(0)
@@ -39,6 +48,9 @@ def compare_with_mean(
         for each, optimizer in zip((local, model), optimizers, strict=True):
             optimizer.zero_grad()
             torch.manual_seed(100 * number + dist.get_rank())
+            if closures and each is model:
+                optimizer.step(partial(backward, each, number))  # type: ignore[arg-type]  # it may return nothing
+                continue
             backward(each, number)
             if each is local:
                 average_by_hand(local)
@@ -74,7 +86,7 @@ def loss_reaches_no_parameter_on_one_rank() -> None:
     compare_with_mean(Branches, backward)
 
 
-def loss_ignores_the_output_on_one_rank() -> None:
+def loss_ignores_the_output_on_one_rank(*, closures: bool = False) -> None:
     """Backward does not touch the model there: `optimizer.step()` brings the rank in; DDP hangs."""
 
     def backward(model: nn.Module, number: int) -> None:
@@ -82,15 +94,24 @@ def loss_ignores_the_output_on_one_rank() -> None:
         unrelated = torch.ones(2, requires_grad=True)
         (output.mean() if dist.get_rank() != number % 2 else unrelated.sum()).backward()
 
-    compare_with_mean(Perceptron, backward)
+    compare_with_mean(Perceptron, backward, closures=closures)
 
 
-def loss_ignores_the_output_on_all_ranks() -> None:
+def loss_in_a_closure_ignores_the_output_on_one_rank() -> None:
+    """The end of the closure brings the rank in, before the update; Lightning steps so."""
+    loss_ignores_the_output_on_one_rank(closures=True)
+
+
+def loss_ignores_the_output_on_all_ranks(*, closures: bool = False) -> None:
     def backward(model: nn.Module, number: int) -> None:
         model(rows())
         torch.ones(2, requires_grad=True).sum().backward()
 
-    compare_with_mean(Perceptron, backward)
+    compare_with_mean(Perceptron, backward, closures=closures)
+
+
+def loss_in_a_closure_ignores_the_output_on_all_ranks() -> None:
+    loss_ignores_the_output_on_all_ranks(closures=True)
 
 
 def tied_sparse_table() -> None:
@@ -193,7 +214,9 @@ def compiled_before_attach() -> None:
 CASES = [
     loss_reaches_no_parameter_on_one_rank,
     loss_ignores_the_output_on_one_rank,
+    loss_in_a_closure_ignores_the_output_on_one_rank,
     loss_ignores_the_output_on_all_ranks,
+    loss_in_a_closure_ignores_the_output_on_all_ranks,
     tied_sparse_table,
     table_that_no_module_announces,
     sparse_on_one_rank_dense_on_the_other,
@@ -216,6 +239,38 @@ def test_gradients_are_the_mean_over_the_ranks(world: World, case: Callable[[], 
 @pytest.mark.parametrize("case", [loss_ignores_the_output_on_one_rank, table_that_no_module_announces])
 def test_gradients_are_the_mean_over_four_ranks(world: World, case: Callable[[], None]) -> None:
     world(4).run(case)
+
+
+class Deaf(torch.optim.SGD):
+    """Does not call its closure."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(0.1 * parameter.grad)
+
+
+def closure_that_is_not_called() -> list[str]:
+    """Returns the errors of steps whose closures are not called, where rank 1 has no backward in the second one."""
+    model, said = Perceptron(), []
+    optimizer = Deaf(model.parameters(), lr=0.1)
+    handle = gradsync.attach(model, timeout=15)
+    for number in range(3):
+        try:
+            output = model(rows()).mean()
+            if number != 1 or dist.get_rank() == 0:
+                output.backward()
+            optimizer.step(lambda: 0.0)
+        except RuntimeError as error:
+            said.append(f"{number}: {error}")
+    handle.detach()
+    return said
+
+
+def test_a_closure_that_is_not_called_cannot_bring_a_rank_in(world: World) -> None:
+    first, second = world(2).run(closure_that_is_not_called)
+    assert "did not call its closure" in first[0] and first[0].startswith("1: ")
+    assert second[0].startswith("1: Deaf.step(closure) did not call its closure, and on this rank backward reached no")
 
 
 def plans_of_a_planner_that_asks_its_rank() -> str:

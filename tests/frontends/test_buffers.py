@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -42,6 +43,32 @@ def several_forwards_before_one_backward() -> None:
         twin.optimizer.step()
 
     compare_with_ddp(Critic, step)
+
+
+class Centred(nn.Module):
+    """A network with a running mean that its training forward reads, as running normalisers and codebooks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.lerp_(x.detach().mean(0), 0.3)
+        result: Tensor = self.linear(x - self.mean)
+        return result
+
+
+def an_accumulation_gets_buffers_before_its_first_forward() -> None:
+    def step(twin: Twin, number: int) -> None:
+        twin.optimizer.zero_grad()
+        most = 3 if number % 2 else 1 + dist.get_rank()  # as many forwards on all ranks, and as many as each has
+        for micro in range(most):
+            with nullcontext() if micro == most - 1 else twin.no_sync():
+                twin.model(torch.randn(8, 4)).square().mean().backward()
+        twin.optimizer.step()
+
+    compare_with_ddp(Centred, step)
 
 
 def a_buffer_that_training_writes_to_is_still_watched() -> None:
@@ -240,6 +267,7 @@ def test_plans_of_parameters_leave_such_buffers_alone(world: World, how: str) ->
 
 CASES = [
     several_forwards_before_one_backward,
+    an_accumulation_gets_buffers_before_its_first_forward,
     a_buffer_that_training_writes_to_is_still_watched,
     buffers_that_appear_go_and_grow,
     a_model_without_buffers_at_attach_keeps_later_ones_to_its_ranks,

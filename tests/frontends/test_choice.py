@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer, Rprop
+from torch.optim import SGD, Adam, AdamW, Optimizer, Rprop
 
 import gradsync
 from gradsync.comm import Group, run_local
@@ -19,7 +21,7 @@ from gradsync.compressors import ErrorFeedback, TopK
 from gradsync.devices.streams import HostMoment
 from gradsync.engine.engine import Engine
 from gradsync.frontends.mean_model import take_mean_state
-from gradsync.planner import AveragingPlanner
+from gradsync.planner import AveragingPlanner, CompressingPlanner
 from gradsync.planner.search.job import Job
 from gradsync.planner.search.ways import Constraints
 from gradsync.plans.plan import What
@@ -40,7 +42,7 @@ class Clock:
         self._handle, self._slower, self._now_s = handle, slower, 0.0
 
     def moment(self) -> HostMoment:
-        self._now_s += self._slower if self._handle().plan.what is What.PARAMETER else 1.0
+        self._now_s += 1.0 if self._handle().plan.what is What.GRADIENT else self._slower
         return HostMoment(self._now_s)
 
 
@@ -223,8 +225,6 @@ def test_all_together_is_not_tried(world: World) -> None:
 
 
 def lossy_plans(job: Job, constraints: Constraints) -> list[gradsync.Plan]:
-    from gradsync.planner import CompressingPlanner
-
     (lossy,) = constraints.lossy
     made = CompressingPlanner(lossy)(job.profiles, job.world_size)
     return [made] if isinstance(made, gradsync.Plan) else list(made)
@@ -265,6 +265,225 @@ def left_to_be_sent() -> float:
 
 def test_what_compressors_left_is_sent_before_parameters_are_averaged(world: World) -> None:
     assert max(world(2).run(left_to_be_sent)) < 1e-4
+
+
+def stepped(model: nn.Module, optimizer: Optimizer, step: int, *args: Any) -> None:
+    optimizer.zero_grad()
+    model(batch(step, dist.get_rank()), *args).square().mean().backward()
+    optimizer.step()
+
+
+def tried(handle: gradsync.Attachment, slower: float, patch: pytest.MonkeyPatch) -> None:
+    """Lets steps with averaged parameters take so many times as long."""
+    clock = Clock(lambda: handle, slower)
+    patch.setattr(Engine, "moment", lambda engine: clock.moment())
+
+
+@quickly()
+def residuals_of_a_branch_at_rest() -> tuple[set[str], float]:
+    """Lets a branch rest while residuals are to be sent; returns the kinds of plans seen, and the largest residual."""
+    torch.manual_seed(0)
+    model = Routed()
+    optimizer = SGD(model.parameters(), lr=0.01)
+    planner = AutoPlanner(
+        Constraints((ErrorFeedback(TopK(0.1)),), always=True),
+        search=lossy_plans,
+        steps=3,
+        warmup=2,
+        averaging=AveragingPlanner(schedule=SCHEDULES[2]),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        handle = gradsync.attach(model, optimizer, planner, timeout=20)
+        tried(handle, 0.5, patch)
+        seen: list[str] = []
+        while not handle.settled:
+            is_lossy = any(run.scheme.traits.lossy for run in handle._engine.bucket_runs)
+            stepped(model, optimizer, len(seen), (0,) if is_lossy and handle._engine.settled else (0, 1))
+            seen.append(handle.plan.what.value)
+            assert len(seen) < 200
+        stepped(model, optimizer, 0, (0,))
+        kept = [v for k, v in handle.state_dict()["state"].items() if "branches.1" in k and k.endswith(".residual")]
+        handle.detach()
+    return set(seen), float(torch.cat(kept).abs().max())
+
+
+def test_averages_are_not_tried_while_residuals_cannot_be_sent(world: World) -> None:
+    for seen, residual in world(2).run(residuals_of_a_branch_at_rest):
+        assert seen == {"gradient"} and residual > 0
+
+
+@quickly()
+def residuals_for_parameters() -> tuple[list[str], float]:
+    """Loads residuals of gradients where parameters are averaged; returns errors, and how far weights moved."""
+    said, moved = [], 0.0
+    torch.manual_seed(0)
+    model = Perceptron()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    handle = gradsync.attach(model, optimizer, CompressingPlanner(ErrorFeedback(TopK(0.1))), timeout=10)
+    for step in range(3):
+        stepped(model, optimizer, step)
+    state = handle.state_dict()
+    handle.detach()
+    handle = gradsync.attach(model, optimizer, AveragingPlanner(schedule=together(2)), timeout=10)
+    before = [p.detach().clone() for p in model.parameters()]
+    try:
+        handle.load_state_dict(state)
+    except ValueError as error:
+        said.append(str(error))
+    handle.load_state_dict(state, strict=False)
+    optimizer.param_groups[0]["lr"] = 0.0
+    stepped(model, optimizer, 3)
+    handle.wait()
+    for p, was in zip(model.parameters(), before, strict=True):
+        moved = max([moved, *(p.detach() - was).abs().flatten().tolist()])
+    handle.detach()
+    return said, moved
+
+
+def test_residuals_of_gradients_are_not_added_to_parameters(world: World) -> None:
+    for said, moved in world(2).run(residuals_for_parameters):
+        assert len(said) == 1 and "has no place for the state" in said[0] and "strict=False" in said[0]
+        assert moved < 1e-6
+
+
+@quickly()
+def accumulates(early: bool, slower: float) -> tuple[set[int], set[int], str]:
+    """Returns how often gradients were exchanged per step with averaged gradients and parameters, and what stays."""
+    torch.manual_seed(0)
+    model = Perceptron()
+    optimizer = SGD(model.parameters(), lr=0.01)
+    averaging = AveragingPlanner(schedule=SCHEDULES[2], early=early)
+    with pytest.MonkeyPatch.context() as patch:
+        handle = gradsync.attach(model, optimizer, AutoPlanner(averaging=averaging, steps=3, warmup=2), timeout=10)
+        tried(handle, slower, patch)
+        engine, counts = handle._engine, {What.GRADIENT: set(), What.PARAMETER: set(), What.EARLY_PARAMETER: set()}
+        micro = 2 + dist.get_rank()  # trials begin and end in the first forward, inside `no_sync`
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            before = engine.step
+            for part in range(micro):
+                with handle.no_sync() if part < micro - 1 else nullcontext():
+                    model(batch(10 * step + part, dist.get_rank())).square().mean().backward()
+            optimizer.step()
+            counts[handle.plan.what].add(engine.step - before)
+        assert handle.settled
+        handle.detach()
+    return counts[What.GRADIENT], counts[What.PARAMETER] | counts[What.EARLY_PARAMETER], handle.plan.what.value
+
+
+@pytest.mark.parametrize(("early", "slower", "what"), [(False, 2.0, "gradient"), (True, 0.5, "early_parameter")])
+def test_trials_begin_and_end_inside_no_sync(world: World, early: bool, slower: float, what: str) -> None:
+    for found in world(2).run(accumulates, early, slower):
+        assert found == ({1}, {0}, what)
+
+
+@quickly()
+def joined(after: int) -> tuple[set[str], str]:
+    """Trains `after` steps, then with uneven inputs; returns the kinds of plans seen before, and what stays."""
+    averaging = AveragingPlanner(schedule=SCHEDULES[2])
+    with pytest.MonkeyPatch.context() as patch:
+        model, optimizer, handle = attached(AutoPlanner(averaging=averaging, steps=3, warmup=2), 2.0, patch)
+        seen, step = set(), 0
+        while step < after or (after and handle.plan.what is What.GRADIENT):
+            stepped(model, optimizer, step)
+            seen.add(handle.plan.what.value)
+            step += 1
+            assert step < 200
+        with handle.join():
+            for more in range(40 - 25 * dist.get_rank()):
+                stepped(model, optimizer, 1000 + more)
+        assert same_everywhere(model)
+        for more in range(3):
+            stepped(model, optimizer, 2000 + more)
+        assert same_everywhere(model), (handle.settled, handle.plan.what)
+        assert handle._switch.choice is not None and handle._switch.choice.made
+        what = handle.plan.what.value
+        handle.detach()
+    return seen, what
+
+
+@pytest.mark.parametrize("after", [0, 20])
+def test_uneven_inputs_keep_gradients_averaged(world: World, after: int) -> None:
+    for seen, what in world(2).run(joined, after):
+        assert what == "gradient" and ("parameter" in seen) == bool(after)
+
+
+class Own(SGD):
+    """An optimiser that is not known to treat elements one by one."""
+
+
+def second_optimizer(model: Perceptron) -> list[Optimizer]:
+    return [SGD(model.layers[0].parameters(), lr=0.01), Adam(model.layers[2].parameters(), lr=0.01)]
+
+
+def subclass(model: Perceptron) -> list[Optimizer]:
+    return [Own(model.parameters(), lr=0.01)]
+
+
+def frozen_for_now(model: Perceptron) -> list[Optimizer]:
+    return [SGD(model.parameters(), lr=0.01)]
+
+
+@quickly()
+def declines(make: Callable[[Perceptron], list[Optimizer]]) -> tuple[set[str], list[str]]:
+    """Trains a job whose parameters should not be averaged; returns the kinds of plans seen, and what was logged."""
+    torch.manual_seed(0)
+    model, said = Perceptron(), []
+    optimizers = make(model)
+    averaging = AveragingPlanner(schedule=SCHEDULES[2], early=make is subclass)
+    logging.getLogger("gradsync").setLevel(logging.INFO)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logging.getLogger("gradsync.frontends.switching"), "info", lambda text, *a: said.append(text % a))
+        planner = AutoPlanner(averaging=averaging, steps=3, warmup=2)
+        handle = gradsync.attach(model, optimizers[0], planner, timeout=10)
+        tried(handle, 0.5, patch)
+        model.layers[2].requires_grad_(make is not frozen_for_now)
+        seen: list[str] = []
+        while not handle.settled:
+            model.zero_grad()
+            model(batch(len(seen), dist.get_rank())).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            seen.append(handle.plan.what.value)
+            assert len(seen) < 200
+        model.layers[2].requires_grad_(True)
+        stepped(model, optimizers[0], 0)
+        assert same_everywhere(model)
+        handle.detach()
+    return set(seen), said
+
+
+@pytest.mark.parametrize(
+    ("make", "why"), [(second_optimizer, "without"), (subclass, "got Own"), (frozen_for_now, "is frozen at present")]
+)
+def test_averages_are_not_tried_where_they_would_harm(
+    world: World, make: Callable[[Perceptron], list[Optimizer]], why: str
+) -> None:
+    for seen, said in world(2).run(declines, make):
+        assert seen == {"gradient"} and len(said) == 1 and why in said[0]
+
+
+@quickly()
+def detached_in_a_trial() -> list[str]:
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        averaging = AveragingPlanner(schedule=SCHEDULES[2])
+        model, optimizer, handle = attached(AutoPlanner(averaging=averaging, steps=3, warmup=2), 2.0, patch)
+        logger = logging.getLogger("gradsync.frontends.attach")
+        patch.setattr(logger, "warning", lambda text, *a: said.append(text % a))
+        step = 0
+        while handle.plan.what is What.GRADIENT:
+            stepped(model, optimizer, step)
+            step += 1
+            assert step < 200
+        handle.detach()
+        handle.detach()
+    return said
+
+
+def test_detach_says_that_a_trial_left_the_ranks_apart(world: World) -> None:
+    for said in world(2).run(detached_in_a_trial):
+        assert len(said) == 1 and "handle.settled" in said[0]
 
 
 @quickly()

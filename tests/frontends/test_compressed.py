@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 import gradsync
 from gradsync import Plan
-from gradsync.compressors import ErrorFeedback, Sign, TopK, Warmup
+from gradsync.compressors import ErrorFeedback, MomentumCorrection, Sign, Signum, TopK, Warmup
 from gradsync.costs.steps import FINISH
 from gradsync.engine.trial import RUN_OFF_ROUNDS, TURN_STEPS
+from gradsync.planner import CompressingPlanner
 from gradsync.schemes import (
     AllReduce,
     CoarseGrained,
@@ -525,3 +526,62 @@ def a_carried_residual_survives_a_checkpoint() -> None:
 
 def test_a_carried_residual_survives_a_checkpoint(world: World) -> None:
     world(2).run(a_carried_residual_survives_a_checkpoint)
+
+
+NO_MEANS = {
+    "momentum": CompressingPlanner(MomentumCorrection(TopK(0.5))),
+    "momentum of a scheme": CompressingPlanner(CoarseGrained(ratio=0.5, chunk=4, momentum=0.9)),
+    "signs": CompressingPlanner(MajorityVote(Sign())),
+    "signs of momentum": CompressingPlanner(MajorityVote(Signum())),
+}
+
+
+def two_backwards(model: nn.Module, plan: CompressingPlanner, clears: bool | None, **settings: Any) -> list[str]:
+    """Trains by two synchronised backwards in a step; `clears`: `set_to_none` of a zero_grad between; None: no call."""
+    handle, said = gradsync.attach(model, plan=plan, timeout=10, **settings), [""] * 3
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(3, 8)).sum().backward()
+        if clears is not None:
+            optimizer.zero_grad(set_to_none=clears)
+        try:
+            (-3 * model(torch.ones(3, 8)).sum()).backward()
+        except RuntimeError as error:
+            said[step] = str(error)
+            break
+        optimizer.step()
+    handle.detach()
+    return said
+
+
+def two_backwards_of_each_kind() -> None:
+    for name, plan in NO_MEANS.items():
+        for model in (nn.Linear(8, 4, bias=False), nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))):
+            said = two_backwards(model, plan, None)
+            assert "all backwards of a step but the last inside no_sync()" in said[0], (name, said)
+            for clears in (True, False):
+                assert not any(two_backwards(model, plan, clears)), name
+    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
+    assert not any(two_backwards(model, CompressingPlanner(ErrorFeedback(TopK(0.5))), None))
+
+
+def test_a_result_that_is_no_mean_is_not_averaged_again(world: World) -> None:
+    world(2).run(two_backwards_of_each_kind)
+
+
+def backwards_of_parts() -> None:
+    """Makes two backwards in a step, each of other parameters: no result is averaged again."""
+    parts = nn.ModuleList([nn.Linear(8, 4), nn.Linear(8, 4)])
+    handle = gradsync.attach(parts, plan=NO_MEANS["momentum"], timeout=10)
+    optimizer = torch.optim.SGD(parts.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        for part in parts:
+            part(torch.ones(3, 8)).sum().backward()
+        optimizer.step()
+    handle.detach()
+
+
+def test_backwards_of_other_parameters_may_follow_each_other(world: World) -> None:
+    world(2).run(backwards_of_parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -33,6 +34,51 @@ def thawed() -> str:
 
 def test_a_parameter_that_is_thawed_raises(world: World) -> None:
     assert all("'layers.0.weight' was frozen" in said for said in world(2).run(thawed))
+
+
+def converted_and_back(model: Perceptron, number: int) -> None:
+    """Converts a part, which gives its parameters other autograd nodes, and puts them back into the same memory."""
+    for parameter in model.layers[0].parameters() if number == 2 else ():
+        memory = parameter.data
+        parameter.data = memory.half()
+        parameter.data = memory
+
+
+def frozen_converted_and_thawed(model: Perceptron, number: int) -> None:
+    if number == 1:
+        model.layers[0].requires_grad_(False)
+        model.layers[0].half().float()
+    if number == 2:
+        model.layers[0].requires_grad_(True)
+
+
+def trained_through(change: Callable[[Perceptron, int], None], parts: bool) -> None:
+    torch.manual_seed(0)
+    model = Perceptron()
+    handle = gradsync.attach(model, timeout=10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(5):
+        change(model, number)
+        optimizer.zero_grad()
+        for micro in range(2):
+            torch.manual_seed(10 * number + micro + 100 * dist.get_rank())
+            with nullcontext() if micro else handle.no_sync():
+                (model.layers if parts else model)(torch.randn(4, 6)).square().mean().backward()
+        if number != 1:
+            weight = model.layers[0].weight.grad
+            assert weight is not None and weight.any(), f"step {number}"
+        assert_same_on_all_ranks({n: p.grad for n, p in model.named_parameters() if p.requires_grad and "0" in n})
+        optimizer.step()
+    assert_same_on_all_ranks(dict(model.named_parameters()))
+    handle.detach()
+
+
+@pytest.mark.parametrize("parts", [False, True])
+@pytest.mark.parametrize("change", [converted_and_back, frozen_converted_and_thawed])
+def test_parts_that_are_converted_and_back_are_trained(
+    world: World, change: Callable[[Perceptron, int], None], parts: bool
+) -> None:
+    world(2).run(trained_through, change, parts)
 
 
 def stepped_inside_backward(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -21,14 +22,23 @@ World = Callable[[int], Ranks]
 
 
 def trained(model: nn.Module, handle: gradsync.Attachment, optimizer: Optimizer, *, steps: int = 4) -> None:
-    """Trains; in each step `handle.arrived` must name the elements that moved."""
+    """Trains, by closures in every other step; in each step `handle.arrived` must name the elements that moved."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     freezes = any(bucket.scheme.traits.freezes for bucket in handle.plan.buckets)
-    for _ in range(steps):
+
+    def closure() -> torch.Tensor:
         optimizer.zero_grad()
-        model(torch.randn(5, 16, generator=generator)).square().mean().backward()
+        loss: torch.Tensor = model(torch.randn(5, 16, generator=generator)).square().mean()
+        loss.backward()
+        return loss
+
+    for step in range(steps):
         before = {p: p.detach().clone() for p in model.parameters()}
-        optimizer.step()
+        if (step + dist.get_rank()) % 2:
+            optimizer.step(closure)  # type: ignore[arg-type]  # torch's type is of floats
+        else:
+            closure()
+            optimizer.step()
         for parameter in model.parameters():
             sections = handle.arrived(parameter)
             moved = (parameter != before[parameter]).reshape(-1)
@@ -66,15 +76,9 @@ def what_did_not_arrive_stays(freeze: bool, behind_ddp: bool, adam: bool) -> lis
     return [stop - start for start, stop in sections]
 
 
-def others_see_the_parameters_and_closures_are_refused(given: bool) -> list[str]:
-    """Returns the warnings and errors of a loop that steps with and without a closure."""
-    torch.manual_seed(0)
-    model = nn.Linear(16, 16, bias=False)
-    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+def others_see_the_parameters(given: bool) -> None:
+    model, handle, optimizer = frozen(SGD, given)
     seen: list[tuple[int, ...]] = []
-    scheme = CoarseGrained(ratio=0.25, chunk=16, freeze=True)
-    plan = Plan.make({"weight": TensorSpec.of(model.weight)}, dist.get_world_size(), [(["weight"], scheme)])
-    handle = gradsync.attach(model, plan=plan, optimizer=optimizer if given else None, timeout=10)
     trained(model, handle, optimizer, steps=2)
 
     def remember(optimizer: Optimizer, *_: object) -> None:
@@ -84,32 +88,57 @@ def others_see_the_parameters_and_closures_are_refused(given: bool) -> list[str]
     trained(model, handle, optimizer, steps=2)
     assert seen == [(16, 16)] * 2
     watching.remove()
-
-    def loss() -> torch.Tensor:
-        optimizer.zero_grad()
-        result = model(torch.ones(5, 16)).square().mean()
-        result.backward()
-        return result
-
-    said = []
-    for _ in range(2):
-        try:
-            if dist.get_rank() == 0:
-                optimizer.step(loss)
-            else:
-                loss()
-                optimizer.step()
-        except (RuntimeError, ValueError) as error:
-            said.append(str(error))
     handle.detach()
-    return said
+
+
+def frozen(kind: type[SGD], given: bool) -> tuple[nn.Module, gradsync.Attachment, SGD]:
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16, bias=False)
+    optimizer = kind(model.parameters(), lr=0.1, momentum=0.9)
+    scheme = CoarseGrained(ratio=0.25, chunk=16, freeze=True)
+    plan = Plan.make({"weight": TensorSpec.of(model.weight)}, dist.get_world_size(), [(["weight"], scheme)])
+    return model, gradsync.attach(model, plan=plan, optimizer=optimizer if given else None, timeout=10), optimizer
+
+
+class Odd(SGD):
+    """Calls its closure as often as it says."""
+
+    calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for _ in range(self.calls):
+            with torch.enable_grad():
+                closure()
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(0.1 * parameter.grad)
+
+
+def refused(calls: int) -> str:
+    """Returns the error of a step with an optimiser that does not call its closure once."""
+    model, handle, optimizer = frozen(Odd, given=False)
+    Odd.calls = calls
+
+    def closure() -> None:
+        model(torch.ones(5, 16)).square().mean().backward()
+
+    if not calls:
+        closure()
+    with pytest.raises(ValueError, match="closure") as caught:
+        optimizer.step(closure)  # type: ignore[arg-type]  # it may return nothing
+    handle.detach()
+    return str(caught.value)
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["any optimizer", "its own"])
-def test_others_see_the_parameters_and_closures_are_refused(given: bool, world: World) -> None:
-    first, second = world(2).run(others_see_the_parameters_and_closures_are_refused, given)
-    assert "without a closure" in first[0]
-    assert "without a closure" in second[0], "which would have waited for the first one"
+def test_others_see_the_parameters(given: bool, world: World) -> None:
+    world(2).run(others_see_the_parameters, given)
+
+
+@pytest.mark.parametrize("calls", [0, 2])
+def test_an_optimiser_that_does_not_call_its_closure_once_is_refused(calls: int, world: World) -> None:
+    for said in world(2).run(refused, calls):
+        assert "Odd.step(closure) called its closure several times" in said
 
 
 @pytest.mark.parametrize("freeze", [True, False])

@@ -23,14 +23,17 @@ World = Callable[[int], Ranks]
 
 
 class Normed(nn.Module):
-    """A model with buffers."""
+    """A model with buffers, one of which its training forward reads."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
+        self.register_buffer("mean", torch.zeros(6))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
+        if self.training:
+            self.mean.lerp_(x.detach().mean(0), 0.3)
+        return self.layers(x - self.mean)
 
 
 def made(way: str, make: Callable[[], nn.Module], **options: Any) -> tuple[nn.Module, Any]:
@@ -108,6 +111,7 @@ def compare(
         (Perceptron, [2, 3], {}, True),
         (Perceptron, [2, 2], {"enable": False}, False),
         (Normed, [1, 3, 2], {}, False),
+        (Normed, [1, 3, 2], {}, True),
         (Tables, [3, 1], {"divide_by_initial_world_size": False}, False),
     ],
 )

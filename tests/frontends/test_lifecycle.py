@@ -232,6 +232,20 @@ def copies_are_free() -> None:
     handle.detach()
 
 
+def handles_stay_out_of_copies() -> None:
+    model = Perceptron()
+    model.handle = gradsync.attach(model, timeout=10)
+    saved = io.BytesIO()
+    torch.save(model, saved)
+    saved.seek(0)
+    averaged_model = torch.optim.swa_utils.AveragedModel(model).module
+    for twin in (copy.deepcopy(model), averaged_model, torch.load(saved, weights_only=False)):
+        assert twin.handle is None
+    model(torch.randn(4, 6)).sum().backward()
+    assert_same_on_all_ranks({name: p.grad for name, p in model.named_parameters()})
+    model.handle.detach()
+
+
 def detach_and_attach_again() -> None:
     torch.manual_seed(0)
     model = Perceptron()
@@ -337,6 +351,7 @@ TWO = [
     gradients_of_cut_parameters_stay_where_autograd_made_them,
     class_and_state_dict_stay,
     copies_are_free,
+    handles_stay_out_of_copies,
     detach_and_attach_again,
     handle_need_not_be_kept,
     excluded_parameters_are_left_alone,

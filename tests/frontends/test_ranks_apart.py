@@ -167,6 +167,27 @@ def test_a_step_without_a_synchronised_backward_on_one_rank_raises_on_all(world:
         assert "the ranks are out of step" in text, text
 
 
+def three_steps_more_on_one_rank() -> str:
+    model = Perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gradsync.attach(model, timeout=MILD)
+
+    def train() -> None:
+        for number in range(5):
+            optimizer.zero_grad()
+            model(rows()).mean().backward()
+            optimizer.step()
+            for _ in range(3 if number == 2 and dist.get_rank() == 1 else 0):
+                optimizer.step()
+
+    return raising(train)
+
+
+def test_three_steps_more_on_one_rank_raise_on_all(world: World) -> None:
+    for text in world(2).run(three_steps_more_on_one_rank):
+        assert "the ranks are out of step" in text, text
+
+
 def windows_that_are_not_the_same() -> str:
     """Synchronises the second of two backwards on rank 0 and the first on rank 1, whose steps use a larger sum."""
     model = Perceptron()

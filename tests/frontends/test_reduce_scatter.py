@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pkgutil
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +23,7 @@ from gradsync.schemes import AllReduce
 from tests.frontends.test_sharded import by_one_bucket
 from tests.world import Ranks
 
-pytestmark = pytest.mark.shards
+pytestmark = pytest.mark.waiting
 
 World = Callable[[int], Ranks]
 # The share of a gradient's largest magnitude by which means over two ranks may be off.
@@ -157,3 +159,8 @@ def custom_factor() -> str:
 def test_other_operations_are_refused_on_every_rank(world: World) -> None:
     for text in world(2).run(custom_factor):
         assert "leave out set_gradient_divide_factor()" in text
+
+
+def test_the_docstring_names_what_there_is() -> None:
+    names = re.findall(r"gradsync(?:\.\w+)+", str(CompressedReduceScatter.__doc__))
+    assert len(names) == 2 and all(pkgutil.resolve_name(name) for name in names)

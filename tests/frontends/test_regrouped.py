@@ -32,6 +32,7 @@ from tests.frontends.models import Perceptron
 from tests.world import Ranks, on_all_ranks
 from tests.world import World as Processes
 
+pytestmark = pytest.mark.waiting
 World = Callable[[int], Ranks]
 NODES = 4
 PAIRS = grid((2, 2))
@@ -153,6 +154,7 @@ def follow(
         torch.testing.assert_close(now, mixed, rtol=1e-5, atol=tolerance)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("planner", "tolerance"),
     [
@@ -292,6 +294,7 @@ def training_resumes_with_the_groups_of_its_checkpoint() -> None:
         its_handle.detach()
 
 
+@pytest.mark.core
 def test_training_resumes_with_the_groups_of_its_checkpoint(world: World) -> None:
     world(NODES).run(training_resumes_with_the_groups_of_its_checkpoint)
 
@@ -420,6 +423,7 @@ def measured_while_training(early: bool) -> str:
         return digest
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("early", [False, True])
 def test_rates_are_measured_while_training(world: World, early: bool) -> None:
     assert len(set(world(NODES).run(measured_while_training, early))) == 1
@@ -431,6 +435,7 @@ def settings_differ() -> str:
     return str(caught.value)
 
 
+@pytest.mark.core
 def test_ranks_with_other_settings_are_found(world: World) -> None:
     for said in world(NODES).run(settings_differ):
         assert "remap=True" in said and "remap=False" in said

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -23,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import gradsync
 from gradsync import Plan
 from gradsync.comm import distributed
+from gradsync.comm.gloo import GlooGroup
 from gradsync.compressors import BlockInt, ErrorFeedback, TopK
 from gradsync.frontends import fsdp_internals
 from gradsync.frontends.fsdp_internals import ParameterGroup, groups_of
@@ -36,7 +38,7 @@ from tests.quick import FEWER, patched
 from tests.world import Ranks
 from tests.world import World as RankProcesses
 
-pytestmark = pytest.mark.shards
+pytestmark = pytest.mark.waiting
 
 World = Callable[[int], Ranks]
 FEEDBACK = CompressedAllGather(ErrorFeedback(TopK(0.2)))
@@ -93,6 +95,7 @@ CASES = {
     "zeros for the unused": Case(keeps_unused=True),
     "a layer used twice": Case(twice=True),
 }
+CORE = ("clipped", "accumulated by no_sync", "bfloat16, float32 reduced", "checkpointed")
 
 
 def skip_unless_torch_keeps_unused() -> None:
@@ -229,8 +232,9 @@ def differences(name: str) -> list[float]:
     return found
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.core) if name in CORE else name for name in CASES]
+)
 def test_an_exact_plan_trains_as_hsdp_does(world: World, name: str) -> None:
     if CASES[name].keeps_unused:
         skip_unless_torch_keeps_unused()
@@ -736,6 +740,44 @@ def test_only_the_links_between_replicas_are_measured(world: World) -> None:
     assert world(4).run(measurements) == [1] * 4
 
 
+def begins_before_backward_ends(in_small_buckets: bool) -> bool:
+    """Whether the last layer's exchange begins while autograd waits in front of the first layer's gradients."""
+    torch.manual_seed(0)
+    net: Any = nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 40))
+    for module in (net[0], net[1], net):
+        fully_shard(module, mesh=meshes())
+
+    def in_order_of_backward(profiles: Sequence[ParameterProfile], size: int) -> Plan:
+        names = [p.name for p in reversed(profiles)]
+        buckets = [[name] for name in names] if in_small_buckets else [names]
+        return Plan.make({p.name: p.tensor for p in profiles}, size, [(each, AllReduce()) for each in buckets])
+
+    gradsync.attach(net, plan=in_order_of_backward, timeout=TIMEOUT_S)
+    began, in_time = threading.Event(), []
+    last = net[1].weight.to_local().numel()
+    all_reduce = GlooGroup.all_reduce
+
+    def noted(group: GlooGroup, buffer: Tensor) -> Any:
+        if buffer.numel() >= last:
+            began.set()
+        return all_reduce(group, buffer)
+
+    def waiting(x: Tensor) -> Tensor:
+        x.register_hook(lambda gradient: in_time.append(began.wait(10 if in_small_buckets else 0.1)))
+        return x
+
+    net.forward = lambda x: net[1](waiting(net[0](x)))
+    with patch.object(GlooGroup, "all_reduce", noted):
+        net(batch(torch.Generator().manual_seed(dist.get_rank()))).square().mean().backward()
+    assert began.is_set() and len(in_time) == 1
+    return bool(in_time[0])
+
+
+def test_exchanges_begin_while_backward_goes_on(world: World) -> None:
+    assert world(4).run(begins_before_backward_ends, True) == [True] * 4
+    assert world(4).run(begins_before_backward_ends, False) == [False] * 4, "one bucket waits for all gradients"
+
+
 def fails_at_the_end_of_a_step() -> str:
     net = sharded(meshes())
     gradsync.attach(net, plan=by_one_bucket(FEEDBACK), timeout=TIMEOUT_S)
@@ -959,7 +1001,7 @@ def lost() -> str:
     return message(lambda: train(net, steps=2))
 
 
-@pytest.mark.lost
+@pytest.mark.waiting
 def test_a_lost_rank_ends_training_on_all() -> None:
     with RankProcesses(4) as ranks:
         ranks.start(lost)

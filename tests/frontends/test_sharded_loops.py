@@ -19,7 +19,7 @@ from gradsync.schemes import AllReduce, CompressedAllGather, Scheme
 from tests.frontends.test_sharded import FEEDBACK, TIMEOUT_S, by_one_bucket, meshes, message, replicas_are_equal
 from tests.world import Ranks
 
-pytestmark = pytest.mark.shards
+pytestmark = pytest.mark.waiting
 
 World = Callable[[int], Ranks]
 

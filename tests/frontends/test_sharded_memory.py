@@ -31,7 +31,7 @@ from tests.frontends.test_sharded import (
 )
 from tests.world import Ranks
 
-pytestmark = pytest.mark.shards
+pytestmark = pytest.mark.waiting
 
 World = Callable[[int], Ranks]
 Storages = list[weakref.ref[torch.UntypedStorage]]

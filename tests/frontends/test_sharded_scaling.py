@@ -22,7 +22,7 @@ from tests.frontends.test_sharded import COARSE, TIMEOUT_S, by_one_bucket, messa
 from tests.frontends.test_sharded_state import FEEDBACK, Mesh, Net, left_in_all, read, write
 from tests.world import Ranks
 
-pytestmark = pytest.mark.shards
+pytestmark = pytest.mark.waiting
 
 World = Callable[[int], Ranks]
 SCHEMES: dict[str, Scheme[Any]] = {

@@ -34,7 +34,7 @@ from tests.frontends.test_state_checkpoints import quiet_library
 from tests.quick import FEWER, patched
 from tests.world import Ranks
 
-pytestmark = pytest.mark.shards
+pytestmark = pytest.mark.waiting
 
 World = Callable[[int], Ranks]
 Mesh = tuple[int, int]  # replicas, shards
@@ -148,6 +148,15 @@ def goes_on(folder: str, mesh: Mesh, scheme: Scheme[Any]) -> bool:
         found.append(torch.equal(train(other, seed=7), expected))
     handle.detach()
     return all(found)
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [pytest.param(GATHERED, marks=pytest.mark.core), TWO_WAY, LOW_RANK, COARSE, MOMENTUM],
+    ids=["top-k", "two way", "low rank", "chunks", "momentum"],
+)
+def test_training_goes_on_to_the_bit_on_the_same_mesh(world: World, scheme: Scheme[Any], tmp_path: Path) -> None:
+    assert world(4).run(goes_on, str(tmp_path), (2, 2), scheme) == [True] * 4
 
 
 def loaded_elsewhere(folder: str, mesh: Mesh, scheme: Scheme[Any], left: dict[str, Tensor]) -> None:

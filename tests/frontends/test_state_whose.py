@@ -24,6 +24,7 @@ from gradsync.comm.store import StoreClient
 from gradsync.compressors import Cast, ErrorFeedback, TopK
 from gradsync.engine import engine_state
 from gradsync.engine.bucket_run import BucketRun
+from gradsync.planner import CompressingPlanner
 from gradsync.plans.plan import What
 from gradsync.schemes import AllReduce, CompressedAllGather, CompressedTwoWay, PowerSGD, Scheme
 from gradsync.state import StateSlice
@@ -327,6 +328,45 @@ def bad_states_raise_on_all(broken: int) -> None:
 @pytest.mark.parametrize("broken", [0, 1])
 def test_what_is_no_state_raises_on_all_before_anything_changes(world: World, broken: int) -> None:
     world(2).run(bad_states_raise_on_all, broken)
+
+
+def what_first_steps_showed() -> None:
+    """Loads damaged records of the first steps, none, as in older files, and one that does not fit."""
+    model, planner = Perceptron(), CompressingPlanner(FEEDBACK)
+    handle = gradsync.attach(model, plan=planner, timeout=10)
+    first = handle.plan
+    train(model, 2)
+    saved, planned, rank = copy.deepcopy(handle.state_dict()), handle.plan, dist.get_rank()
+    assert planned != first
+    without = {name: entry for name, entry in saved.items() if name != "observed"}
+    for other, text in (
+        ({**saved, "observed": 5}, r"the state's 'observed' is not what state_dict\(\) gave: got 5"),
+        ({**saved, "observed": "{"}, "the record of the first steps is no JSON"),
+        (without, r"the ranks differ: step 2, plan \w+ by measurement \w+ on rank 0, step 2 on rank 1"),
+    ):
+        with pytest.raises((ValueError, RuntimeError), match=text):
+            handle.load_state_dict(other if rank == 1 else saved)
+        require_same(handle, saved)
+    handle.detach()
+    sparse = saved["observed"].replace('"sparse": false', '"sparse": true').replace('"digest"', '"digest of before"')
+    unfit = {**saved, "observed": re.sub(r',\s*"digest of before": "\w+"', "", sparse)}
+    for state, plan in ((saved, planned), (without, first), (unfit, None)):
+        handle = gradsync.attach(model, plan=planner, timeout=10)
+        if plan is None:  # known to be dense here
+            train(model, 2)
+        expected, steps = plan or handle.plan, handle.totals().steps
+        handle.load_state_dict(state)
+        assert handle.plan == expected and handle.settled == (state is saved or steps > 0)
+        assert handle.totals().steps == steps
+        kept = handle.state_dict()["state"]
+        assert all(torch.equal(kept[key], values) for key, values in saved["state"].items())
+        train(model, 2)
+        assert handle.plan == planned, "after the first step in any case"
+        handle.detach()
+
+
+def test_what_first_steps_showed_is_gone_on_with_if_it_is_there_and_fits(world: World) -> None:
+    world(2).run(what_first_steps_showed)
 
 
 def element_types_of_factors() -> None:

@@ -31,7 +31,7 @@ from tests.frontends.test_choice import STEPS, attached
 from tests.quick import quickly
 from tests.world import Outcome, Ranks, World
 
-pytestmark = pytest.mark.lost
+pytestmark = pytest.mark.waiting
 
 TIMEOUT_S = 6.0
 LIMIT_S = 90.0  # of a test, where others have the cores

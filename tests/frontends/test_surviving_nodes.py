@@ -15,7 +15,7 @@ import pytest
 
 from tests.forked import free_port
 
-pytestmark = pytest.mark.lost
+pytestmark = pytest.mark.waiting
 
 NODES, LOST, STEPS = 3, 2, 40
 LIMIT_S = 100.0

@@ -15,12 +15,14 @@ import pytest
 from gradsync import Cluster, Plan
 from gradsync.inputs.files import MOST_BYTES, MOST_DEPTH, from_json, from_toml, read_text
 from gradsync.plans.document import Document
+from gradsync.plans.observations import Observations
 from gradsync.plans.profile import Profile
 from gradsync.schemes import AllReduce
 from tests.profiles import SPECS, make_profile
 
 PLAN = Plan.make(SPECS, 4, [(["table"], AllReduce()), (["w"], AllReduce()), (["b"], AllReduce())])
-DOCUMENTS: dict[type[Document], Document] = {Plan: PLAN, Profile: make_profile()}
+OBSERVATIONS = Observations.of(make_profile().parameter_profiles(), PLAN.digest, 1)
+DOCUMENTS: dict[type[Document], Document] = {Plan: PLAN, Profile: make_profile(), Observations: OBSERVATIONS}
 CLUSTER = 'nodes = 4\nlink = "1gbit"\n'
 
 # Contents of any file of JSON, and the error's text.
@@ -108,6 +110,9 @@ NO_FIELDS: list[tuple[type[Document], str, tuple[Any, ...]]] = [
     (Profile, "parameters.0.rows.most_rows", ("1", True, None, -1, 1e9)),
     (Profile, "parameters.0.rows.shares", ([2.0], [-0.5], ["1"], 1)),
     (Profile, "parameters.0.errors", ({"top_k": 1e10}, {"top_k": -1}, {"top_k": "1"}, [0.5])),
+    (Observations, "plan", (0, None, True)),
+    (Observations, "steps_left", ("1", 1.0, True, None, -1)),
+    (Observations, "parameters.0.rows.rows", ("1", True, None, -1, 1e9)),
 ]
 EACH = [(kind, place, value) for kind, place, values in NO_FIELDS for value in values]
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, TorchDynamoPlugin
-from findings import apart, common, error_of, owed, tell
+from findings import Told, apart, common, error_of, owed, tell
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -258,6 +258,18 @@ def resized() -> dict[str, Any]:
     return {"owed": found, "apart": apart(job.train(first=8))}
 
 
+def alone() -> dict[str, Any]:
+    """Returns the warnings of one process that goes on from the state of several ranks, and from its own."""
+    folder, told = Path(sys.argv[2], "state"), Told()
+    job = Job(LOSSY)
+    job.accelerator.load_state(str(folder))
+    job.train(first=8)
+    own = folder.with_name("own")
+    job.accelerator.save_state(str(own))
+    job.accelerator.load_state(str(own))
+    return {"attached": job.handle is not None, "saved": (own / "gradsync").exists(), "told": told.lines}
+
+
 def refused() -> dict[str, Any]:
     late = Job(with_gradsync=False)
     twice = Job()
@@ -270,7 +282,7 @@ def refused() -> dict[str, Any]:
     }
 
 
-SCENARIOS = (equal, resumed, anew, varied, several, resized, refused)
+SCENARIOS = (equal, resumed, anew, varied, several, resized, alone, refused)
 
 
 def main() -> None:

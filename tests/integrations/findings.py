@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,6 +19,19 @@ def apart(values: Tensor) -> float:
     found = [torch.empty_like(values) for _ in range(dist.get_world_size())]
     dist.all_gather(found, values)
     return max(float((each - found[0]).abs().max()) for each in found)
+
+
+class Told(logging.Handler):
+    """The warnings of gradsync since this object was made: `lines`."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+        logging.getLogger("gradsync").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keeps the text of a warning."""
+        self.lines.append(record.getMessage())
 
 
 def error_of(function: Callable[[], Any]) -> str:

@@ -11,6 +11,8 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
 from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ import gradsync
 from gradsync.compressors import ErrorFeedback, TopK
 from gradsync.integrations.lightning import GradsyncCallback, GradsyncFabricStrategy, GradsyncStrategy
 from gradsync.planner import AveragingPlanner, CompressingPlanner
+from gradsync.schemes import CoarseGrained
 from gradsync.tuning import pieces
 
 FOLDER = Path(sys.argv[1])
@@ -150,6 +153,32 @@ class ManualAccumulation(Module):
             optimizer.zero_grad()
 
 
+class IdleInOneStep(Module):
+    """Has a loss that reaches no parameter on rank 1 in step 3, or gives it a gradient of zero by `uses_output`."""
+
+    def __init__(self, uses_output: bool) -> None:
+        super().__init__()
+        self.uses_output = uses_output
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        loss = super().training_step(batch, index)
+        if self.trainer.global_step == 3 and dist.get_rank() == 1:
+            return 0 * loss if self.uses_output else torch.zeros((), requires_grad=True)
+        return loss
+
+
+class ManualModule(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, index: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, index))
+        optimizer.step()
+
+
 def trainer_of(strategy: Any, **settings: Any) -> L.Trainer:
     given = {"max_epochs": 2, "logger": False, "enable_checkpointing": False, "limit_val_batches": 0, **settings}
     return L.Trainer(
@@ -227,6 +256,31 @@ def manual_accumulation() -> Result:
 
 
 @scenario
+def idle() -> Result:
+    ours, theirs = (fit(GradsyncStrategy(timeout=20), IdleInOneStep(uses_output)) for uses_output in (False, True))
+    return compared(ours, theirs)
+
+
+@scenario
+def freezing() -> Result:
+    """Freezes what did not arrive, in automatic and manual optimisation, as a loop that steps without closures does."""
+    bucket = CoarseGrained(ratio=0.25, chunk=16, freeze=True)
+    plan = partial(CompressingPlanner, fewest_elements=100)
+    results = [fit(GradsyncStrategy(plan=plan(bucket)), module) for module in (Module(), ManualModule())]
+    free = fit(GradsyncStrategy(plan=plan(replace(bucket, freeze=False))))
+    by_hand = Module()
+    handle = gradsync.attach(by_hand, plan=plan(bucket))
+    optimizer = by_hand.configure_optimizers()
+    for number in range(2 * BATCHES):
+        optimizer.zero_grad()
+        by_hand.loss(number).backward()
+        optimizer.step()
+    handle.detach()
+    manual, matters = difference(results[1], by_hand), difference(free, by_hand)
+    return {**compared(results[0], by_hand), "manual": manual, "matters": matters}
+
+
+@scenario
 def resume() -> Result:
     """Saves in the middle of an epoch, and continues in a new strategy and Trainer."""
     whole = fit(GradsyncStrategy(plan=lossy()), accumulate_grad_batches=2)
@@ -256,6 +310,20 @@ def saved_after_fit() -> Result:
     trainer.fit(module, loader())
     trainer.save_checkpoint(FOLDER / "after.ckpt")
     resumed = fit(GradsyncStrategy(plan=lossy()), ckpt_path=FOLDER / "after.ckpt")
+    return compared(resumed, whole)
+
+
+@scenario
+def nothing_left() -> Result:
+    """Fits a checkpoint that has had all of its epochs, and saves it again."""
+    whole = fit(GradsyncStrategy(plan=lossy()))
+    first = trainer_of(GradsyncStrategy(plan=lossy()), max_epochs=1)
+    first.fit(Module(), loader())
+    first.save_checkpoint(FOLDER / "done.ckpt")
+    again = trainer_of(GradsyncStrategy(plan=lossy()), max_epochs=1)
+    again.fit(Module(), loader(), ckpt_path=FOLDER / "done.ckpt")
+    again.save_checkpoint(FOLDER / "again.ckpt")
+    resumed = fit(GradsyncStrategy(plan=lossy()), ckpt_path=FOLDER / "again.ckpt")
     return compared(resumed, whole)
 
 
@@ -494,6 +562,38 @@ def fabric_resume() -> Result:
     fabric_run(GradsyncFabricStrategy(plan=lossy()), range(6), save=FOLDER / "fabric.ckpt")
     resumed = fabric_run(GradsyncFabricStrategy(plan=lossy()), range(6, 12), load=FOLDER / "fabric.ckpt")
     return compared(resumed, whole)
+
+
+def two_setups(numbers: range, *, load: Path | None = None, save: Path | None = None) -> nn.Module:
+    """Trains a module with two parts that Fabric sets up one by one; saves and loads the module as a whole."""
+    fabric = fabric_of(GradsyncFabricStrategy(plan=lossy()))
+    model = nn.ModuleDict({"first": network(), "second": nn.Sequential(nn.Linear(2, 2))})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    first, second = (fabric.setup(part) for part in model.values())
+    optimizer = fabric.setup_optimizers(optimizer)
+    state = {"model": model, "optimizer": optimizer}
+    if load is not None:
+        fabric.load(load, state)
+    for number in numbers:
+        x, y = batch_of(number)
+        optimizer.zero_grad()
+        fabric.backward(nn.functional.cross_entropy(second(first(x)), y))
+        optimizer.step()
+    if save is not None:
+        fabric.save(save, state)
+    for part in model.values():
+        found = gradsync.attachment_of(part)
+        assert found is not None
+        found.detach()
+    return model
+
+
+@scenario
+def fabric_two_setups() -> Result:
+    whole = two_setups(range(12))
+    two_setups(range(6), save=FOLDER / "two.ckpt")
+    saved = torch.load(FOLDER / "two.ckpt", weights_only=False)["gradsync"]
+    return {**compared(two_setups(range(6, 12), load=FOLDER / "two.ckpt"), whole), "saved": sorted(saved)}
 
 
 def main() -> None:

@@ -100,6 +100,17 @@ def test_fewer_ranks_go_on_with_the_residuals_of_more(
     assert [each["apart"] for each in loaded] == [0, 0]
 
 
+def test_one_process_says_that_it_drops_the_residuals_of_more(
+    folder: Path, of_three_ranks: list[dict[str, Any]]
+) -> None:
+    assert all(each["owed"] for each in of_three_ranks)
+    (only,) = AGENT.found(RANKS, "alone", str(folder), ranks=1)
+    assert not only["attached"] and not only["saved"]
+    alone, dropped = only["told"]
+    assert "there is one process" in alone
+    assert str(folder / "state" / "gradsync") in dropped and "it drops them" in dropped
+
+
 def test_bad_input_is_refused_on_every_rank() -> None:
     for each in AGENT.found(RANKS, "refused"):
         assert each["late"].startswith("RuntimeError") and "before prepare()" in each["late"]

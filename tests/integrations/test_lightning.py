@@ -10,16 +10,17 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.launching import EXAMPLES, HERE, ROOT, Agent, loss, torchrun
+from tests.integrations.launching import EXAMPLES, HERE, LIMIT_S, ROOT, Agent, loss, torchrun
 
 RANKS = HERE / "lightning_ranks.py"
 PAGE = ROOT / "docs" / "tutorials" / "lightning.md"
 EXAMPLE = EXAMPLES / "lightning_trainer.py"
 AGENT = Agent("lightning", "gradsync.integrations.lightning")
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("lightning") is None, reason="needs lightning: make integrations"
-)
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="needs lightning: make integrations"),
+    pytest.mark.timeout(2 * LIMIT_S),
+]
 
 Results = dict[str, dict[str, Any]]
 
@@ -45,11 +46,15 @@ EQUAL = (
     "accumulation",
     "manual",
     "manual_accumulation",
+    "idle",
+    "freezing",
     "resume",
     "saved_after_fit",
+    "nothing_left",
     "fit_twice",
     "fabric",
     "fabric_resume",
+    "fabric_two_setups",
 )
 
 
@@ -68,6 +73,14 @@ def test_accumulation_over_two_halves_the_exchanges(said: Results, name: str) ->
 def test_residuals_matter_where_resuming_is_tested(said: Results) -> None:
     assert said["resume"]["without"] > 1e-3
     assert said["resume"]["exact"] > 1e-3
+
+
+def test_freezing_matters_and_is_the_same_in_manual_optimisation(said: Results) -> None:
+    assert said["freezing"]["manual"] == 0 < said["freezing"]["matters"]
+
+
+def test_a_module_with_several_models_is_saved_with_the_state_of_each(said: Results) -> None:
+    assert said["fabric_two_setups"]["saved"] == ["model.first", "model.second"]
 
 
 def test_only_fit_attaches_and_each_fit_anew(said: Results) -> None:

@@ -17,11 +17,14 @@ from tests.integrations.launching import EXAMPLES, HERE, LIMIT_S, ROOT, last_lin
 
 PAGE = ROOT / "docs" / "tutorials" / "ray.md"
 EXAMPLE = EXAMPLES / "ray_train.py"
+RAY_LIMIT_S = 2 * LIMIT_S  # Ray starts four or more processes for each job, one after the other
+# Controllers look at their workers 20 times as often as by default: each report waits for that.
+QUICK = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1", "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
 NOISE = 0.009  # range of the held-out loss over 5 seeds (0.031 to 0.040), two ranks with whole gradients
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray: make integrations"),
-    pytest.mark.timeout(2 * LIMIT_S),
+    pytest.mark.timeout(2 * RAY_LIMIT_S),
 ]
 
 
@@ -32,9 +35,9 @@ def run(script: Path, *arguments: str) -> str:
     """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         env = {**os.environ, "HOME": folder, "RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"}
-        env |= {"RAY_AUTH_MODE": "token", "GLOO_SOCKET_IFNAME": "lo"}
+        env |= QUICK | {"RAY_AUTH_MODE": "token", "GLOO_SOCKET_IFNAME": "lo"}
         command = [sys.executable, str(script), *arguments]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=RAY_LIMIT_S, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return done.stdout
 

@@ -119,6 +119,15 @@ def test_more_ranks_go_on_with_the_residuals_of_fewer(folder: Path, found: list[
     assert [(each["apart"], each["steps"]) for each in loaded] == [(0, 4)] * 3
 
 
+def test_one_process_says_that_it_drops_the_residuals_of_more(folder: Path, found: list[dict[str, Any]]) -> None:
+    assert all(each["resized"]["owed"] for each in found)
+    (only,) = AGENT.found(RANKS, "dropped", str(folder), ranks=1)
+    assert not only["attached"]
+    alone, dropped = only["told"]
+    assert "there is one process" in alone
+    assert str(folder / "checkpoint-4" / "gradsync") in dropped and "it drops them" in dropped
+
+
 def test_adapters_of_a_frozen_model_are_trained_and_resumed(with_packages: list[dict[str, Any]]) -> None:
     for each in with_packages:
         assert each["adapted"] == {"difference": 0, "apart": 0, "steps": [8], "batch": 8, "resumed": 0}

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from accelerate import DistributedType
 from accelerate.state import AcceleratorState
-from findings import apart, common, error_of, owed, tell
+from findings import Told, apart, common, error_of, owed, tell
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import (
@@ -406,7 +406,15 @@ def resized() -> dict[str, Any]:
     return {"owed": notices.owed, "apart": apart(values), "steps": handle.totals().steps}
 
 
-SCENARIOS = (equal, again, translated, resumed, refused, varied, alone, searched, adapted, compiled, resized)
+def dropped() -> dict[str, Any]:
+    """Returns the warnings of one process that goes on from the checkpoint of several ranks."""
+    last, told = Path(sys.argv[2]) / "checkpoint-4", Told()
+    trainer = new_trainer(common(), LOSSY)
+    trained(trainer, resume_from_checkpoint=str(last))
+    return {"attached": gradsync.attachment_of(trainer.model_wrapped) is not None, "told": told.lines}
+
+
+SCENARIOS = (equal, again, translated, resumed, refused, varied, alone, searched, adapted, compiled, resized, dropped)
 
 
 def main() -> None:

@@ -35,6 +35,10 @@ every_optimizer = pytest.mark.parametrize(
 in_both_ways = pytest.mark.parametrize("is_watched", [False, True], ids=["what arrived", "taken back"])
 
 
+def arrived(sections: Sections | None, bucket: Bucket = BUCKET) -> Arrivals:
+    return Arrivals([Arrival(bucket, sections, frozen=True)])
+
+
 def trained(
     make: Callable[..., Optimizer], steps: list[Sections | None], *, is_watched: bool = False, sparse: bool = False
 ) -> tuple[nn.Parameter, dict[str, Any], list[Tensor]]:
@@ -43,8 +47,8 @@ def trained(
     weight = nn.Parameter(torch.randn(3, 4))
     other = nn.Parameter(torch.ones(2))  # not synchronised
     optimizer = make([weight, other])
-    now: list[Sections | None] = [None]
-    freezing = Freezing({"weight": weight}, lambda: Arrivals([Arrival(BUCKET, now[0], frozen=True)]))
+    now = [Arrivals()]
+    freezing = Freezing({"weight": weight}, lambda: now[0])
     after = []
     for step, sections in enumerate(steps):
         generator = torch.Generator().manual_seed(step)
@@ -52,7 +56,7 @@ def trained(
         if sections is not None:
             weight.grad[~MOVES.view(3, 4)] = 0
         weight.grad = weight.grad.to_sparse(1) if sparse else weight.grad
-        now[0] = sections
+        now[0] = arrived(sections)
         freezing.before(optimizer, is_watched=is_watched)
         optimizer.step()
         freezing.after(optimizer)
@@ -142,7 +146,8 @@ def test_weights_in_another_order_of_memory_are_frozen_by_their_index(is_watched
     before = weight.detach().clone()
     bucket = Bucket("0", (Segment("weight", 0, 16),), (TensorSpec((1, 4, 2, 2), torch.float32),), Layout.FLAT)
     optimizer = SGD([weight], lr=1.0, momentum=0.5)
-    freezing = Freezing({"weight": weight}, lambda: Arrivals([Arrival(bucket, [(0, 4)], frozen=True)]))
+    now = arrived([(0, 4)], bucket)
+    freezing = Freezing({"weight": weight}, lambda: now)
     weight.grad = torch.ones_like(weight)
     freezing.before(optimizer, is_watched=is_watched)
     optimizer.step()
@@ -160,11 +165,11 @@ def test_of_one_number_nothing_changes_unless_it_arrived(make: Callable[..., Opt
     bucket = Bucket("0", (Segment("scale", 0, 1),), (spec,), Layout.FLAT)
     scale, free = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.tensor(2.0))
     optimizer, other = make([scale]), make([free])
-    now: list[Sections | None] = [None]
-    freezing = Freezing({"scale": scale}, lambda: Arrivals([Arrival(bucket, now[0], frozen=True)]))
+    now = [Arrivals()]
+    freezing = Freezing({"scale": scale}, lambda: now[0])
     steps: list[Sections | None] = [[(0, 1)], [], None, [], [(0, 1)]]
     for sections in steps:
-        scale.grad, free.grad, now[0] = torch.tensor(1.0), torch.tensor(1.0), sections
+        scale.grad, free.grad, now[0] = torch.tensor(1.0), torch.tensor(1.0), arrived(sections, bucket)
         freezing.before(optimizer, is_watched=is_watched)
         optimizer.step()
         freezing.after(optimizer)
@@ -177,13 +182,13 @@ def test_of_one_number_nothing_changes_unless_it_arrived(make: Callable[..., Opt
 def test_an_optimizer_has_its_parameters_again_after_a_step_that_raised(is_watched: bool) -> None:
     weight, table = nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(2, 2))
     optimizer = Adam([weight, table])
-    now: list[Sections | None] = [SECTIONS]
-    freezing = Freezing({"weight": weight}, lambda: Arrivals([Arrival(BUCKET, now[0], frozen=True)]))
+    now = [arrived(SECTIONS)]
+    freezing = Freezing({"weight": weight}, lambda: now[0])
     weight.grad, table.grad = torch.ones(3, 4), torch.ones(2, 2).to_sparse(1)
     freezing.before(optimizer, is_watched=is_watched)
     with pytest.raises(RuntimeError, match="does not support sparse"):
         optimizer.step()
-    table.grad, now[0] = torch.ones(2, 2), None
+    table.grad, now[0] = torch.ones(2, 2), Arrivals()
     with torch.no_grad():
         weight.fill_(5.0)  # from a checkpoint, say
     freezing.before(optimizer, is_watched=is_watched)
@@ -193,15 +198,18 @@ def test_an_optimizer_has_its_parameters_again_after_a_step_that_raised(is_watch
     assert (weight < 5.0).all() and (weight > 4.9).all()
 
 
-def test_gradients_that_a_closure_computes_are_refused() -> None:
+def test_gradients_that_were_exchanged_later_in_the_step_are_refused() -> None:
     weight = nn.Parameter(torch.ones(3, 4))
     optimizer = SGD([weight], lr=0.1)
-    frozen = [True]
-    freezing = Freezing({"weight": weight}, lambda: Arrivals([Arrival(BUCKET, SECTIONS, frozen=frozen[0])]))
-    with pytest.raises(ValueError, match=r"call backward\(\) first, then step\(\) without"):
-        freezing.before(optimizer, has_closure=True)
-    frozen[0] = False
-    freezing.before(optimizer, has_closure=True)
+    now = [Arrivals()]
+    freezing = Freezing({"weight": weight}, lambda: now[0])
+    freezing.before(optimizer)
+    now[0] = Arrivals([Arrival(BUCKET, SECTIONS, frozen=False)])
+    freezing.after(optimizer)
+    now[0] = arrived(SECTIONS)
+    freezing.after(SGD([torch.ones(2)], lr=0.1))
+    with pytest.raises(ValueError, match=r"SGD.step\(closure\) called its closure several times"):
+        freezing.after(optimizer)
 
 
 @in_both_ways
@@ -209,8 +217,8 @@ def test_one_optimiser_may_have_the_parameters_of_two_models(is_watched: bool) -
     """Each model's hooks run before and after the step, in the same order."""
     weights = [nn.Parameter(torch.ones(3, 4)) for _ in range(2)]
     optimizer = Adam(weights, lr=0.1)
-    arrived = Arrivals([Arrival(BUCKET, SECTIONS, frozen=True)])
-    models = [Freezing({"weight": weight}, lambda: arrived) for weight in weights]
+    now = arrived(SECTIONS)
+    models = [Freezing({"weight": weight}, lambda: now) for weight in weights]
     for step in range(3):
         for weight in weights:
             weight.grad = torch.ones(3, 4)
@@ -234,7 +242,8 @@ def test_an_optimiser_whose_step_has_raised_gets_its_parameters_back() -> None:
     weight = nn.Parameter(torch.ones(3, 4))
     weight.grad = torch.ones(3, 4)
     optimizer = SGD([weight], lr=0.1)
-    freezing = Freezing({"weight": weight}, lambda: Arrivals([Arrival(BUCKET, SECTIONS, frozen=True)]))
+    now = arrived(SECTIONS)
+    freezing = Freezing({"weight": weight}, lambda: now)
     freezing.before(optimizer)
     assert optimizer.param_groups[0]["params"][0] is not weight
     freezing.give_up()

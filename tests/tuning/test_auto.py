@@ -24,7 +24,7 @@ from gradsync.devices.streams import Moment
 from gradsync.engine.plan_control import ASK_AGAIN_STEPS
 from gradsync.engine.step_listener import active, recording
 from gradsync.engine.trial import RUN_OFF_ROUNDS, TURN_STEPS
-from gradsync.planner import Constraints, Job, Search, candidate_plans, default_plan
+from gradsync.planner import CompressingPlanner, Constraints, Job, Search, candidate_plans, default_plan
 from gradsync.planner.pieces import InPieces, Pieces
 from gradsync.plans.profile import Profile
 from gradsync.schemes import MajorityVote
@@ -390,6 +390,36 @@ def test_dense_gradients_found_sparse_by_rows_lose_nothing_where_all_others_do(w
     for ways, worst in world(2).run(compresses_no_rows, search):
         assert ways == {"table.weight": Layout.ROWS.value, "body.weight": "lossy", "body.bias": "lossy"}
         assert worst < 1e-6
+
+
+def a_table_both_ways(job: Job, constraints: Constraints) -> list[gradsync.Plan]:
+    """Returns a plan that compresses a table, and one that sends its rows."""
+    compressing = CompressingPlanner(constraints.lossy[0])(job.profiles, job.world_size)
+    return [compressing, default_plan(job.profiles, job.world_size)]
+
+
+@quickly()
+def residual_of_a_table() -> tuple[str, list[str], list[str]]:
+    """Returns how a table travels, and which of two plans, compressed or by rows, may follow the present one."""
+    torch.manual_seed(0)
+    model = DenseTable()
+    constraints = Constraints((TOP,), always=True)
+    planner = AutoPlanner(constraints, steps=MEASURED, warmup=WARMUP, search=a_table_both_ways, must_plan=True)
+    handle = gradsync.attach(model, plan=planner, timeout=20)
+    settle(model, handle)
+    engine = handle._engine
+    scheme = next(bucket.scheme for bucket in handle.plan.buckets if "table.weight" in bucket.names)
+    assert any(key.startswith("table.weight") for key in handle.state_dict()["state"])
+    rows = default_plan(list(engine.profiles.values()), 2)
+    followers = [[p.digest for p in engine.followers(plans)] for plans in ([rows, handle.plan], [rows])]
+    assert followers[0] == [handle.plan.digest]
+    handle.detach()
+    return scheme.traits.layout.value, *followers
+
+
+def test_rows_of_a_table_are_not_tried_beside_plans_that_keep_its_residual(world: World) -> None:
+    for layout, either, rows_only in world(2).run(residual_of_a_table):
+        assert layout == Layout.FLAT.value and len(either) == 1 and rows_only == []
 
 
 def test_planners_of_the_same_constraints_and_search_have_the_same_settings() -> None:

@@ -4,6 +4,9 @@ from .backends import torch_group as torch_group
 from .communicators import backend_for as backend_for
 from .distributed import TorchGroup as TorchGroup
 from .errors import GroupError as GroupError
+from .forks import Inherited as Inherited
+from .forks import finalizer as finalizer
+from .forks import inert_in_children as inert_in_children
 from .framing import LENGTH_BYTES as LENGTH_BYTES
 from .framing import split as split
 from .gloo import GlooGroup as GlooGroup

@@ -25,6 +25,7 @@ from ..devices import host
 from ..tensors import allocator as memory
 from . import communicators
 from .errors import GroupError
+from .forks import inert_in_children
 from .framing import cut_to_lengths, split, swapped, with_lengths
 from .group import Group, Pending
 from .links import Exchange, measured_link
@@ -35,6 +36,8 @@ from .whereabouts import Whereabouts
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_of_parents: list[TorchGroup] = []  # groups of the ranks that this process was forked from
 
 POLL_S = 1.0  # seconds between two looks at the board of a rank that waits
 LEAST_S = 0.01  # of a wait for an operation: torch takes less than a millisecond for no limit
@@ -97,6 +100,7 @@ class TorchGroup(Group):
         self._keys: list[str] = []  # of communicators in the store
         # Callbacks that undo what was made so far, called with whether an operation may hang.
         self._releases: list[Callable[[bool], None]] = []
+        inert_in_children(self)
         self._meet(what, places)
         try:
             self._open(process_group, timeout_s)
@@ -259,8 +263,13 @@ class TorchGroup(Group):
     def announce_failure(self, text: str, ranks: Collection[int] | None = None) -> None:
         self._whereabouts.announce_failure(text, ranks)
 
+    def forked(self) -> None:
+        """Keeps the group for good, as this process was forked from a member's: a destructor would wait for threads."""
+        _of_parents.append(self)
+
     def close(self) -> None:
-        self._close(hanging=False)
+        if self not in _of_parents:
+            self._close(hanging=False)
 
     def _close(self, *, hanging: bool) -> None:
         """Closes subgroups, undoes all that `_open` made, and deletes what the members wrote into the store.

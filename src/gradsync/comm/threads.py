@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 
 from ..devices.streams import use_device
+from .forks import finalizer
 
 EXIT_S = 2.0  # for which the end of the process waits for a thread that is inside of C++ code
 
@@ -36,7 +37,7 @@ def ended_with(owner: object, thread: threading.Thread, *events: threading.Event
     It runs when `owner` is collected, or at exit: a daemon thread that is inside of C++ code when the interpreter ends
     would abort the process.
     """
-    return weakref.finalize(owner, _end, thread, events)
+    return finalizer(owner, _end, thread, events)
 
 
 def _end(thread: threading.Thread, events: tuple[threading.Event, ...]) -> None:
@@ -81,7 +82,7 @@ class JobThread:
         self._stopped = False
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         if owner is not None:
-            weakref.finalize(owner, self.stop).atexit = False
+            finalizer(owner, self.stop).atexit = False
         _running.add(self)
         self._thread.start()
         if torch_threads is not None:

@@ -78,6 +78,7 @@ class BucketRun:
     gradients: Gradients
     group: RecordingGroup
     state: State
+    of_gradients: bool = True  # False: of parameters, to which residuals of gradients must not be added
     flags_apart: bool = False  # the flags do not ride with the gradients but are summed after them
     next_state: State | None = None
     carried_residual: Tensor | None = None  # what another plan's schemes left to be sent: goes with the next gradients
@@ -97,7 +98,14 @@ class BucketRun:
 
     @classmethod
     def make(
-        cls, bucket: Bucket, scheme: Scheme[Any], templates: Mapping[str, Tensor], device: torch.device, group: Group
+        cls,
+        bucket: Bucket,
+        scheme: Scheme[Any],
+        templates: Mapping[str, Tensor],
+        device: torch.device,
+        group: Group,
+        *,
+        of_gradients: bool = True,
     ) -> BucketRun:
         """Returns a bucket with newly allocated memory for gradients and the first state of its scheme.
 
@@ -107,12 +115,13 @@ class BucketRun:
             templates: tensors with the shapes and strides of the parameters, by name, on any device, `meta` too.
             device: where the gradients are.
             group: the ranks that exchange them.
+            of_gradients: whether gradients are synchronised, not parameters.
         """
         recording = RecordingGroup(group, Ledger())
         state = scheme.init(bucket, recording)
         # State is of elements by their index, whatever plans and memory formats it meets; so is what it is added to.
         gradients = gradients_of(bucket, templates, device, in_order=bool(state))
-        run = cls(bucket, scheme, gradients, recording, state)
+        run = cls(bucket, scheme, gradients, recording, state, of_gradients)
         run.flags_apart = bucket.layout is Layout.FLAT and not bucket.flags_ride
         return run
 
@@ -123,6 +132,11 @@ class BucketRun:
     def carries_marks(self) -> bool:
         """Whether `StepMarks` are summed with this bucket: numbers that reveal that ranks are late or out of step."""
         return self.bucket.layout is Layout.FLAT or self.flags_apart
+
+    @property
+    def may_carry(self) -> bool:
+        """Whether residuals that the scheme does not keep can be added to what is loaded next: to flat gradients."""
+        return self.of_gradients and self.bucket.layout is Layout.FLAT
 
     def begin(self, resting: Set[str] = frozenset()) -> None:
         """Starts a training step, in which no gradient of the bucket is loaded yet.
@@ -300,10 +314,10 @@ class BucketRun:
         """Copies saved state, for the elements that are in this bucket, into the bucket's state.
 
         The plan that saved it may have had other buckets. Residuals (what compression left to be sent) that the scheme
-        here does not keep are added to the next gradients of a flat bucket.
+        here does not keep are added to the next gradients of a flat bucket; never to parameters.
         """
         self.state = with_slices(self.bucket, self.state, saved)
-        if self.bucket.layout is Layout.FLAT:
+        if self.may_carry:
             self.carried_residual = carried_residual(self.bucket, self.state, saved)
 
     def count_bytes(self) -> None:
@@ -436,6 +450,12 @@ class BucketRuns:
         """Whether some state, such as compression's residuals, differs between ranks: checkpoints need every rank's."""
         return any(keeps_values(run.state) or run.some_rank_carries for run in self)
 
+    @property
+    def kept_names(self) -> frozenset[str]:
+        """The parameters whose buckets keep state that differs between ranks, such as residuals; alike on all ranks."""
+        kept = (run for run in self if keeps_values(run.state) or run.some_rank_carries)
+        return frozenset(name for run in kept for name in run.bucket.names)
+
     def state_slices(self) -> Iterator[StateSlice]:
         """Yields copies of the state of all buckets' schemes, such as residuals, as slices of parameters."""
         return (part for run in self for part in run.state_slices())
@@ -511,7 +531,7 @@ class BucketRuns:
         """
         for part in state:
             runs = self.of(part.name)
-            if left_to_send(part) and all(run.bucket.layout is Layout.FLAT for run in runs):
+            if left_to_send(part) and all(run.may_carry for run in runs):
                 continue
             if not self._keeps(part):
                 ways = " and ".join(dict.fromkeys(run.scheme.title for run in runs))

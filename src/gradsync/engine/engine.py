@@ -17,14 +17,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..comm import Group, Synchronization
+from ..comm import Group, Synchronization, inert_in_children
 from ..devices import streams
 from ..devices.trace import in_trace
 from ..plans.plan import Plan, What
 from ..plans.profile import Profile
 from ..tensors import allocator as memory
 from ..tensors.arrivals import Arrivals
-from ..tensors.bucket import PHASES, StepMarks, TensorSpec
+from ..tensors.bucket import ROUND_BITS, StepMarks, TensorSpec
 from ..tensors.density import ParameterProfile
 from ..tensors.gradients import RowGradients, marks_of_ranks
 from ..tensors.sparse import SparseRows
@@ -122,6 +122,11 @@ class Engine:
         self.awaits_judgement = False
         self.saw_non_finite = torch.zeros(1, dtype=torch.bool, device=self.device)  # some rank, in the last such step
         self.peers.start()
+        inert_in_children(self)
+
+    def forked(self) -> None:
+        """Forgets the step under way, as this process was forked from the rank's, which goes on with it."""
+        self._exchange = None
 
     @property
     def plan(self) -> Plan:
@@ -179,7 +184,7 @@ class Engine:
         self.abandon("the previous backward did not finish on this rank (an error in it?)")
         self.peers.require_working()
         self._check_marks()
-        self._marks = StepMarks(late, rounds % PHASES if rounds else None)
+        self._marks = StepMarks(late, rounds % 2**ROUND_BITS if rounds else None)
         running = self.running_plan
         running.runs.commit(keep=self._keeps_step)
         self.state.follow_scale()
@@ -425,6 +430,21 @@ class Engine:
             raise
         if self.settled and not self.running_plan.is_outdated:
             self.running_plan.announce()
+
+    def followers(self, plans: Sequence[Plan]) -> list[Plan]:
+        """Returns those of the plans, in their order, under which what schemes keep now has a place; for `propose`.
+
+        Plans are left out, too, that cannot take turns with those before them. Collective.
+        """
+        return self.running_plan.followers(plans)
+
+    def sent_all(self) -> bool:
+        """Whether no rank has residuals left to be sent, now that a step has ended; the same on all ranks.
+
+        Residuals are what compression left out of gradients.
+        """
+        self.running_plan.runs.commit(keep=self._keeps_step)
+        return not self.running_plan.runs.kept_names
 
     def replan(self, plan: Plan) -> None:
         """Changes to another plan at once, between two steps; the caller must have unloaded the last step's results.

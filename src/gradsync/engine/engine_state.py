@@ -104,7 +104,8 @@ class EngineState:
     def entries(self, step: int) -> dict[str, Any]:
         """Returns the entries of a checkpoint after `step` steps: the plan, and the state that its schemes keep.
 
-        The state consists of tensors by parameter, range of elements and kind.
+        The state consists of tensors by parameter, range of elements and kind. With it goes what the first steps
+        showed of gradients, if the plan follows from that.
         """
         group, runs = self._peers.group, self._running_plan.runs
         plan = next(iter(self._controller.on_trial), self._running_plan.plan)  # a trial is not for keeping
@@ -116,6 +117,8 @@ class EngineState:
             "plan": plan.to_json(),
             "state": {part.key: part.values for part in runs.state_slices()},
         }
+        if (observed := self._controller.observations()) is not None:
+            state["observed"] = observed.to_json()
         return state if self._scale is None else {**state, "loss_scale": self._scale}
 
     def examine(self, state: object, *, strict: bool) -> tuple[Saved, Resumption | None]:

@@ -94,6 +94,18 @@ class Observer:
             for name, profile in profiles.items()
         }
 
+    def fits(self, profiles: Mapping[str, ParameterProfile]) -> bool:
+        """Whether `profiles`, by name, are of these parameters, and of the layouts of gradients known here.
+
+        A gradient that no rank has seen yet may have shown to be sparse in them although no module announced it.
+        """
+        mine = self.profiles
+        return profiles.keys() == mine.keys() and all(
+            known.tensor == mine[name].tensor
+            and (known.sparse == mine[name].sparse or (known.sparse and name in self.unseen))
+            for name, known in profiles.items()
+        )
+
     def agree_on_layouts(self, gather: Callable[[Tensor], list[Tensor]]) -> None:
         """Decides which gradients are sparse, among those that no rank had seen before the finished step. Collective.
 

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from ..comm import CallingThread, Group, GroupError, JobThread, gather_bytes, waiting_at
+from ..comm import CallingThread, Group, GroupError, JobThread, gather_bytes, inert_in_children, waiting_at
 from ..devices.streams import COMMUNICATION, Streams
 
 T = TypeVar("T")
+
+DETACHED = "gradsync was detached from this model; attach again on every rank"
+FORKED = "this process was forked from a rank, whose connections are not its own: only the rank itself synchronises"
 
 
 class Peers:
@@ -57,6 +61,8 @@ class Peers:
         self._streams = streams
         self._step = step
         self._asides: list[Future[Any]] = []  # what the communication thread does before the exchange
+        self._closed = DETACHED  # the error text once `is_closed`
+        inert_in_children(self)
 
     @property
     def rank(self) -> int:
@@ -78,6 +84,11 @@ class Peers:
         self.is_closed = True
         self.thread.stop()
         self.group.close()
+
+    def forked(self) -> None:
+        """Closes this copy of the rank's object, as this process was forked from the rank's; the rank's stays open."""
+        self.is_closed, self._closed = True, FORKED
+        self.thread = CallingThread()
 
     def call(self, what: str, function: Callable[[Group], Any], *, step: int | None = None) -> Any:
         """Returns `function(group)`, called while no other thread uses the group; `what` names the operation in errors.
@@ -183,6 +194,15 @@ class Peers:
         self.fail(why)
         raise RuntimeError(why)
 
+    @contextmanager
+    def told_of_refusals(self) -> Iterator[None]:
+        """Stops all synchronisation at a ValueError in the block, as settings may differ by rank: others would wait."""
+        try:
+            yield
+        except ValueError as error:
+            self.fail(error)
+            raise
+
     def failed_alike(self, error: RuntimeError) -> None:
         """Stops all synchronisation for an error that all ranks raise alike, so that none needs to be told."""
         self.failure = self.failure or error
@@ -195,7 +215,7 @@ class Peers:
             RuntimeError: if it stopped for another reason, or was closed.
         """
         if self.is_closed:
-            raise RuntimeError("gradsync was detached from this model; attach again on every rank")
+            raise RuntimeError(self._closed)
         if self.failure is not None:
             why = f"gradient synchronisation stopped earlier: {self.failure}; detach() and attach again on every rank"
             if isinstance(self.failure, GroupError):

@@ -22,6 +22,7 @@ from torch import Tensor
 from ..comm import Group, gather_numbers
 from ..costs.cost_model import CostModel
 from ..devices.streams import Moment
+from ..plans.observations import Observations
 from ..plans.plan import Plan, What
 from ..plans.profile import Profile
 from ..tensors.density import ParameterProfile
@@ -113,14 +114,17 @@ class RevisingPlanner(Protocol):
 
 @dataclass(frozen=True)
 class Resumption:
-    """A checkpoint's plan with which training goes on, and the measurements (profile) that it was made from."""
+    """A checkpoint's plan with which training goes on, and what it was made from.
+
+    That is a profile (measurements), or what the first steps showed of gradients.
+    """
 
     plan: Plan
-    profile: Profile
-    usual_step_s: float | None  # as drift counts; None: it is to be seen
+    source: Profile | Observations
+    usual_step_s: float | None = None  # as drift counts; None: it is to be seen
 
     def __str__(self) -> str:
-        measured = hashlib.sha256(f"{self.profile.digest} {self.usual_step_s}".encode()).hexdigest()
+        measured = hashlib.sha256(f"{self.source.digest} {self.usual_step_s}".encode()).hexdigest()
         return f"plan {self.plan.digest[:12]} by measurement {measured[:12]}"
 
 
@@ -273,14 +277,32 @@ class PlanController:
         settings, usual_step_s = self._proposer.settings, self._drift.usual_s
         return {"profile": profile.to_json(), "settings": settings, "usual_step_s": usual_step_s}
 
-    def resumption(self, state: Mapping[str, Any]) -> Resumption | None:
-        """Returns the plan of an engine's `state_dict`, with its measurements; None if this job cannot go on with it.
+    def observations(self) -> Observations | None:
+        """Returns what a checkpoint keeps of the first steps, by which its plan is made again when it is loaded.
 
-        It can if the planner has the same settings, and model, nodes and kind of device are the same.
+        None where no planner plans by these steps alone, and while plans are on trial.
+        """
+        if not self._plans_by_observations or self._trial is not None:
+            return None
+        return Observations.of(self._known(), self.plan.digest, self._observations_left)
+
+    @property
+    def _plans_by_observations(self) -> bool:
+        """Whether plans follow from what the first steps show of gradients alone, without measurements."""
+        return self._planner is not None and self._proposer is None and self._reviser is None
+
+    def resumption(self, state: Mapping[str, Any]) -> Resumption | None:
+        """Returns the plan of an engine's `state_dict`, with what it was made from; None if this job cannot go on so.
+
+        It can if the planner makes the plan again of what the first steps had shown of this model's gradients. If the
+        plan was made by measurements, it can if the planner has the same settings, and model, nodes and kind of device
+        are the same.
 
         Raises:
             ValueError: for a value that `state_dict` did not give.
         """
+        if self._plans_by_observations and "observed" in state:
+            return self._resumption_by_observations(state["observed"])
         saved = state.get("planned")
         if self._proposer is None or saved is None:
             return None
@@ -297,12 +319,28 @@ class PlanController:
         self._check(plan)
         return Resumption(plan, profile, usual_step_s)
 
+    def _resumption_by_observations(self, saved: object) -> Resumption | None:
+        if not isinstance(saved, str):
+            raise ValueError(f"the state's 'observed' is not what state_dict() gave: got {str(saved)[:80]}")
+        observed = Observations.from_json(saved)
+        found = {p.name: p for p in observed.parameter_profiles()}
+        if not self._observer.fits(found):
+            logger.info("plans are made anew, as the state's first steps were those of a model with other gradients")
+            return None
+        plans = self._plans_for([found[name] for name in self._observer.profiles])
+        plan = plans[0] if len(plans) == 1 else next((p for p in plans if p.digest == observed.plan), None)
+        return None if plan is None else Resumption(plan, observed)
+
     def resume(self, engine: Any, resumption: Resumption) -> None:
         """Goes on with the plan of a checkpoint, as if the first steps had led to it; nothing is measured or tried."""
-        assert self._proposer is not None
-        self._proposer.resume(engine, resumption.profile)
-        self._observer.take({p.name: p for p in resumption.profile.parameter_profiles()})
-        self._follows, self._observations_left = Follows.NO, 0
+        source = resumption.source
+        if isinstance(source, Profile):
+            assert self._proposer is not None
+            self._proposer.resume(engine, source)
+        known = {p.name: p for p in source.parameter_profiles()}
+        self._observer.take({name: known[name] for name in self._observer.profiles})
+        self._observations_left = source.steps_left if isinstance(source, Observations) else 0
+        self._follows = Follows.NO
         self._measurement = self._trial = self._reviser = None
         self._drift = Drift(resumption.usual_step_s)
         self._switch_to(resumption.plan)
@@ -414,9 +452,13 @@ class PlanController:
 
     def _planned(self) -> list[Plan]:
         """Returns the planner's plans for the present profiles, the best guess first."""
-        assert self._planner is not None
         self._known_to_plan = self._known()
-        made = self._planner(self._known_to_plan, self._group.size)
+        return self._plans_for(self._known_to_plan)
+
+    def _plans_for(self, profiles: Sequence[ParameterProfile]) -> list[Plan]:
+        """Returns the planner's plans for these profiles, which are in the model's order; the best guess first."""
+        assert self._planner is not None
+        made = self._planner(profiles, self._group.size)
         plans = [made] if isinstance(made, Plan) else list(made)
         if not plans:
             raise ValueError("the planner made no plan; it must return a Plan, or a list of at least one")

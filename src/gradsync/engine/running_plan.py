@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -14,8 +14,9 @@ from ..comm.network_cost import network_cost
 from ..costs.forecast import forecast
 from ..costs.timeline import Task
 from ..devices.streams import OFFLOAD, Streams
-from ..plans.plan import Plan, describe
-from ..tensors.bucket import TensorSpec
+from ..plans.plan import Plan, What, describe
+from ..state import keeps_values
+from ..tensors.bucket import Layout, TensorSpec
 from .bucket_run import BucketRun, BucketRuns, BucketStatistics
 from .observation import Observer
 from .peers import Peers
@@ -107,20 +108,46 @@ class RunningPlan:
             self.runs.inherit(state)
             self.agree_on_carried()
 
+    def followers(self, plans: Sequence[Plan]) -> list[Plan]:
+        """Returns those of the plans, in their order, that can follow the present plan and take turns with each other.
+
+        The others are left out: they send rows of a table for which another plan keeps state, such as a residual, and
+        there is no place for it then. Collective: schemes may make process groups.
+        """
+        all_rows = frozenset[str]().union(*map(_tables, plans))
+        kept, rows = self.runs.kept_names, frozenset[str]()
+        found = []
+        for plan in plans:
+            keeps, tables = self._kept_of(plan, all_rows), _tables(plan)
+            if not (tables & kept or keeps & rows):
+                kept, rows = kept | keeps, rows | tables
+                found.append(plan)
+        return found
+
+    def _kept_of(self, plan: Plan, names: frozenset[str]) -> frozenset[str]:
+        """Returns the parameters, of `names`, for which a plan's schemes keep state that differs between ranks."""
+        lossy = [b for b in plan.buckets if b.scheme.traits.lossy and names.intersection(b.names)]
+        kept = (b for b in lossy if keeps_values(b.scheme.init(b.bucket(self._specs), self._peers.group)))
+        return names.intersection(name for b in kept for name in b.names)
+
     def replace(self, runs: BucketRuns) -> None:
-        """Makes the controller's plan the one in force, with its buckets `runs`, which `runs_of` returned.
+        """Makes the controller's plan the one in force, with its buckets `runs`: new ones of `runs_of`, or the present.
 
         Schemes' state is not moved: that of a checkpoint is loaded next.
         """
+        if runs is self.runs:  # whose statistics go on
+            return
         self._leave()
         self.plan, self.runs = self._controller.plan, runs
         self.announce()
 
     def runs_of(self, plan: Plan) -> BucketRuns:
         """Allocates and returns the buckets of a plan, with new state. Collective: schemes may make process groups."""
+        templates, device, group = self._templates, self._device, self._peers.group
+        of_gradients = plan.what is What.GRADIENT
         runs = BucketRuns(
-            BucketRun.make(bucket.bucket(self._specs), bucket.scheme, self._templates, self._device, self._peers.group)
-            for bucket in plan.buckets
+            BucketRun.make(b.bucket(self._specs), b.scheme, templates, device, group, of_gradients=of_gradients)
+            for b in plan.buckets
         )
         if self._other_core is None and runs.offload:
             self._other_core = JobThread("gradsync offload", self._device, torch_threads=1, owner=self)
@@ -209,3 +236,9 @@ class RunningPlan:
         """Logs the description of the plan that `words` returns."""
         for line in self.words():
             logger.info("%s", line)
+
+
+def _tables(plan: Plan) -> frozenset[str]:
+    """Returns the parameters of which the plan sends rows, without a place for residuals."""
+    rows = (bucket for bucket in plan.buckets if bucket.scheme.traits.layout is Layout.ROWS)
+    return frozenset(name for bucket in rows for name in bucket.names)

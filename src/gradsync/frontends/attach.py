@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ..comm import finalizer
 from ..costs.timeline import Task
 from ..engine.bucket_run import BucketStatistics
 from ..engine.engine import Engine
@@ -52,10 +54,18 @@ from .switching import (
 )
 from .uneven import UnevenInputs
 
+logger = logging.getLogger(__name__)
+
 DROP_IN = (
     "gradsync.DistributedDataParallel synchronises its model itself: there is nothing to attach; after "
     "model.attachment.detach(), attach to model.module"
 )
+APART = (
+    "detach() ended a trial of averaging parameters: parameters, buffers and optimiser state are each rank's own. "
+    "Before training goes on with averaged gradients, load the optimiser's state_dict() of one rank on all ranks "
+    "(attach() sends rank 0's parameters and buffers); or detach only when handle.settled is True"
+)
+NEEDS_GRADIENTS = "join() needs them"
 NO_JOIN = "join() needs averaged gradients, but this plan averages parameters after optimizer.step(): use another plan"
 
 NOT_IN_SHARDS = (
@@ -71,16 +81,25 @@ _registered: weakref.WeakKeyDictionary[nn.Module, DDPState] = weakref.WeakKeyDic
 
 
 class Attachment:
-    """The synchronisation of one model's gradients, or parameters, until `detach`; `attach` returns one."""
+    """The synchronisation of one model's gradients, or parameters, until `detach`; `attach` returns one.
+
+    Copies and pickles of an object that refers to it, as a model may, have None in its place.
+    """
 
     def __init__(self, switch: FrontendSwitch, model: nn.Module) -> None:
         self._switch = switch
         self._modules = modules = weakref.WeakSet(model.modules())
         # A deleted model takes its thread and communicator along; at exit the end of the process does.
-        self._release = weakref.finalize(self, _release, modules, switch)
+        self._release = finalizer(self, _release, modules, switch)
         self._release.atexit = False
         for module in modules:
             _attachments[module] = self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
 
     @property
     def _engine(self) -> Engine:
@@ -132,7 +151,7 @@ class Attachment:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Exchanges nothing in the block: gradients accumulate; forward *and* backward belong inside, as with DDP."""
-        with self._switch.present.no_sync():
+        with self._switch.no_sync():
             yield
 
     def wait(self) -> None:
@@ -203,9 +222,9 @@ class Attachment:
         settled under the same constraints and for the same job: model, ranks, their nodes, torch. An `AveragingPlanner`
         that may change groups of ranks gets its plan back if its settings and the ranks' nodes are the same. State that
         was not saved begins anew. Residuals of gradients that are no longer compressed are sent with the next
-        gradients. Other state without a place is refused, as it would be lost: of unknown parameters, or the momentum
-        of a compressor that the plan does not have. State of a whole matrix, such as PowerSGD's factors, begins anew if
-        the present plan cuts the matrix at other places.
+        gradients, where gradients are averaged. Other state without a place is refused, as it would be lost: of unknown
+        parameters, or the momentum of a compressor that the plan does not have. State of a whole matrix, such as
+        PowerSGD's factors, begins anew if the present plan cuts the matrix at other places.
 
         Where ranks keep state of their own, each loads its own, on as many ranks as saved; else any rank's will do.
 
@@ -323,16 +342,26 @@ class Attachment:
     def joinable(self) -> Joinable:
         """The object to give to `torch.distributed.algorithms.Join([...])`, beside other models.
 
+        Asked for on all ranks between two steps, it ends a trial of averaged parameters (`AutoPlanner.averaging`), or
+        keeps it from beginning: gradients are averaged from then on.
+
         Raises:
             RuntimeError: if the plan averages parameters instead of gradients.
         """
+        if self._switch.choice is not None:
+            self._switch.choice.decline(NEEDS_GRADIENTS)
         joinable = self._switch.present.joinable()
         if joinable is None:
             raise RuntimeError(NO_JOIN)
         return joinable
 
     def detach(self) -> None:
-        """Removes gradsync from the model on this rank; gradients and parameters stay. A second call does nothing."""
+        """Removes gradsync from the model on this rank; gradients and parameters stay. A second call does nothing.
+
+        It logs a warning where `AutoPlanner` tries averaged parameters at this time, as the optimisers' states differ.
+        """
+        if self._release.alive and self._switch.paused is not None:
+            logger.warning(APART)
         for module in self._modules:
             if _attachments.get(module) is self:
                 del _attachments[module]

@@ -117,7 +117,7 @@ def sharded_switch(
         problem = error
     with ExitStack() as opened:
         meeting = _Meeting(attached, replicate_group, opened)
-        meeting.agree(problem, _alike(sharding, given))
+        meeting.agree(problem, _alike(sharding, given), _places(sharding))
         assert sharding is not None and not isinstance(plan, AveragingPlanner)
         meeting.attempt(lambda: _require_one_shard(attached.model, sharding))
         with ExitStack() as undo:
@@ -188,19 +188,24 @@ class _Meeting:
         self.agree(problem)
         return made
 
-    def agree(self, problem: Exception | None, alike: str = "") -> None:
-        """Raises on all ranks if one has a problem, its own where this rank has one, or if `alike` differs."""
+    def agree(self, problem: Exception | None, alike: str = "", places: Sequence[Sequence[int]] = ()) -> None:
+        """Raises on all ranks if one has a problem, its own where this rank has one, or if they differ.
+
+        `alike`: must be the same on all ranks.
+        `places`: process groups' ranks, which must be the same on all members of each.
+        """
         said = "" if problem is None else f"rank {dist.get_rank()} could not attach: {problem}"
         differs = ""
         for group in self._groups:
             with announcing(group, SHARDED):
-                texts = gather_texts(group, json.dumps([said, differs, alike]), self._timeout_s)
+                texts = gather_texts(group, json.dumps([said, differs, alike, places]), self._timeout_s)
             told = [json.loads(text) for text in texts]
-            said = next((each for each, _, _ in told if each), "")
-            others = sorted({each for _, _, each in told})
-            differs = next((each for _, each, _ in told if each), "")
+            said = next((each for each, _, _, _ in told if each), "")
+            others = sorted({each for _, _, each, _ in told})
+            differs = next((each for _, each, _, _ in told if each), "")
             if len(others) > 1 and not differs:
                 differs = f"the ranks differ: {others[0]} on some, {others[1]} on others"
+            differs = differs or _overlap([each for _, _, _, each in told])
         if problem is not None:
             raise problem
         if said:
@@ -234,6 +239,28 @@ def _alike(sharding: Sharding | None, given: Arguments) -> str:
     kind = f"{sharding.replicate_group.size()} replicas of {mesh.shards} shards"
     # The mesh of one replica differs from that of others, unless it names them all.
     return f"{kind}{f' on mesh {mesh.ranks}' if sharding.replaces_torchs else ''}, {given}"
+
+
+def _places(sharding: Sharding | None) -> list[list[int]]:
+    """Returns the ranks of this rank's replica, and those with this rank's shard; [] on a rank with a problem."""
+    if sharding is None:
+        return []
+    groups = (sharding.mesh.shard_group, sharding.replicate_group)
+    return [[] if group is None else sorted(dist.get_process_group_ranks(group)) for group in groups]
+
+
+def _overlap(places: Sequence[Sequence[Sequence[int]]]) -> str:
+    """Returns why ranks that named these places would wait for each other in vain, or ""."""
+    for number, called in enumerate(("a replica", "those with one shard")):
+        known: dict[int, Sequence[int]] = {}
+        for ranks in [groups[number] for groups in places if groups]:
+            for rank in ranks:
+                if (other := known.setdefault(rank, ranks)) != ranks:
+                    return (
+                        f"the ranks differ: ranks {other} are {called} on some, ranks {ranks} on others; shard on the "
+                        "same mesh on all ranks"
+                    )
+    return ""
 
 
 def _examined(

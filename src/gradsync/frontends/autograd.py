@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from ..engine.engine import Engine
 from ..engine.step_listener import active
 from ..optim.freezing import Freezing
-from ..optim.momentum import MomentumCheck
+from ..optim.momentum import MomentumCheck, without_means
 from ..plans.plan import Plan
 from ..tensors.arrivals import Arrivals
 from ..tensors.bucket import Layout, matches
@@ -39,6 +39,7 @@ from .torch_hooks import (
     ModelHook,
     OptimizerRounds,
     OptimizerStep,
+    StepArguments,
     after_optimizer_steps,
     at_end_of_backward,
     before_optimizer_steps,
@@ -52,6 +53,18 @@ from .torch_hooks import (
 from .uneven import UnevenInputs, broadcast_from
 
 OwnGradients = tuple[dict[str, Tensor | None], set[str]]  # gradients by name, and names that local backwards used
+
+NOT_CALLED = (
+    "{optimizer}.step(closure) did not call its closure, and on this rank backward reached no parameter of the model: "
+    "it can take part in the other ranks' step only before the update, at the end of the closure or at a step without "
+    "one. Call step() without a closure, or let every rank's loss use the output, for example + 0 * output.sum()"
+)
+
+AVERAGED_AGAIN = (
+    "{name!r} still has the gradient of an earlier exchange, which no optimiser step has used, and this backward added "
+    "to it: by a plan with momentum or signs that result must not be averaged again. Call all backwards of a step but "
+    "the last inside no_sync(), or zero_grad() between them"
+)
 
 UNUSED = (
     "Expected to have finished reduction in the prior iteration before starting a new one: the module has parameters "
@@ -100,13 +113,18 @@ class AutogradHooks:
         self._ids = {id(p) for p in self._parameters.values()}
         self._engine = engine
         self._buffers = Buffers(model, engine, exclude, is_active=broadcast_buffers)
-        self._sync = True
+        self.buffers_are_due = True  # the next training forward broadcasts buffers: the first one in an accumulation
+        self._sync = True  # False in the user's `no_sync`
+        self._rests = False  # from `rest` to `go_on`
         self._armed: bool | None = None  # whether the last forward's backward is to synchronise; None once it did
         self._synchronizations = 0  # number of synchronised backwards since attach
         # The value of `_synchronizations` at each optimiser's last step.
         self._used: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._awaiting: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # whose closure has not been called yet
         self._rounds = OptimizerRounds()  # since attach; ranks whose numbers differ must not average gradients
         self._momentum = MomentumCheck(self._parameters)
+        self._without_means = frozenset[str]()  # parameters that the present plan averages with momentum, or by signs
+        self._averaged = frozenset[str]()  # those whose `.grad` had the last exchange's result as this backward began
         self._freezing = Freezing(self._parameters, self._arrivals)
         # Versions of gradients that must not change before the step, if some rank was late.
         self._versions: dict[str, int] | None = None
@@ -121,9 +139,9 @@ class AutogradHooks:
         self._groups_of: dict[str, list[_ReadyGroup]] = {}  # by parameter: the groups of its buckets
         self._ready_group: dict[str, _ReadyGroup] = {}  # by parameter, for gradients that need no copy into the bucket
         self._due: Sized = ()  # work of schemes that is done when the engine next gets a gradient
-        self._accumulations = [
-            AccumulationHook(parameter, _GradientHook(self, name)) for name, parameter in self._parameters.items()
-        ]
+        self._accumulations = {
+            name: AccumulationHook(parameter, _GradientHook(self, name)) for name, parameter in self._parameters.items()
+        }
         self._addresses = list(map(Tensor.data_ptr, self._parameters.values()))
         self._followed = self._changes.generation  # the last one whose moves the hooks have followed
         self._handles = self._registered(model, static_graph=static_graph)
@@ -144,7 +162,7 @@ class AutogradHooks:
         """Removes the hooks from model, parameters and optimisers; gradients stay where they are."""
         for handle in self._handles:
             handle.remove()
-        for accumulation in self._accumulations:
+        for accumulation in self._accumulations.values():
             accumulation.remove()
         self._handles.clear()
         self._accumulations.clear()
@@ -163,14 +181,14 @@ class AutogradHooks:
 
     def rest(self) -> None:
         """Stops synchronising gradients until `go_on`: each rank keeps its own."""
-        self._sync, self._armed = False, None
+        self._rests, self._armed, self.buffers_are_due = True, None, False
 
     def go_on(self) -> None:
         """Synchronises gradients again, after `rest`, from the next forward on.
 
         Gradients accumulated since `rest` do not make their parameters count as used: optimiser steps consumed them.
         """
-        self._sync, self._armed = True, None
+        self._rests, self._armed, self.buffers_are_due = False, None, True
         self._accumulated.clear()
 
     # Callbacks of autograd and the model.
@@ -183,24 +201,26 @@ class AutogradHooks:
         if torch.compiler.is_exporting():  # by fake parameters, maybe on one rank alone
             return
         self._looked = True
-        if why := self._changes.check(model) or (self._why_unused() if self._sync else ""):
+        if why := self._changes.check(model) or (self._why_unused() if self._is_on else ""):
             if self.uneven is not None:
                 self.uneven.forward_fails()
             self._engine.peers.fail(why)
             raise RuntimeError(why)
-        if self._sync:
+        if self._is_on:
             self._reached.clear()
             self._engine.forward_begins()
         self._follow_moved_parameters()
         if (listener := active()) is not None:
             listener.forward_began(self._engine)
-        broadcasts = self._sync and (model.training or self._buffers.are_in_training())
+        broadcasts = self.buffers_are_due and (model.training or self._buffers.are_in_training())
         source = 0
         if self.uneven is not None:
-            source = self.uneven.forward_begins(synchronizes=self._sync, broadcasts=broadcasts)
-        self._armed = self._sync
+            source = self.uneven.forward_begins(synchronizes=self._is_on, broadcasts=broadcasts)
+        self._armed = self._is_on
         if broadcasts:
             self.broadcast_buffers(source)
+        if broadcasts or self._is_on:
+            self.buffers_are_due = self._is_on
 
     def _why_unused(self) -> str:
         """Returns DDP's error text if backwards left out parameters although all are to be used; else ""."""
@@ -292,7 +312,7 @@ class AutogradHooks:
         if generation != self._followed or addresses != self._addresses:
             self._addresses, self._followed = addresses, generation
             with outside_of_transforms():
-                for accumulation in self._accumulations:
+                for accumulation in self._accumulations.values():
                     accumulation.follow()
             self._views.refit()
 
@@ -317,7 +337,7 @@ class AutogradHooks:
         if not self._syncing:
             self._accumulated.add(name)
             return
-        self._begin_in_backward()
+        self._begin_in_backward(name, produced)
         self._on_gradient(name, produced)
 
     def _on_undefined(self, name: str) -> None:
@@ -396,41 +416,47 @@ class AutogradHooks:
         elif is_dense and name not in self._tables and gradient.requires_grad:
             parameter.grad = None  # the plan cuts the tensor: averaged values come without a graph
 
-    def _before_optimizer_step(self, step: OptimizerStep) -> None:
-        """Raises if an optimiser must not step now; joins the ranks' exchange if backward reached no parameter here."""
-        optimizer = step.optimizer
+    def _before_optimizer_step(self, step: OptimizerStep) -> StepArguments | None:
+        """Raises if an optimiser must not step now; prepares the update, where a closure makes gradients after it."""
         if not self._looked:
             self._require_no_additions(step)
         if not step.concerns(self._ids):
-            return
+            return None
         self._looked = False
         if self.uneven is not None:
             self.uneven.end_step()
-        # Gradients newer than the optimiser's last step are synchronised, whatever forwards came after them.
-        nothing_new = self._used.get(optimizer, 0) == self._synchronizations
-        if is_backward() and (self._engine.in_step or self._armed or (self._sync and nothing_new)):
+        nothing_new = not self._has_new_gradients(step)
+        if is_backward() and (self._engine.in_step or self._armed or (self._is_on and nothing_new)):
             why = (
                 "an optimiser stepped inside backward (in a hook?), by gradients that were not averaged yet: let it "
                 "step when backward has ended"
             )
             self._engine.peers.fail(why)
             raise RuntimeError(why)
-        if self._armed and nothing_new and not self._engine.in_step:
+        with self._engine.peers.told_of_refusals():
+            self._momentum.check(self._engine.plan, step.optimizer)
+        if step.has_closure:
+            self._awaiting.add(step.optimizer)
+            return step.after_closure(partial(self._before_update, step))
+        self._before_update(step)
+        return None
+
+    def _before_update(self, step: OptimizerStep) -> None:
+        """Joins the ranks' exchange if backward reached no parameter here; lets the update change only what arrived."""
+        if self._is_late(step):
             self._begin(late=True, rounds=self._rounds.number)
             self._end()
-        elif self._versions is not None:
-            self._require_untouched(self._versions)
-        self._versions = None
-        try:
-            self._momentum.check(self._engine.plan, optimizer)
-            self._freezing.before(optimizer, has_closure=step.has_closure, is_watched=step.is_watched)
-        except ValueError as error:
-            self._engine.peers.fail(error)  # settings may differ by rank: the other ranks would wait for this one
-            raise
-        self._used[optimizer] = self._synchronizations
-        if not step.has_closure:  # whose backward is yet to come
-            self._count_round(step)
+        self._count_round(step)
+        self._freezing.before(step.optimizer, is_watched=step.is_watched)
         self._follow_moved_parameters()
+
+    def _is_late(self, step: OptimizerStep) -> bool:
+        """Whether other ranks may wait for gradients of a backward that reached no parameter here."""
+        return bool(self._armed) and not self._has_new_gradients(step) and not self._engine.in_step
+
+    def _has_new_gradients(self, step: OptimizerStep) -> bool:
+        """Whether gradients are newer than the optimiser's last step: synchronised, whatever forwards came after."""
+        return self._used.get(step.optimizer, 0) != self._synchronizations
 
     def _require_no_additions(self, step: OptimizerStep) -> None:
         model = self._model()
@@ -443,14 +469,23 @@ class AutogradHooks:
         return Arrivals() if self._accumulated else self._engine.arrivals
 
     def _count_round(self, step: OptimizerStep) -> None:
+        """Counts a step whose gradients are there; raises if they were changed and another rank was late."""
+        self._awaiting.discard(step.optimizer)
+        if self._versions is not None:
+            self._require_untouched(self._versions)
+        self._versions = None
         self._rounds.stepped(step, has_local_gradients=bool(self._accumulated))
         self._engine.stepped_alone |= self._rounds.alone
 
     def _after_optimizer_step(self, step: OptimizerStep) -> None:
-        self._freezing.after(step.optimizer)
+        with self._engine.peers.told_of_refusals():
+            self._freezing.after(step.optimizer)
         if step.concerns(self._ids):
-            if step.has_closure:
+            if step.optimizer in self._awaiting:
+                if self._is_late(step):
+                    self._engine.peers.stop(NOT_CALLED.format(optimizer=type(step.optimizer).__name__))
                 self._count_round(step)
+            self._used[step.optimizer] = self._synchronizations
             self._engine.stepped()
 
     def _require_untouched(self, versions: Mapping[str, int]) -> None:
@@ -476,15 +511,54 @@ class AutogradHooks:
         return stamp is not None and bool(stamp.differs(gradient.detach()))
 
     @property
-    def _syncing(self) -> bool:
-        return self._sync if self._armed is None else self._armed
+    def _is_on(self) -> bool:
+        """Whether gradients are synchronised: neither inside the user's `no_sync`, nor between `rest` and `go_on`."""
+        return self._sync and not self._rests
 
-    def _begin_in_backward(self) -> None:
+    @property
+    def _syncing(self) -> bool:
+        return self._is_on if self._armed is None else self._armed
+
+    def _begin_in_backward(self, first: str | None = None, produced: Tensor | None = None) -> None:
+        """Begins the exchange of a backward that, so far, has added only `produced`, and only to `first`'s gradient."""
         if is_nested_backward():
             raise RuntimeError(REENTRANT)
+        is_first = self._synchronizations in (0, *self._used.values()) if self._without_means else True
+        self._averaged = frozenset() if is_first else self._already_averaged(first, produced)
         self._task = torch._C._current_graph_task_id()
         self._begin(rounds=self._rounds.number)
         at_end_of_backward(self._end, self._engine)
+
+    @torch.no_grad()
+    def _already_averaged(self, first: str | None, produced: Tensor | None) -> frozenset[str]:
+        """Returns the parameters, of those without means, whose `.grad` has the last exchange's result, if not zeroed.
+
+        Hooks on the parameter may have changed the gradient of `first`, to which backward added `produced`: then it is
+        left out.
+        """
+        found = {}
+        for name in self._without_means - self._accumulated:
+            parameter = self._parameters[name]
+            before = parameter.grad
+            if before is not None and name == first:
+                if produced is None or parameter._post_accumulate_grad_hooks or produced.layout is not before.layout:
+                    continue
+                before = before - produced
+                if before.layout is torch.strided:
+                    before = before.nan_to_num()
+            if before is not None:
+                found[name] = (before if before.layout is torch.strided else before.coalesce().values()).any()
+        if not found:
+            return frozenset()
+        return frozenset(name for name, has in zip(found, torch.stack([*found.values()]).tolist(), strict=True) if has)
+
+    def _require_averaged_once(self) -> None:
+        """Raises if this backward added to a result of the last exchange that must not be averaged again."""
+        again = next((name for name in self._parameters if name in self._averaged & self._arrived), None)
+        if again is not None:
+            why = AVERAGED_AGAIN.format(name=again)
+            self._engine.abandon(why)
+            self._engine.peers.stop(why)
 
     @torch.no_grad()
     def _begin(self, *, late: bool = False, rounds: int = 0) -> None:
@@ -510,7 +584,7 @@ class AutogradHooks:
     def _move_in(self) -> None:
         """Moves gradients into the memory of a new plan's buckets."""
         engine = self._engine
-        self._plan = engine.plan
+        self._plan, self._without_means = engine.plan, without_means(engine.plan)
         self._views.move_in((run.gradients for run in engine.bucket_runs), self._parameters)
         self._groups, self._groups_of = [], {name: [] for name in self._parameters}
         self._tables = set()
@@ -525,13 +599,17 @@ class AutogradHooks:
     def _load_leftover(self, name: str) -> None:
         """Loads a `.grad` that backward did not report into its bucket.
 
-        It counts as used if backwards in `no_sync` added to it, or if an `autograd.Function` may have done so itself.
+        It counts as used if backwards in `no_sync` added to it, or may have added to it without a call of its hook: an
+        `autograd.Function` adds by itself, and `Module.to` gives a parameter another node, without the hook.
         """
         parameter = self._parameters[name]
         gradient = parameter.grad
         used = gradient is not None and name in self._accumulated
-        if gradient is not None and name in self._undefined and parameter.requires_grad:
-            used = used or not self._views.is_empty_loan(name)
+        if gradient is not None and parameter.requires_grad:
+            if self._accumulations[name].follow():
+                self._undefined.add(name)
+            if name in self._undefined:
+                used = used or not self._views.is_empty_loan(name)
         if not used:
             self._views.keep_values(name)
         view = self._views.get(name)
@@ -555,6 +633,8 @@ class AutogradHooks:
                 self._end_additions(self._additions)
             for name in engine.missing():
                 self._load_leftover(name)
+        if self._averaged:
+            self._require_averaged_once()
         engine.finish()
         if self._all_are_used:
             self._reached |= self._arrived | self._undefined

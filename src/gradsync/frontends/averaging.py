@@ -25,6 +25,8 @@ from torch.optim import Optimizer
 from ..comm import Group, GroupError, broadcast_tensors
 from ..engine.engine import Engine
 from ..engine.engine_state import LOADING
+from ..engine.peers import said
+from ..engine.step_listener import RecordingDone
 from ..optim.early_steps import EarlyExchange, EarlySteps, begin_state
 from ..plans.plan import OF, Plan, What
 from ..tensors.bucket import TensorSpec, trainable_parameters
@@ -43,6 +45,7 @@ from .torch_hooks import (
     is_backward,
     is_checkpointed,
     is_nested_backward,
+    outside_of_transforms,
     uncompiled,
 )
 
@@ -251,8 +254,11 @@ class Averaging:
     def land(self) -> None:
         """Waits for the exchange under way, if there is one, and copies its averages into the model."""
         if self._is_under_way:
-            with self._giving_up():
-                self._engine.finish()
+            with self._giving_up(), outside_of_transforms():
+                if self._engine.in_step:
+                    self._engine.finish()
+                else:  # it has ended, and an interruption left averages to be copied; or it has failed
+                    self._engine.peers.require_working()
                 for name in list(self._sent):
                     self._put(name)
 
@@ -321,15 +327,18 @@ class Averaging:
     # Callbacks of modules and the optimiser.
 
     def _before_forward(self, model: nn.Module) -> None:
-        if is_backward():  # checkpointing repeats a forward
+        # Checkpointing repeats a forward in backward; an export runs one with fake parameters, maybe on one rank alone.
+        if is_backward() or torch.compiler.is_exporting():
             return
         if not torch.is_grad_enabled():  # evaluation may bypass modules' hooks, as fused layers do
             self.wait()
             return
         if why := self._changes.check(model):
             self._refuse(why)
-        for accumulation in self._accumulations:
-            accumulation.follow()
+        if self._accumulations:
+            with outside_of_transforms():
+                for accumulation in self._accumulations:
+                    accumulation.follow()
         if self._waits is None:
             self._waits = False
         elif self._is_under_way:
@@ -339,6 +348,8 @@ class Averaging:
         self._has_stepped = False
 
     def _before_forward_of(self, names: tuple[str, ...]) -> None:
+        if torch.compiler.is_exporting():
+            return
         if self._is_open and is_backward():  # checkpointing repeats a forward of parameters not stepped yet
             return
         self._fired.update(names)
@@ -369,8 +380,9 @@ class Averaging:
         if not early.is_open:
             self.land()
             if self._exchanges:  # other ranks may wait for this one, whose backward reached no parameter
-                self._begin_early()
-                self._end_of_backward()
+                with self._telling_errors():
+                    self._begin_early()
+                    self._end_of_backward()
         if why := early.steps.check({p: name for name, p in self._parameters.items()}):
             self._refuse(why)
         early.steps.take_out()
@@ -386,10 +398,11 @@ class Averaging:
             self._early.steps.end()
             self._early.is_open = False
         elif self._exchanges and self._engine.specs:
-            self._begin()
-            for name in self._parameters:
-                self._send(name)
-            self._end()
+            with self._telling_errors():
+                self._begin()
+                for name in self._parameters:
+                    self._send(name)
+                self._end()
 
     @torch.no_grad()
     def _on_gradient(self, name: str) -> None:
@@ -450,6 +463,20 @@ class Averaging:
             if self.recover is None:
                 raise
             self.give_up()
+
+    @contextmanager
+    def _telling_errors(self) -> Iterator[None]:
+        """Abandons the exchange if the block raises, also if the keyboard interrupts it, and tells the other ranks."""
+        try:
+            yield
+        except RecordingDone:  # all ranks end a recording in the same step
+            raise
+        except BaseException as error:
+            why = f"averages of step {self._engine.step}: {said(error)}"
+            self._is_open = False
+            self._engine.abandon(why)
+            self._engine.peers.fail(why)
+            raise
 
     def _undelivered(self) -> list[str]:
         """Returns the names of parameters whose averages are under way and not yet copied into the model."""
@@ -547,16 +574,20 @@ class Averaging:
     @torch.no_grad()
     def _deliver(self, names: Sequence[str] | set[str]) -> None:
         """Waits for the averages of these tensors, if under way, and copies them into the model."""
-        with self._giving_up():
+        with self._giving_up(), outside_of_transforms():
             for name in names:
                 if name in self._sent:
-                    self._engine.collect(name)
+                    if not self._engine.in_step:  # as in `land`
+                        self._engine.peers.require_working()
+                    else:
+                        self._engine.collect(name)
                     self._put(name)
             if not self._sent and self._engine.in_step:
                 self._engine.finish()
 
     def _put(self, name: str) -> None:
-        sent = self._sent.pop(name)
+        """Copies a tensor's average into the model; if that raises, the average is still to be copied."""
+        sent = self._sent[name]
         if name in self._states:
             if self._engine.used(name):
                 self._put_state(name, self._incoming(name))
@@ -571,6 +602,7 @@ class Averaging:
             if self.watch is not None:
                 self.watch(parameter, average)
             parameter.copy_(average)
+        self._sent.pop(name, None)
 
     def _unless_written(self, name: str, tensor: Tensor, sent: Stamp | None) -> Tensor:
         """Returns a tensor's average, but its own elements where somebody has written to it while it was averaged.

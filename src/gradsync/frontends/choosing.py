@@ -22,11 +22,13 @@ from ..devices.streams import Moment
 from ..engine.engine import Engine
 from ..planner import default_plan
 from ..planner.averaging.regroup import CLEARLY
+from ..plans.plan import Plan
 from .torch_hooks import ModelHook, OptimizerStep, after_optimizer_steps, is_backward, uncompiled
 
 logger = logging.getLogger(__name__)
 
 BLOCK_STEPS = 12  # least number of steps to time, of each way
+EXACT_STEPS = 3  # most steps in which residuals are sent before the trial
 
 Steps = Generator[None, Moment, float]  # resumed after each step with the moment of its end; returns seconds
 
@@ -41,7 +43,8 @@ class Parameters(Protocol):
         Collective; all ranks get the same number.
         """
 
-    def begin(self) -> None: ...
+    def begin(self) -> bool:
+        """Begins to average parameters; returns False, on all ranks, if some rank cannot. Collective."""
 
     def wait(self) -> None:
         """Waits until no exchange is under way."""
@@ -70,6 +73,8 @@ class GradientsOrParameters:
         self._engine = engine
         self._model = weakref.ref(model)
         self._parameters = parameters
+        self._before: Plan | None = None  # the plan of gradients to go back to, once the trial has changed it
+        self._is_begun = False  # averaging of parameters
         self._trial = self._tried()
         next(self._trial)
         self._stepped: Moment | None = None  # when the last step ended; None once it was taken into account
@@ -86,6 +91,13 @@ class GradientsOrParameters:
         for handle in self._handles:
             handle.remove()
         self._trial.close()
+
+    def decline(self, why: str) -> None:
+        """Ends the trial, if it is not over, in favour of averaged gradients. Collective, between two steps."""
+        if not self.made:
+            logger.info("averaged gradients stay: %s", why)
+            self.remove()
+            self._go_back()
 
     def _after_optimizer_step(self, step: OptimizerStep) -> None:
         if not step.is_inner:
@@ -112,13 +124,13 @@ class GradientsOrParameters:
         gradients_s = self._slowest(gradients_s)
         cycle = parameters.prepare(CLEARLY * gradients_s)
         if not cycle:
-            logger.info("averaged gradients stay: no groups are expected to be faster")
+            logger.info("averaged gradients stay: some rank refuses, or no groups are expected to be faster")
             return
-        plan = engine.plan
-        if any(run.scheme.traits.lossy for run in engine.bucket_runs):  # residuals are sent in one exact step
-            engine.propose([default_plan(list(engine.profiles.values()), engine.group.size)])
-            yield
-        parameters.begin()
+        self._before = engine.plan
+        if not ((yield from self._residuals_sent()) and parameters.begin()):
+            self._go_back()
+            return
+        self._is_begun = True
         for _ in range(cycle + 1):  # warm-up, as groups and memory are new
             yield
         parameters_s = yield from _timed(cycle * -(-BLOCK_STEPS // cycle))
@@ -130,8 +142,31 @@ class GradientsOrParameters:
             parameters.keep()
         else:
             logger.info("averaged gradients stay: %s", said)
-            parameters.end()
-            engine.propose([plan])
+            self._go_back()
+
+    def _residuals_sent(self) -> Generator[None, Moment, bool]:
+        """Runs exact steps until no rank has residuals of compressors left; returns False if some cannot be sent."""
+        engine = self._engine
+        if engine.sent_all():
+            return True
+        exact = engine.followers([default_plan(list(engine.profiles.values()), engine.group.size)])
+        if not exact:
+            logger.info("averaged gradients stay: the residual of a table has no place in an exact step")
+            return False
+        engine.propose(exact)
+        for _ in range(EXACT_STEPS):
+            yield
+            if engine.sent_all():
+                return True
+        logger.info("averaged gradients stay: residuals are left of parameters that %d steps did not use", EXACT_STEPS)
+        return False
+
+    def _go_back(self) -> None:
+        """Averages gradients again, by the plan before the trial. Collective."""
+        if self._is_begun:
+            self._parameters.end()
+        if self._before is not None:
+            self._engine.propose([self._before])
 
     def _slowest(self, seconds: float) -> float:
         """Returns the largest `seconds` of all ranks, on all ranks. Collective."""

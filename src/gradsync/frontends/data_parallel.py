@@ -19,6 +19,7 @@ from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.optim import Optimizer
 
+from ..comm import finalizer
 from ..engine.guard import VERIFY_EVERY
 from ..engine.plan_control import Planner
 from ..inputs.settings import PositiveFinite, argument
@@ -174,7 +175,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                 exclude = exclusions(self.module, self._settings["exclude"])
                 level(attachment._engine, list(buffers_of(self.module, exclude).values()))
             on_error.pop_all()
-        weakref.finalize(self, attachment.detach).atexit = False
+        finalizer(self, attachment.detach).atexit = False
         _wrappers[self.module] = weakref.ref(self)
         self.require_backward_grad_sync = self._synchronizes
 

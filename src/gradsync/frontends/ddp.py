@@ -11,6 +11,7 @@ import gc
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Literal, TypeGuard
 
 import torch
@@ -21,6 +22,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ..comm import finalizer
 from ..engine.engine import Engine
 from ..engine.guard import VERIFY_EVERY
 from ..engine.plan_control import Planner
@@ -35,6 +37,7 @@ from .torch_hooks import (
     AccumulationHook,
     Hook,
     OptimizerStep,
+    StepArguments,
     after_optimizer_steps,
     at_end_of_backward,
     before_optimizer_steps,
@@ -211,8 +214,8 @@ class _Exchange:
         ]
         # DDP holds its state, so a deleted model takes thread and communicator along.
         for end in (engine.close, self._usage.remove, *(handle.remove for handle in self._handles)):
-            weakref.finalize(self, end).atexit = False
-        weakref.finalize(self, forget, self._modules, list(parameters.values())).atexit = False
+            finalizer(self, end).atexit = False
+        finalizer(self, forget, self._modules, list(parameters.values())).atexit = False
         _exchanges[inner] = weakref.ref(self)
 
     @property
@@ -277,19 +280,23 @@ class _Exchange:
         told = self.engine.peers.gather("who still has inputs", bytes([is_backward()]))
         return len(told) / sum(theirs[0] for theirs in told)
 
-    def _before_optimizer_step(self, step: OptimizerStep) -> None:
+    def _before_optimizer_step(self, step: OptimizerStep) -> StepArguments | None:
         if not self._looked:  # new parameters get no backward of DDP's
             self._require_no_additions(step)
-        try:
+        with self.engine.peers.told_of_refusals():
             self._momentum.check(self.engine.plan, step.optimizer)
-            if not self._is_local(step):  # which changes elements by gradients of this rank alone
-                self._freezing.before(step.optimizer, has_closure=step.has_closure, is_watched=step.is_watched)
-        except ValueError as error:
-            self.engine.peers.fail(error)  # settings may differ by rank: the other ranks would wait for this one
-            raise
+        if step.has_closure:  # which makes the gradients
+            return step.after_closure(partial(self._before_update, step))
+        self._before_update(step)
+        return None
+
+    def _before_update(self, step: OptimizerStep) -> None:
+        if not self._is_local(step):  # which changes elements by gradients of this rank alone
+            self._freezing.before(step.optimizer, is_watched=step.is_watched)
 
     def _after_optimizer_step(self, step: OptimizerStep) -> None:
-        self._freezing.after(step.optimizer)
+        with self.engine.peers.told_of_refusals():
+            self._freezing.after(step.optimizer)
         if step.concerns(self._names):
             self._looked = False
             self.engine.stepped()

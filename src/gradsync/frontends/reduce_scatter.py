@@ -30,7 +30,8 @@ class CompressedReduceScatter:
 
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.set_custom_reduce_scatter(gradsync.CompressedReduceScatter(gradsync.BlockInt(8)))
+                reduce_scatter = gradsync.CompressedReduceScatter(gradsync.compressors.BlockInt(8))
+                module.set_custom_reduce_scatter(reduce_scatter)
 
     With n ranks in a replica each sends (n - 1) / n of the gradient's elements, in 2 bytes each with `Cast`, 1.02 with
     `BlockInt(8)`. torch's own reduce-scatter sends as many, in `reduce_dtype`, and may round each partial sum to it.

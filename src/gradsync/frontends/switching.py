@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import secrets
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,6 +60,11 @@ STATE_APART = (
     "as %s keeps it in a form without a mean: averaged gradients will not keep the ranks' parameters equal; leave "
     "averaging out of AutoPlanner"
 )
+NOT_OPTIMIZED = (
+    "attach(..., optimizer=...) names an optimiser without %r: averages are taken after the steps of that optimiser, "
+    "and another one's state of it would stay apart"
+)
+FROZEN_NOW = "%r is frozen at present, and could not be averaged once it is trained again"
 SURVIVES_NOT = (
     "survives=True needs gloo, as other backends end a job that lost a rank themselves: use gloo, or leave it out"
 )
@@ -121,6 +126,26 @@ class FrontendSwitch:
     paused: Frontend | None = None
     choice: GradientsOrParameters | None = None
     surviving: Surviving | None = None
+    _local: ExitStack | None = None  # of the outermost `no_sync` under way
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Exchanges nothing in the `with` block, neither by the present frontend nor by one that replaces it there."""
+        with ExitStack() as stack:
+            for frontend in (self.present, self.paused):
+                if frontend is not None:
+                    stack.enter_context(frontend.no_sync())
+            before, self._local = self._local, self._local or stack
+            try:
+                yield
+            finally:
+                self._local = before
+
+    def pause_for(self, frontend: Frontend) -> None:
+        """Puts `frontend` in the place of the present one, which pauses."""
+        self.present, self.paused = frontend, self.present
+        if self._local is not None:
+            self._local.enter_context(frontend.no_sync())
 
     def consensus(self) -> None:
         """Sets the parameters of all ranks that are left to their mean, if parameters are averaged. Collective."""
@@ -203,8 +228,7 @@ class ParametersOnTrial:
         if engine.profile is not None and not self._planner.compute_s:
             parts = engine.profile.parts
             self._planner = replace(self._planner, compute_s=parts.backward.median_s + parts.beside.median_s)
-        refusal = why_not_parameters(attached.model, attached.optimizer, None, attached.exclude)  # of new buffers
-        made, cluster, refusal = _planned(self._planner, attached, refusal)
+        made, cluster, refusal = _planned(self._planner, attached, self._why_not())
         if refusal:
             logger.info("parameters are not averaged: %s", refusal)
         cycle = 0
@@ -222,16 +246,20 @@ class ParametersOnTrial:
         )
         return min(int(part) for part in parts)
 
-    def begin(self) -> None:
+    def begin(self) -> bool:
         assert self._made is not None
         present = self._switch.present
+        if why := next(filter(None, present.engine.peers.tell("whether to average parameters", self._why_not())), ""):
+            logger.info("parameters are not averaged: %s", why)
+            return False
         forget(self._attached.model.modules(), present.engine.parameters.values())
         plan, cluster = self._made
         frontend = averaging_frontend(
             self._attached, plan, regroups=None if cluster is None else (self._planner, cluster)
         )
         self._hooks.rest()
-        self._switch.present, self._switch.paused = frontend, present
+        self._switch.pause_for(frontend)
+        return True
 
     def wait(self) -> None:
         averaging = self._switch.present.averaging
@@ -252,6 +280,20 @@ class ParametersOnTrial:
         self._switch.paused.close()
         self._switch.paused = None
         survive(self._switch, self._planner, self._attached)
+
+    def _why_not(self) -> str:
+        """Returns why this rank cannot average parameters now, or could not go back from it; "" if it can."""
+        attached, optimizer = self._attached, self._attached.optimizer
+        why = why_not_parameters(attached.model, optimizer, None, attached.exclude)  # of new buffers
+        if why or optimizer is None:
+            return why
+        if self._planner.early and (why := why_not_in_parts(optimizer)):
+            return why
+        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        parameters = self._switch.present.engine.parameters
+        others = (NOT_OPTIMIZED % name for name, p in parameters.items() if id(p) not in owned)
+        frozen = (FROZEN_NOW % name for name, p in parameters.items() if not p.requires_grad)
+        return next(others, "") or next(frozen, "")
 
     def _take_mean_state(self, gradients: Engine) -> None:
         """Makes the optimiser's state alike on all ranks for `gradients`, which averages gradients from now on."""

@@ -16,10 +16,12 @@ from torch._C._dynamo import eval_frame as _eval_frame
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from ..comm import inert_in_children
 from ..engine.engine import Engine
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
+StepArguments = tuple[tuple[Any, ...], dict[str, Any]]  # positional ones and those by name, of `Optimizer.step`
 REENTRANT = (
     "gradients became ready inside a nested backward (re-entrant activation checkpointing?), whose end cannot be told "
     "from the end of the outer one; use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
@@ -27,12 +29,12 @@ REENTRANT = (
 
 
 def before_optimizer_steps(
-    owner: T, function: Callable[[T, OptimizerStep], None], optimizer: Optimizer | None = None
+    owner: T, function: Callable[[T, OptimizerStep], StepArguments | None], optimizer: Optimizer | None = None
 ) -> RemovableHandle:
     """Registers `function(owner, step)` to run before each step of `optimizer`; None: of any optimiser.
 
-    `step` is the call of `Optimizer.step`, as an `OptimizerStep`. `owner` is held weakly: when it is gone, nothing
-    runs. Returns a handle whose `remove()` ends it.
+    `step` is the call of `Optimizer.step`, as an `OptimizerStep`; the function returns other arguments for the call, or
+    None. `owner` is held weakly: when it is gone, nothing runs. Returns a handle whose `remove()` ends it.
     """
     hook = uncompiled(Hook)(owner, lambda alive, *step: function(alive, OptimizerStep(*step)))
     return register_optimizer_step_pre_hook(hook) if optimizer is None else optimizer.register_step_pre_hook(hook)
@@ -58,9 +60,32 @@ class OptimizerStep(NamedTuple):
     kwargs: Mapping[str, Any]
 
     @property
+    def closure(self) -> Callable[..., Any] | None:
+        """The closure by which the step computes gradients itself; None: it has none."""
+        given: Callable[..., Any] | None = self.kwargs.get("closure", self.args[1] if len(self.args) > 1 else None)
+        return given
+
+    @property
     def has_closure(self) -> bool:
         """Whether the step computes gradients itself, by a closure."""
-        return self.kwargs.get("closure", self.args[1] if len(self.args) > 1 else None) is not None
+        return self.closure is not None
+
+    def after_closure(self, then: Callable[[], None]) -> StepArguments:
+        """Returns the arguments with a closure that calls `then` at the end of its first call, before the update."""
+        closure, is_first = self.closure, True
+        assert closure is not None
+
+        def followed(*args: Any, **kwargs: Any) -> Any:
+            nonlocal is_first
+            result = closure(*args, **kwargs)
+            if is_first:
+                is_first = False
+                then()
+            return result
+
+        if "closure" in self.kwargs:
+            return self.args, {**self.kwargs, "closure": followed}
+        return (self.args[0], followed, *self.args[2:]), dict(self.kwargs)
 
     def concerns(self, parameters: Container[int]) -> bool:
         """Whether the optimiser has any of these parameters; `parameters` contains their ids (`id(p)`)."""
@@ -116,7 +141,7 @@ class OptimizerRounds:
         self._stepped.clear()
 
     def stepped(self, step: OptimizerStep, *, has_local_gradients: bool) -> None:
-        """Counts one call of an optimiser's `step`, before it runs or, if it has a closure, after.
+        """Counts one call of an optimiser's `step`; if it has a closure, after the closure has made the gradients.
 
         Args:
             step: the call.
@@ -140,17 +165,21 @@ class OptimizerRounds:
 class Hook:
     """A hook that calls `function(owner, *args)` while its owner lives, which it holds weakly.
 
-    It does nothing in copies of the model, and never enters a pickle.
+    It does nothing in copies of the model nor in forked processes, and never enters a pickle.
     """
 
     def __init__(self, owner: object, function: Callable[..., Any]) -> None:
-        self._owner: weakref.ref[Any] = weakref.ref(owner)
+        self._owner: Callable[[], Any] = weakref.ref(owner)
         self._function = function
+        inert_in_children(self)
 
-    def __call__(self, *args: Any) -> None:
+    def __call__(self, *args: Any) -> Any:
         owner = self._owner()
-        if owner is not None:
-            self._function(owner, *args)
+        return None if owner is None else self._function(owner, *args)
+
+    def forked(self) -> None:
+        """Makes the hook do nothing, as this process was forked from the rank's."""
+        self._owner = _nothing
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return _nothing
@@ -172,17 +201,19 @@ class AccumulationHook:
         self._parameter, self._hook, self._early = weakref.ref(parameter), hook, early
         self._register(parameter)
 
-    def follow(self) -> None:
-        """Moves the hook to the parameter's new accumulation node, if torch has made one.
+    def follow(self) -> bool:
+        """Moves the hook to the parameter's new accumulation node, if torch has made one; returns whether it has.
 
         Torch makes one when dtype or device change, on `resize_`, and on `set_`, which parametrisations call.
         """
         parameter = self._parameter()
         if parameter is None or not parameter.requires_grad:
-            return
-        if torch.autograd.graph.get_gradient_edge(parameter).node is not self._node:
-            self.remove()
-            self._register(parameter)
+            return False
+        if torch.autograd.graph.get_gradient_edge(parameter).node is self._node:
+            return False
+        self.remove()
+        self._register(parameter)
+        return True
 
     def remove(self) -> None:
         self._handle.remove()

@@ -41,6 +41,7 @@ class Shadowed(Protocol):
 
     factor: float  # scales the mean over all ranks, to get the mean over ranks with inputs
     rounds: int  # number of rounds of backward and optimiser step
+    buffers_are_due: bool  # whether the next training forward broadcasts buffers
 
     @property
     def awaits_backward(self) -> bool:
@@ -179,7 +180,7 @@ class UnevenInputs(Joinable):
         source = max(rank for rank, was_last in enumerate(self.tell(int(is_last))) if was_last)
         rounds = torch.tensor([self.frontend.rounds], device=self._engine.device)
         self.spread([rounds, *self.frontend.shared_tensors()], source)
-        self.frontend.rounds = int(rounds)
+        self.frontend.rounds, self.frontend.buffers_are_due = int(rounds), True
 
     def spread(self, tensors: list[Tensor], source: int) -> None:
         """Overwrites dense tensors with those of the rank `source`. Collective."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from ..frontends.arguments import DEFAULT_TIMEOUT_S, Arguments
 from ..frontends.attach import Attachment, attach, attachment_of
 from ..frontends.fsdp_internals import is_root_in_shards
 from ..plans.plan import Plan
+from ..state import has_ranks
 from .frameworks import check_version
 from .metrics import metrics_of
 
@@ -67,6 +68,11 @@ WRAPPING = (
 NO_FOLDER = (
     "the checkpoint %s has no state of gradsync for model %d: residuals, momenta of compressors and the settled plan "
     "begin anew"
+)
+DROPPED = (
+    "%s has what gradsync kept on each rank, such as parts of gradients that compression has yet to send. One process "
+    "synchronises nothing: it drops them, and checkpoints from now on lack them. Load this one on two processes or "
+    "more to go on with them"
 )
 WHOLE_MODEL = (
     DistributedType.MULTI_CPU,
@@ -164,6 +170,7 @@ def use(
     kind = accelerator.distributed_type
     if accelerator.num_processes == 1:
         logger.warning(ALONE)
+        _before_loads(accelerator, _drop)
         return
     in_shards = kind is DistributedType.FSDP
     if kind not in WHOLE_MODEL and not in_shards:
@@ -184,8 +191,7 @@ def use(
     saves = accelerator.register_save_state_pre_hook(_save)
     accelerator._save_model_state_pre_hook.move_to_end(saves.id, last=False)
     # Models in shards are not on the list that Accelerate gives to the hook.
-    loads = accelerator.register_load_state_pre_hook(lambda models, folder: _load(accelerator._models, folder))
-    accelerator._load_model_state_pre_hook.move_to_end(loads.id, last=False)
+    _before_loads(accelerator, lambda models, folder: _load(accelerator._models, folder))
 
 
 def metrics(model: nn.Module) -> dict[str, float]:
@@ -265,6 +271,19 @@ def _load(models: list[Any], folder: str) -> None:
     for number, handle in _attached(models):
         if not handle.checkpoint().load(_folder(folder, number), missing_ok=True) and dist.get_rank() == 0:
             logger.warning(NO_FOLDER, folder, number)
+
+
+def _drop(models: list[Any], folder: str) -> None:
+    """Warns of gradsync's state in the checkpoint, which one process drops."""
+    for number in range(len(models)):
+        if has_ranks(place := _folder(folder, number)):
+            logger.warning(DROPPED, place)
+
+
+def _before_loads(accelerator: Accelerator, call: Callable[[list[Any], str], None]) -> None:
+    """Makes `accelerator.load_state` call `call(models, folder)` before hooks of the user's."""
+    hook = accelerator.register_load_state_pre_hook(call)
+    accelerator._load_model_state_pre_hook.move_to_end(hook.id, last=False)
 
 
 def _attached(models: list[Any]) -> list[tuple[int, Attachment]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Literal
@@ -181,7 +181,7 @@ class _Part(LogsPlans):
 class TrainerPart(OfTrainer, _Part):
     """The part of `GradsyncStrategy` that replaces methods of the Trainer's DDPStrategy."""
 
-    _kept: bytes | None = None  # this rank's state when training ended, for checkpoints after it
+    _kept: bytes | None = None  # this rank's state when the fit ended, for checkpoints after it
 
     # Setting up and tearing down.
 
@@ -223,8 +223,13 @@ class TrainerPart(OfTrainer, _Part):
         return isinstance(self.model, DistributedDataParallel)
 
     def teardown(self) -> None:
-        """Detaches gradsync from the model on this rank; the model goes back to the CPU."""
+        """Detaches gradsync from the model on this rank; the model goes back to the CPU.
+
+        Unless the training was interrupted, checkpoints that are saved after it have gradsync's state of now.
+        """
         if self._attachment is not None:
+            if self._is_attached and not self.lightning_module.trainer.interrupted:
+                self._kept = to_bytes(self._attachment.state_dict())
             self._attachment.detach()
         super().teardown()
 
@@ -260,13 +265,9 @@ class TrainerPart(OfTrainer, _Part):
         return state
 
     def on_train_end(self) -> None:
-        """Sets parameters to their mean over the ranks, if the plan averages parameters, and keeps gradsync's state.
-
-        Checkpoints that are saved after the training have this state of the rank.
-        """
+        """Sets parameters to their mean over the ranks, if the plan averages parameters."""
         super().on_train_end()
         self._reach_consensus()
-        self._kept = to_bytes(self.attachment.state_dict())
 
     def _reach_consensus(self) -> None:
         if self._is_attached and self.attachment.plan.what is not What.GRADIENT and not self._why_apart():
@@ -426,9 +427,21 @@ def load(attachment: Attachment, saved: Mapping[str, Any] | None) -> None:
 
 
 def _attached(state: Mapping[str, Any]) -> dict[str, Attachment]:
-    """Returns the attachments of the models in `state`, by their keys."""
-    found = {name: attachment_of(each) for name, each in state.items() if isinstance(each, nn.Module)}
-    return {name: attachment for name, attachment in found.items() if attachment is not None}
+    """Returns the attachments of the models in `state`, by their keys; of a module with several, also by its parts."""
+    modules = [(name, each) for name, each in state.items() if isinstance(each, nn.Module)]
+    return {part: attachment for name, module in modules for part, attachment in _parts(name, module)}
+
+
+def _parts(name: str, module: nn.Module) -> Iterator[tuple[str, Attachment]]:
+    """Yields the attachment of a module under its name, or those of its parts, whose names it begins."""
+    try:
+        found = attachment_of(module)
+    except ValueError:  # several parts have attachments of their own
+        for part, child in module.named_children():
+            yield from _parts(f"{name}.{part}", child)
+    else:
+        if found is not None:
+            yield name, found
 
 
 def _gathered(mine: bytes, device: torch.device) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from ..engine.guard import VERIFY_EVERY
 from ..engine.plan_control import Planner
 from ..frontends.attach import Attachment, attachment_of
 from ..plans.plan import Plan
+from ..state import has_ranks
 from . import accelerate
 from .frameworks import check_version
 from .metrics import metrics_of
@@ -139,11 +140,17 @@ class _Callback(TrainerCallback):
             handle.checkpoint().save(Path(folder) / FOLDER)
 
     def load(self, folder: str | None) -> None:
-        """Loads this rank's state from the checkpoint at `folder`; the Trainer calls it on all ranks."""
+        """Loads this rank's state from the checkpoint at `folder`; the Trainer calls it on all ranks.
+
+        One process, which has no attachment, drops the state with a warning.
+        """
         handle = self._handle()
-        if folder is None or handle is None:
+        if folder is None:
             return
-        if not handle.checkpoint().load(Path(folder) / FOLDER, missing_ok=True) and handle.rank == 0:
+        if handle is None:
+            if has_ranks(place := Path(folder) / FOLDER):
+                logger.warning(accelerate.DROPPED, place)
+        elif not handle.checkpoint().load(Path(folder) / FOLDER, missing_ok=True) and handle.rank == 0:
             logger.warning(NO_FOLDER, folder)
 
     def metrics(self) -> dict[str, float]:

@@ -6,6 +6,7 @@ weights by gradients of long ago, Adam's moments would fade, and weight decay wo
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 
@@ -20,13 +21,20 @@ from .stand_ins import StandIns, left_out
 # These optimisers treat every element by itself, whatever shape a parameter has. Subclasses may do otherwise.
 OF_ELEMENTS = frozenset({ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop})
 
+SEVERAL = (
+    "{optimizer}.step(closure) called its closure several times, as LBFGS does, or not at all, and the plan freezes "
+    "what did not arrive: expected one call, before the update. Call backward() first, then step() without a closure, "
+    "or use a scheme with freeze=False"
+)
+
 
 class Freezing:
     """Lets optimisers change only elements that arrived (their gradients were exchanged), of weights and state.
 
     It is for optimisers that treat every element by itself; others compute norms and the like of whole gradients, with
     zeros where nothing arrived. State of another shape, such as Adam's count of steps, is updated as usual, except for
-    0-D parameters. Call `before` and `after` around each step of an optimiser.
+    0-D parameters. Call `before` and `after` around each step of an optimiser; if the step has a closure, call `before`
+    when the closure has made the gradients.
 
     Optimisers of `OF_ELEMENTS` step smaller substitute parameters, with only the elements that arrived, which saves
     time. After a step of other optimisers, the other elements are restored from a copy of weights and state.
@@ -36,45 +44,47 @@ class Freezing:
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._arrivals = arrivals  # arrivals of the last step
         self._under_way: dict[int, _Step] = {}  # by id of the optimiser
+        self._seen: weakref.WeakKeyDictionary[Optimizer, Arrivals] = weakref.WeakKeyDictionary()  # of each's last step
 
     @torch.no_grad()
-    def before(self, optimizer: Optimizer, *, has_closure: bool = False, is_watched: bool = False) -> None:
-        """Prepares an optimiser's step, before it begins, to change only elements whose gradients were exchanged.
+    def before(self, optimizer: Optimizer, *, is_watched: bool = False) -> None:
+        """Prepares an optimiser's step, before the update, to change only elements whose gradients were exchanged.
 
         Optimisers of `OF_ELEMENTS` get smaller substitute parameters with only these elements. For other optimisers, or
         if watched, the elements that must not change are copied, and `after` restores them.
 
         Args:
             optimizer: the optimiser that is about to step.
-            has_closure: the step was called with a closure.
             is_watched: hooks of other code must see the parameters themselves, not substitutes.
-
-        Raises:
-            ValueError: for a step with a closure, if elements must stay unchanged: it computes gradients when it is too
-                late.
         """
         if (unfinished := self._under_way.pop(id(optimizer), None)) is not None:  # its step has raised
             unfinished.give_up()
-        arrivals = self._arrivals()
+        self._seen[optimizer] = arrivals = self._arrivals()
         if not arrivals.freeze:
             return
-        if has_closure:
-            raise ValueError(
-                "optimizer.step(closure) computes gradients after gradsync has told the optimiser which of them "
-                "arrived, and the plan freezes what did not: call backward() first, then step() without a closure"
-            )
-        ours = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._names]
+        ours = self._ours(optimizer)
         found = [(p, arrivals.unfrozen(self._names[id(p)])) for p in ours if p.grad is not None]
         partial = [(p, sections) for p, sections in found if sections is not None and _between(sections, p.numel())]
         if partial:
-            are_dense = all(p.grad.layout is torch.strided for p, _ in partial)
+            are_dense = all(p.grad is not None and p.grad.layout is torch.strided for p, _ in partial)
             any_shape = type(optimizer) in OF_ELEMENTS and are_dense and not is_watched
             self._under_way[id(optimizer)] = (_SubstituteStep if any_shape else _RestoringStep)(optimizer, partial)
 
     @torch.no_grad()
     def after(self, optimizer: Optimizer) -> None:
+        """Ends an optimiser's step: puts back or restores elements whose gradients were not exchanged.
+
+        Raises:
+            ValueError: if gradients were exchanged within the step after `before`, and elements had to stay unchanged.
+        """
         if (step := self._under_way.pop(id(optimizer), None)) is not None:
             step.end()
+        arrivals = self._arrivals()
+        if arrivals.freeze and self._seen.get(optimizer) is not arrivals and self._ours(optimizer):
+            raise ValueError(SEVERAL.format(optimizer=type(optimizer).__name__))
+
+    def _ours(self, optimizer: Optimizer) -> list[Tensor]:
+        return [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._names]
 
     def give_up(self) -> None:
         """Gives optimisers whose step raised an exception their own parameters back, instead of the substitutes.

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from ..compressors import Compressor
+from ..compressors import Compressor, Sign
 from ..plans.plan import Plan
 from ..schemes import Scheme
 
@@ -111,6 +111,16 @@ class MomentumCheck:
                 )
 
 
+def without_means(plan: Plan) -> frozenset[str]:
+    """Returns the parameters whose averaged gradients estimate no mean: their schemes apply momentum, or count signs.
+
+    If such a result is still in `.grad` at the next exchange, momentum is applied to it again, or its sign outvotes the
+    new gradient's.
+    """
+    buckets = (b for b in plan.buckets if _momentum_in(b.scheme) is not None or _sends_signs(b.scheme))
+    return frozenset(name for bucket in buckets for name in bucket.names)
+
+
 def momentum_of(group: Mapping[str, Any]) -> float:
     """Returns the momentum of an optimiser's parameter group: its `momentum`, or the first of its betas, else 0."""
     return float(group.get("momentum") or next(iter(group.get("betas") or ()), 0.0))
@@ -140,13 +150,19 @@ def _momentum_in(part: object) -> tuple[str, float] | None:
     Parts are the scheme itself, and schemes and compressors in its settings. A part has momentum if a setting of that
     name is a number other than 0, whoever wrote the part.
     """
-    inner: Iterable[object] = ()
+    momentum = getattr(part, "momentum", None)
+    if isinstance(part, Compressor | Scheme) and isinstance(momentum, int | float) and momentum:
+        return type(part).__name__, momentum
+    return next((found for found in map(_momentum_in, _inner(part)) if found is not None), None)
+
+
+def _sends_signs(part: object) -> bool:
+    """Whether the scheme, or a compressor in its settings, sends signs without magnitudes."""
+    return isinstance(part, Sign) or any(map(_sends_signs, _inner(part)))
+
+
+def _inner(part: object) -> Iterable[object]:
+    """Returns the settings of a scheme or compressor, or the members of a tuple; () for anything else."""
     if isinstance(part, tuple):
-        inner = part
-    elif is_dataclass(part):
-        settings = {setting.name: getattr(part, setting.name) for setting in fields(part)}
-        momentum = settings.get("momentum")
-        if isinstance(part, Compressor | Scheme) and isinstance(momentum, int | float) and momentum:
-            return type(part).__name__, momentum
-        inner = settings.values()
-    return next((found for found in map(_momentum_in, inner) if found is not None), None)
+        return part
+    return [getattr(part, setting.name) for setting in fields(part)] if is_dataclass(part) else ()

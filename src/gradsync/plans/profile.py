@@ -170,8 +170,10 @@ class Density(Data):
         return DensityProfile(**{**self.model_dump(), "blocks": blocks})
 
 
-class ParameterTimes(Data):
-    """The measurements of one parameter: when its gradient is ready, and how dense the gradient is.
+class ParameterObservation(Data):
+    """The layout, density and order of one parameter's gradient, as training steps showed them, without times.
+
+    Its fields are those of `ParameterProfile`, the form in which planners take them.
 
     Attributes:
         name: the parameter's name.
@@ -179,11 +181,8 @@ class ParameterTimes(Data):
         dtype: the name in torch, as "float32".
         sparse: whether the gradient is a sparse tensor.
         position: the place in the order in which gradients are ready, from 0.
-        ready: when the gradient is ready, in seconds from the start of backward.
         rows, elements: how many rows and elements of the gradient are not zero; None if they are unknown, or if sparse
             schemes gain nothing.
-        errors: for each lossy scheme or compressor, by name, the norm of its error relative to the norm of the gradient
-            in a step, see `planner.search.errors`.
     """
 
     name: str
@@ -191,10 +190,8 @@ class ParameterTimes(Data):
     dtype: str
     sparse: bool
     position: int = Field(ge=0)
-    ready: PositiveSpread
     rows: Density | None = None
     elements: Density | None = None
-    errors: dict[str, Annotated[float, Field(ge=0, le=MOST_ERROR)]] = {}
 
     @field_validator("dtype")
     @classmethod
@@ -212,6 +209,26 @@ class ParameterTimes(Data):
         """Returns what planners need of the parameter: shape, dtype, densities and place in the order of readiness."""
         rows, elements = (None if d is None else d.profile() for d in (self.rows, self.elements))
         return ParameterProfile(self.name, self.tensor, self.sparse, rows, self.position, elements)
+
+
+class ParameterTimes(ParameterObservation):
+    """The measurements of one parameter: when its gradient is ready, and how dense the gradient is.
+
+    Attributes:
+        name: the parameter's name.
+        shape: the parameter's shape.
+        dtype: the name in torch, as "float32".
+        sparse: whether the gradient is a sparse tensor.
+        position: the place in the order in which gradients are ready, from 0.
+        ready: when the gradient is ready, in seconds from the start of backward.
+        rows, elements: how many rows and elements of the gradient are not zero; None if they are unknown, or if sparse
+            schemes gain nothing.
+        errors: for each lossy scheme or compressor, by name, the norm of its error relative to the norm of the gradient
+            in a step, see `planner.search.errors`.
+    """
+
+    ready: PositiveSpread
+    errors: dict[str, Annotated[float, Field(ge=0, le=MOST_ERROR)]] = {}
 
 
 class KernelEstimate(Data):

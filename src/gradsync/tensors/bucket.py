@@ -97,7 +97,12 @@ def describe_specs(specs: Mapping[str, TensorSpec]) -> list[str]:
     return [f"{name}: {spec}" for name, spec in specs.items()]
 
 
-PHASES = 3  # ranks compare step numbers modulo this: they differ by one, hardly ever by three
+ROUND_BITS = 5  # so many low bits of their numbers of optimiser rounds the ranks compare
+# By number: for each bit whether it is 1, then for each whether it is 0.
+ROUND_FLAGS = [
+    tuple(float(number >> place & 1 == bit) for bit in (1, 0) for place in range(ROUND_BITS))
+    for number in range(2**ROUND_BITS)
+]
 
 
 @dataclass(frozen=True)
@@ -105,19 +110,19 @@ class StepMarks:
     """The marks that a rank sends with its gradients, by which the ranks find that one is late or out of step.
 
     Summed over the ranks, they tell whether some rank is late, and whether all have made equally many optimiser steps,
-    which are counted modulo 3.
+    which are counted modulo 32.
     """
 
     late: bool = False  # the rank takes part at the optimiser's step only: its backward reached no parameter
-    phase: int | None = None  # rounds of the rank's optimiser modulo PHASES; None where no step of it was seen
+    rounds: int | None = None  # of the rank's optimiser, modulo 2**ROUND_BITS; None where no step of it was seen
 
     @cached_property
     def flags(self) -> tuple[float, ...]:
         """The marks as numbers to be summed over ranks: a sum above 0 means that some rank set that mark."""
-        return (float(self.late), *[float(self.phase == phase) for phase in range(PHASES)])
+        return (float(self.late), *((0.0,) * 2 * ROUND_BITS if self.rounds is None else ROUND_FLAGS[self.rounds]))
 
 
-NUM_MARKS = 1 + PHASES
+NUM_MARKS = 1 + 2 * ROUND_BITS
 NO_MARKS = StepMarks()  # of a usual step
 
 

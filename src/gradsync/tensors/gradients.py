@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from functools import cached_property
 from itertools import accumulate
+from operator import and_
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .bucket import NO_MARKS, NUM_MARKS, Bucket, Layout, Segment, StepMarks
+from .bucket import NO_MARKS, NUM_MARKS, ROUND_BITS, Bucket, Layout, Segment, StepMarks
 from .scaling import multiply
 from .sparse import SparseRows
 
@@ -395,8 +396,8 @@ def marks_of_ranks(summed: Sequence[float]) -> tuple[bool, bool]:
     Args:
         summed: the last `NUM_MARKS` flags (those of `StepMarks`), summed over the ranks.
     """
-    late, *phases = [mark > 0 for mark in summed]
-    return late, sum(phases) > 1
+    late, *bits = [mark > 0 for mark in summed]
+    return late, any(map(and_, bits[:ROUND_BITS], bits[ROUND_BITS:]))
 
 
 def gradients_of(

@@ -216,7 +216,11 @@ class AutoPlanner:
         if engine in self._profiles or not found:  # a proposed plan stays unless another is clearly faster
             found.insert(0, engine.plan)
         self._profiles[engine] = profile
-        engine.propose(list({plan.digest: plan for plan in found}.values()))
+        found = list({plan.digest: plan for plan in found}.values())
+        tried = engine.followers(found)
+        if len(tried) < len(found):
+            logger.info("%d plans are not tried: they have no place for residuals of tables", len(found) - len(tried))
+        engine.propose(tried or [engine.plan])
 
     def _search(self, engine: Engine, profile: Profile, found: list[str]) -> Pieces[None]:
         """Searches plans in pieces, and appends the result to `found` as JSON: why there are none, and the plans."""
