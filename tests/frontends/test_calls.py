@@ -27,6 +27,7 @@ from tests.world import Ranks
 World = Callable[[int], Ranks]
 LIBRARY = str(Path(gradsync.__file__).parent)
 FEW, MANY = 20, 40  # gradients
+FOR_WAITING = 8  # calls more where the exchange has not ended when backward has
 
 
 def calls_of_a_step(gradients: int, *, buckets: int = 1, width: int = 4, set_to_none: bool) -> Counter[str]:
@@ -70,8 +71,8 @@ def calls_of_a_step(gradients: int, *, buckets: int = 1, width: int = 4, set_to_
 def test_a_small_gradient_costs_two_calls_and_a_step_few_more(world: World, set_to_none: bool) -> None:
     few, many = (world(2).run(calls_of, size, 1, 4, set_to_none) for size in (FEW, MANY))
     for of_few, of_many in zip(few, many, strict=True):
-        assert of_many.total() - of_few.total() <= 2 * (MANY - FEW), (of_many - of_few).most_common()
-        assert of_few.total() <= 346, of_few.most_common()
+        assert of_many.total() - of_few.total() <= 2 * (MANY - FEW) + FOR_WAITING, (of_many - of_few).most_common()
+        assert of_few.total() <= 345 + FOR_WAITING, of_few.most_common()
 
 
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["new gradients", "kept gradients"])

@@ -127,8 +127,9 @@ def test_what_is_frozen_stays_where_momentum_would_move_it() -> None:
     bucket = Bucket("0", (Segment("weight", 0, 12),), (spec,), Layout.FLAT)
     known: list[Any] = [None]
     optimizer = LARS([parameter], **SETTINGS, arrived=lambda _: known[0])
-    freezing = Freezing({"weight": parameter}, lambda: Arrivals([Arrival(bucket, known[0], frozen=True)]))
+    freezing = Freezing({"weight": parameter}, lambda: arrivals)
     for seed, known[0] in enumerate([None, [(2, 5)]]):
+        arrivals = Arrivals([Arrival(bucket, known[0], frozen=True)])
         before = parameter.detach().clone()
         parameter.grad = random(3, 4, seed=seed)
         freezing.before(optimizer)

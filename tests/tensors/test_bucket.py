@@ -14,6 +14,7 @@ from hypothesis import given
 from torch import nn
 
 from gradsync.tensors.bucket import (
+    NUM_MARKS,
     Bucket,
     FlatSpec,
     Layout,
@@ -39,8 +40,13 @@ def test_a_flat_bucket_is_one_tensor_with_its_flags() -> None:
     segments = (Segment("w", 6, 24), Segment("b", 0, 3))
     tensors = (WEIGHT, TensorSpec((3,), torch.float16))
     bucket = Bucket("0", segments, tensors, Layout.FLAT)
-    assert (bucket.numel, bucket.num_flags, bucket.names, bucket.dtype) == (21, 7, ["w", "b"], torch.float16)
-    assert bucket.specs == (TensorSpec((28,), torch.float16),)
+    assert (bucket.numel, bucket.num_flags, bucket.names, bucket.dtype) == (
+        21,
+        3 + NUM_MARKS,
+        ["w", "b"],
+        torch.float16,
+    )
+    assert bucket.specs == (TensorSpec((24 + NUM_MARKS,), torch.float16),)
     assert Bucket("0", segments, tensors, Layout.FLAT, flags_ride=False).specs == (TensorSpec((21,), torch.float16),)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsync.tensors.bucket import Bucket, Layout, Segment, TensorSpec
+from gradsync.tensors.bucket import NUM_MARKS, Bucket, Layout, Segment, TensorSpec
 from gradsync.tensors.gradients import FlatGradients, RowGradients, gradients_of
 from gradsync.tensors.sparse import SparseRows
 
@@ -36,6 +36,7 @@ def rows_of(indices: list[int], value: float, shape: tuple[int, ...]) -> Tensor:
 
 
 CPU = torch.device("cpu")
+NO_MARKS = [0.0] * NUM_MARKS
 WEIGHT, BIAS = torch.arange(6.0).reshape(2, 3), torch.tensor([7.0, 8.0])
 
 
@@ -45,7 +46,7 @@ def test_loaded_gradients_lie_one_after_the_other_and_come_out_as_they_went_in()
     gradients.load("b", BIAS)
     gradients.load("w", WEIGHT)
     flat = gradients.take(check_finite=False)
-    assert flat.tolist() == [0, 1, 2, 3, 4, 5, 7, 8, 1, 1, 0, 0, 0, 0, 0]
+    assert flat.tolist() == [0, 1, 2, 3, 4, 5, 7, 8, 1, 1, 0, *NO_MARKS]
     gradients.accept(flat * 2)  # a result in other memory
     assert torch.equal(gradients.unload("w", None, shape=WEIGHT.shape), 2 * WEIGHT)
     assert torch.equal(gradients.unload("b", None, shape=BIAS.shape), 2 * BIAS)
@@ -131,7 +132,7 @@ def test_views_have_the_parameters_strides_as_autograd_gives_them(parameter: Ten
     assert torch.equal(view, parameter)
     flat = gradients.take(check_finite=False)
     assert flat[: BIAS.numel()].tolist() == BIAS.tolist(), "a view stays inside its own part"
-    assert torch.equal(flat[BIAS.numel() : -7].sort().values, parameter.flatten().sort().values)
+    assert torch.equal(flat[BIAS.numel() : -3 - NUM_MARKS].sort().values, parameter.flatten().sort().values)
 
 
 @pytest.mark.parametrize("cut", [[("p", 0, 24)], [("p", 0, 7), ("p", 7, 24)]], ids=["whole", "cut"])
@@ -196,14 +197,14 @@ def test_flags_tell_who_used_what() -> None:
     gradients.load("b", BIAS, used=False)  # kept from an earlier backward: travels, but was not used
     gradients.load("c", None, used=False)
     flat = gradients.take(check_finite=False)
-    assert flat.tolist() == [0, 1, 2, 3, 4, 5, 7, 8, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0]
+    assert flat.tolist() == [0, 1, 2, 3, 4, 5, 7, 8, 0, 0, 1, 0, 0, 0, *NO_MARKS]
     gradients.accept(flat)
     assert [gradients.used(name) for name in "wbc"] == [True, False, False]
-    flat[-6] = 0.25  # another rank used c; flags were scaled with the rest
+    flat[-2 - NUM_MARKS] = 0.25  # another rank used c; flags were scaled with the rest
     assert [gradients.used(name) for name in "wbc"] == [True, False, True]
     gradients.begin()
     gradients.load("w", None, used=False)
-    assert gradients.take(check_finite=False)[-8:].tolist() == [0, 0, 0, 0, 0, 0, 0, 0]
+    assert gradients.take(check_finite=False)[-4 - NUM_MARKS :].tolist() == [0, 0, 0, 0, *NO_MARKS]
 
 
 def test_loading_nothing_clears_what_the_last_step_left() -> None:
@@ -239,9 +240,9 @@ def test_flags_that_do_not_ride_stay_out_of_what_the_scheme_gets() -> None:
     gradients.load("w", WEIGHT)
     values = gradients.take(check_finite=True)
     assert values.tolist() == WEIGHT.flatten().tolist()
-    assert gradients.flags.tolist() == [1, 0, 0, 0, 0, 0]
+    assert gradients.flags.tolist() == [1, 0, *NO_MARKS]
     gradients.accept(values * 2)
-    assert gradients.flat.tolist() == [*(2 * WEIGHT).flatten().tolist(), 1, 0, 0, 0, 0, 0]
+    assert gradients.flat.tolist() == [*(2 * WEIGHT).flatten().tolist(), 1, 0, *NO_MARKS]
 
 
 def test_a_sparse_gradient_may_travel_in_a_flat_bucket() -> None:
