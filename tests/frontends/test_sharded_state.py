@@ -152,8 +152,8 @@ def goes_on(folder: str, mesh: Mesh, scheme: Scheme[Any]) -> bool:
 
 @pytest.mark.parametrize(
     "scheme",
-    [pytest.param(GATHERED, marks=pytest.mark.core), TWO_WAY, LOW_RANK, COARSE, MOMENTUM],
-    ids=["top-k", "two way", "low rank", "chunks", "momentum"],
+    [pytest.param(GATHERED, marks=pytest.mark.core), LOW_RANK, COARSE, MOMENTUM],
+    ids=["top-k", "low rank", "chunks", "momentum"],
 )
 def test_training_goes_on_to_the_bit_on_the_same_mesh(world: World, scheme: Scheme[Any], tmp_path: Path) -> None:
     assert world(4).run(goes_on, str(tmp_path), (2, 2), scheme) == [True] * 4
@@ -183,8 +183,8 @@ def loaded_elsewhere(folder: str, mesh: Mesh, scheme: Scheme[Any], left: dict[st
         ((2, 2), (2, 1), GATHERED),
         ((1, 4), (2, 2), GATHERED),
         ((2, 2), (1, 3), GATHERED),
-        *(((2, 2), (4, 1), scheme) for scheme in (GATHERED, TWO_WAY, LOW_RANK, COARSE)),
-        *(((4, 1), (2, 2), scheme) for scheme in (GATHERED, TWO_WAY, LOW_RANK, COARSE)),
+        *(((2, 2), (4, 1), scheme) for scheme in (GATHERED, LOW_RANK, COARSE)),
+        *(((4, 1), (2, 2), scheme) for scheme in (TWO_WAY, LOW_RANK, COARSE)),
         ((1, 2), (2, 2), LOW_RANK),
         ((2, 1), (2, 2), TWO_WAY),
     ],
