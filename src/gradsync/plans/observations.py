@@ -10,7 +10,7 @@ from pydantic import Field
 from ..tensors.bucket import TensorSpec
 from ..tensors.density import ParameterProfile
 from .document import Document
-from .profile import MOST_COUNT, Density, ParameterObservation
+from .profile import MOST_COUNT, ParameterObservation
 
 
 class Observations(Document):
@@ -34,18 +34,7 @@ class Observations(Document):
     @classmethod
     def of(cls, profiles: Iterable[ParameterProfile], plan: str, steps_left: int) -> Observations:
         """Returns a record of these profiles, of the plan with the digest `plan`, and of the steps left to observe."""
-        parameters = tuple(
-            ParameterObservation(
-                name=p.name,
-                shape=p.tensor.shape,
-                dtype=str(p.tensor.dtype).removeprefix("torch."),
-                sparse=p.sparse,
-                position=p.position,
-                rows=None if p.density is None else Density.of(p.density),
-                elements=None if p.elements is None else Density.of(p.elements),
-            )
-            for p in profiles
-        )
+        parameters = tuple(ParameterObservation.of(p, p.position) for p in profiles)
         return cls(plan=plan, steps_left=steps_left, parameters=parameters)
 
     @property

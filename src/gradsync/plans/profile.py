@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from enum import StrEnum
 from math import inf
-from typing import Annotated
+from typing import Annotated, Any, Self
 
 import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -205,6 +205,26 @@ class ParameterObservation(Data):
         """The shape and dtype of the parameter."""
         return TensorSpec(self.shape, getattr(torch, self.dtype))
 
+    @classmethod
+    def of(cls, profile: ParameterProfile, position: int, **measured: Any) -> Self:
+        """Returns the observation of a parameter whose gradient is ready at this place of the order.
+
+        Args:
+            profile: the parameter's shape, and its gradient's layout and density.
+            position: the place in the order in which gradients are ready, from 0.
+            measured: further fields that a subclass has, by name.
+        """
+        return cls(
+            name=profile.name,
+            shape=profile.tensor.shape,
+            dtype=str(profile.tensor.dtype).removeprefix("torch."),
+            sparse=profile.sparse,
+            position=position,
+            rows=None if profile.density is None else Density.of(profile.density),
+            elements=None if profile.elements is None else Density.of(profile.elements),
+            **measured,
+        )
+
     def profile(self) -> ParameterProfile:
         """Returns what planners need of the parameter: shape, dtype, densities and place in the order of readiness."""
         rows, elements = (None if d is None else d.profile() for d in (self.rows, self.elements))
@@ -215,14 +235,7 @@ class ParameterTimes(ParameterObservation):
     """The measurements of one parameter: when its gradient is ready, and how dense the gradient is.
 
     Attributes:
-        name: the parameter's name.
-        shape: the parameter's shape.
-        dtype: the name in torch, as "float32".
-        sparse: whether the gradient is a sparse tensor.
-        position: the place in the order in which gradients are ready, from 0.
         ready: when the gradient is ready, in seconds from the start of backward.
-        rows, elements: how many rows and elements of the gradient are not zero; None if they are unknown, or if sparse
-            schemes gain nothing.
         errors: for each lossy scheme or compressor, by name, the norm of its error relative to the norm of the gradient
             in a step, see `planner.search.errors`.
     """

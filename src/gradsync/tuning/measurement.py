@@ -35,7 +35,6 @@ from ..planner.pieces import Pieces
 from ..planner.pieces import at_once as all_at_once
 from ..planner.search.errors import highest, relative_errors
 from ..plans.profile import (
-    Density,
     HostEstimate,
     Interval,
     KernelEstimate,
@@ -398,16 +397,8 @@ class Measurement(StepListener):
             kernels=self._kernels,
             host=self._host,
             parameters=tuple(
-                ParameterTimes(
-                    name=p.name,
-                    shape=p.tensor.shape,
-                    dtype=str(p.tensor.dtype).removeprefix("torch."),
-                    sparse=p.sparse,
-                    position=positions[number],
-                    ready=PositiveSpread(**ready[number]),
-                    rows=None if p.density is None else Density.of(p.density),
-                    elements=None if p.elements is None else Density.of(p.elements),
-                    errors=self._errors[p.name],
+                ParameterTimes.of(
+                    p, positions[number], ready=PositiveSpread(**ready[number]), errors=self._errors[p.name]
                 )
                 for number, p in enumerate(looked)
             ),
